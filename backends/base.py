@@ -1,0 +1,271 @@
+"""The one interface between ckptstore and any storage: keys and bytes, nothing else.
+
+A backend knows no tensors, packs, digests or versions. Who calls what, in which order:
+
+0.  ``registry.open_backend(url)`` makes one and wraps it (retry, and what the caller asks for).
+1.  ``probe.probe(backend)`` finds out, once per store, whether put-if-absent really holds.
+2.  A save calls ``open_writer`` for packs, ``put`` for the manifest, then ``put_if_absent`` for
+    the commit, in that order; each has returned only when its object is durable.
+3.  A load calls ``list`` and ``get`` for the log, then ``read_into`` for ranges of packs.
+4.  ``close`` releases clients and pools.
+
+Threads: every method may be called from any thread at once. Processes: an instance may be carried
+over a fork or pickled to a spawned worker; clients are made lazily per process.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from types import TracebackType
+from typing import Self
+
+from ckptstore import limits
+from ckptstore.errors import InvalidKeyError
+
+__all__ = [
+    "Backend",
+    "Buffer",
+    "Capabilities",
+    "ObjectInfo",
+    "ObjectWriter",
+    "PutIfAbsent",
+    "check_key",
+    "check_prefix",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+_SEGMENT = r"[a-z0-9][a-z0-9._-]*"
+_KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*\Z")
+_PREFIX = re.compile(rf"(({_SEGMENT}/)*({_SEGMENT})?)?\Z")
+
+
+def check_key(key: str) -> str:
+    """Return `key` if it may name an object, both when writing and when listed.
+
+    A key is relative, lower-case ASCII, ``/`` between non-empty segments that begin with a letter
+    or digit (so there is no ``..``, no hidden file and no temporary name), and bounded in length.
+
+    Raises
+    ------
+    InvalidKeyError
+        If it breaks one of these rules.
+    """
+    if len(key) > limits.KEY_CHARS_MAX or not _KEY.match(key):
+        msg = f"not a storage key: {key[:80]!r}"
+        raise InvalidKeyError(msg, hint="keys look like packs/ab/0123.pack")
+    return key
+
+
+def check_prefix(prefix: str) -> str:
+    """Return `prefix` if it may be listed: the beginning of a key, or empty.
+
+    Raises
+    ------
+    InvalidKeyError
+        If no key could begin with it.
+    """
+    if len(prefix) > limits.KEY_CHARS_MAX or not _PREFIX.match(prefix):
+        msg = f"not the beginning of a storage key: {prefix[:80]!r}"
+        raise InvalidKeyError(msg)
+    return prefix
+
+
+class PutIfAbsent(StrEnum):
+    """What a backend claims, and what a probe finds, about creating a name atomically."""
+
+    ATOMIC = "atomic"
+    """Of any number of creators exactly one wins and the others are told."""
+    IGNORED = "ignored"
+    """The condition has no effect: several creators believe they won."""
+    REFUSED = "refused"
+    """The storage answers that it does not support the condition."""
+    UNKNOWN = "unknown"
+    """Not known without a probe."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend declares about itself; layers above decide by this, never by its class."""
+
+    put_if_absent: PutIfAbsent
+    """The claim; a store trusts only what its probe found."""
+    pack_bytes: int
+    """Size at which a pack is closed, in bytes."""
+    part_bytes: int
+    """How much of an object a writer holds in memory, in bytes (its buffer; a whole pack where
+    the storage takes an object in one request)."""
+    read_gap_bytes: int
+    """Two ranges closer than this are fetched as one, in bytes."""
+    read_bytes_max: int
+    """A fetch is cut at this size, in bytes, so that fetches run in parallel."""
+    concurrency: int
+    """Requests in flight that serve this storage best."""
+    scatter_read: bool
+    """``read_into`` fills the buffers without a copy in between."""
+    lookup_lag_s: float
+    """How long a name may seem absent to one client after another created it, in seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectInfo:
+    """What a listing or ``stat`` tells of one object."""
+
+    key: str
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970 by the *storage's* clock."""
+
+
+class ObjectWriter(ABC):
+    """Writes one object in pieces; the object appears at ``commit``, whole and durable, or never.
+
+    Owned by one thread at a time. Leaving the ``with`` block without ``commit`` aborts.
+    """
+
+    @abstractmethod
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        """Append; may return before the bytes are durable. `data` may be reused afterwards.
+
+        Raises
+        ------
+        StorageError
+            The storage failed; only ``abort`` may follow.
+        """
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the object visible under its key; returns when it is durable.
+
+        Raises
+        ------
+        StorageError
+            The storage failed; the object must be taken for absent, though it may appear.
+        """
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Drop what was written; never raises for a storage failure; idempotent."""
+
+    def __enter__(self) -> Self:
+        """Return the writer itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Abort unless committed."""
+        self.abort()
+
+
+class Backend(ABC):
+    """Keys and bytes in one place. See the module for the order of calls and the thread rules.
+
+    Every method checks its key with :func:`check_key`, and raises only errors of
+    :mod:`ckptstore.errors`: ``ObjectNotFoundError``, ``ObjectExistsError``, and the children of
+    ``StorageError``. The backend, which knows the storage's codes, decides what is transient;
+    message texts are never looked at. No method here retries: the retry wrapper does.
+    """
+
+    url: str
+    """The location as the user would write it, without credentials."""
+    name: str
+    """Which backend this is: ``local``, ``nfs``, ``parallel``, ``s3``, ``gcs``, ``memory``,
+    ``fsspec``; recorded with probe findings."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> Capabilities:
+        """Return what this backend declares."""
+
+    @abstractmethod
+    def put(self, key: str, data: Buffer) -> None:
+        """Write a whole object; returns when it is durable and visible to every reader.
+
+        For names that are used once only; what happens to an existing object is not defined.
+        """
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create `key` with `data` atomically, or say that it exists; durable on return.
+
+        A reader sees the whole object or none of it. This is the only primitive on which
+        concurrent writers rely.
+
+        Raises
+        ------
+        ObjectExistsError
+            The key is taken; nothing was written. After a lost reply the one who took it may
+            have been this very call: the caller reads back to find out.
+        AmbiguousWriteError
+            No clear answer; the write may have happened, or may still happen.
+        UnsafeBackendError
+            The storage refuses the condition (501, say); nothing was written.
+        """
+
+    @abstractmethod
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Return a writer for a large object under a name that is used once only."""
+
+    @abstractmethod
+    def get(self, key: str, *, bytes_max: int) -> bytes:
+        """Return a whole object.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        CorruptObjectError
+            It is larger than `bytes_max`; no more than that is ever held.
+        """
+
+    @abstractmethod
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers`, one after another, from byte `offset` of an object on.
+
+        Parameters
+        ----------
+        buffers
+            Writable, C-contiguous, format ``B``. Their contents are undefined after an error.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        CorruptObjectError
+            The object ends before the buffers are full.
+        """
+
+    @abstractmethod
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield the objects whose key begins with `prefix` and sorts after `after`, ascending.
+
+        Everything that was there when the call began, and was not deleted, is listed: no
+        client-side cache. Objects that do not follow the key rules (temporary files of writers,
+        say) are left out. A missing folder is an empty listing.
+        """
+
+    @abstractmethod
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time of one object.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        """
+
+    @abstractmethod
+    def delete(self, key: str) -> None:
+        """Remove one object; an object that is not there is no error."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release clients and pools of this process; idempotent; no call may follow."""

@@ -1,0 +1,305 @@
+"""Every error that ckptstore raises, grouped by what the caller does about it.
+
+::
+
+    CkptStoreError                      catch-all; every instance has .kind and .exit_code
+    |-- InvalidInputError (ValueError)  the call is wrong: mend the arguments
+    |   |-- InvalidKeyError             a storage key breaks the key rules
+    |   |-- InvalidRefError             text that is not a ref
+    |   |-- InvalidUrlError             a location that no backend serves
+    |   `-- StateError (TypeError)      the state holds something that cannot be represented
+    |-- NotFoundError (LookupError)     what was named is not there
+    |   |-- StoreNotFoundError
+    |   |-- RunNotFoundError
+    |   |-- VersionNotFoundError
+    |   |-- TensorNotFoundError
+    |   `-- ObjectNotFoundError         a key of the backend
+    |-- ConflictError                   somebody else was there first: look again, decide again
+    |   |-- StoreExistsError
+    |   |-- ObjectExistsError           put-if-absent lost
+    |   `-- CommitConflictError         the log moved and what the commit relied on no longer holds
+    |-- IntegrityError                  stored bytes are not what was written: use verify
+    |   |-- CorruptObjectError          an object or record does not match its digest or its limits
+    |   `-- CorruptTensorError          the bytes of a named tensor do not match their chunk id
+    |-- FormatError                     written by a newer ckptstore, or not by ckptstore at all
+    |   `-- UnsupportedFeatureError
+    |-- PolicyError                     refused on purpose
+    |   |-- ReadOnlyError
+    |   |-- UnsafeBackendError          the storage cannot do put-if-absent
+    |   `-- LimitError (ValueError)     a limit of limits.py would be passed
+    |-- StorageError (OSError)          the storage failed
+    |   |-- TransientStorageError       trying again may help; raised when retries are used up
+    |   |-- StorageFullError            no space, or quota reached
+    |   |-- StoragePermissionError      credentials or permissions
+    |   |-- AmbiguousWriteError         a conditional write may or may not have happened
+    |   `-- MissingDependencyError      the backend needs a package that is not installed
+    `-- OperationCancelledError         the caller cancelled
+
+A ``kind`` is a stable, append-only code: programs match on it, never on the message.
+Foreign exceptions (botocore, gcsfs, OSError, msgspec, zstandard) never leave ckptstore.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "AmbiguousWriteError",
+    "CkptStoreError",
+    "CommitConflictError",
+    "ConflictError",
+    "CorruptObjectError",
+    "CorruptTensorError",
+    "FormatError",
+    "IntegrityError",
+    "InvalidInputError",
+    "InvalidKeyError",
+    "InvalidRefError",
+    "InvalidUrlError",
+    "LimitError",
+    "MissingDependencyError",
+    "NotFoundError",
+    "ObjectExistsError",
+    "ObjectNotFoundError",
+    "OperationCancelledError",
+    "PolicyError",
+    "ReadOnlyError",
+    "RunNotFoundError",
+    "StateError",
+    "StorageError",
+    "StorageFullError",
+    "StoragePermissionError",
+    "StoreExistsError",
+    "StoreNotFoundError",
+    "TensorNotFoundError",
+    "TransientStorageError",
+    "UnsafeBackendError",
+    "UnsupportedFeatureError",
+    "VersionNotFoundError",
+]
+
+
+class CkptStoreError(Exception):
+    """The root of the tree; catch this to catch everything that ckptstore raises.
+
+    Attributes
+    ----------
+    kind
+        Stable code of the failure, for programs (``--json`` prints it).
+    exit_code
+        What the command line exits with.
+    """
+
+    kind: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        """Return what happened and, after a dash, what to do next."""
+        return f"{self.message} -- {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Survive the trip through a process pool with the hint intact."""
+        return _rebuild, (type(self), self.message, self.hint)
+
+
+def _rebuild(cls: type[CkptStoreError], message: str, hint: str) -> CkptStoreError:
+    return cls(message, hint=hint)
+
+
+class InvalidInputError(CkptStoreError, ValueError):
+    """The call is wrong; mend the arguments."""
+
+    kind = "invalid_input"
+    exit_code = 2
+
+
+class InvalidKeyError(InvalidInputError):
+    """A storage key breaks the rules of :func:`ckptstore.backends.base.check_key`."""
+
+    kind = "invalid_key"
+
+
+class InvalidRefError(InvalidInputError):
+    """Text that does not follow the ref grammar."""
+
+    kind = "invalid_ref"
+
+
+class InvalidUrlError(InvalidInputError):
+    """A location that no backend serves."""
+
+    kind = "invalid_url"
+
+
+class StateError(InvalidInputError, TypeError):
+    """The state holds something that cannot be represented; the message names its path."""
+
+    kind = "state"
+
+
+class NotFoundError(CkptStoreError, LookupError):
+    """What was named is not there."""
+
+    kind = "not_found"
+    exit_code = 3
+
+
+class StoreNotFoundError(NotFoundError):
+    """There is no store at this location."""
+
+    kind = "store_not_found"
+
+
+class RunNotFoundError(NotFoundError):
+    """The store has no run of this name."""
+
+    kind = "run_not_found"
+
+
+class VersionNotFoundError(NotFoundError):
+    """The ref is well formed, but names no version."""
+
+    kind = "version_not_found"
+
+
+class TensorNotFoundError(NotFoundError):
+    """The version has no tensor at this path."""
+
+    kind = "tensor_not_found"
+
+
+class ObjectNotFoundError(NotFoundError):
+    """The backend has no object of this key."""
+
+    kind = "object_not_found"
+
+
+class ConflictError(CkptStoreError):
+    """Somebody else was there first."""
+
+    kind = "conflict"
+    exit_code = 4
+
+
+class StoreExistsError(ConflictError):
+    """A store is already at this location."""
+
+    kind = "store_exists"
+
+
+class ObjectExistsError(ConflictError):
+    """Put-if-absent found the key taken; nothing was written."""
+
+    kind = "object_exists"
+
+
+class CommitConflictError(ConflictError):
+    """Other commits came first and what this one relied on no longer holds."""
+
+    kind = "commit_conflict"
+
+
+class IntegrityError(CkptStoreError):
+    """Stored bytes are not what was written."""
+
+    kind = "integrity"
+    exit_code = 5
+
+
+class CorruptObjectError(IntegrityError):
+    """An object or a record does not match its digest, its length or its limits."""
+
+    kind = "corrupt_object"
+
+
+class CorruptTensorError(IntegrityError):
+    """The bytes of a tensor do not match their chunk id; the message names the tensor."""
+
+    kind = "corrupt_tensor"
+
+
+class FormatError(CkptStoreError):
+    """Not written by ckptstore, or by a version that this one does not understand."""
+
+    kind = "format"
+    exit_code = 6
+
+
+class UnsupportedFeatureError(FormatError):
+    """The store, manifest or commit requires a feature that this version does not have."""
+
+    kind = "unsupported_feature"
+
+
+class PolicyError(CkptStoreError):
+    """Refused on purpose; the hint says what would make it allowed."""
+
+    kind = "policy"
+    exit_code = 7
+
+
+class ReadOnlyError(PolicyError):
+    """The store was opened read-only."""
+
+    kind = "read_only"
+
+
+class UnsafeBackendError(PolicyError):
+    """The storage cannot do put-if-absent, so concurrent writers would lose commits."""
+
+    kind = "unsafe_backend"
+
+
+class LimitError(PolicyError, ValueError):
+    """A limit of :mod:`ckptstore.limits` would be passed."""
+
+    kind = "limit"
+
+
+class StorageError(CkptStoreError, OSError):
+    """The storage failed."""
+
+    kind = "storage"
+    exit_code = 8
+
+
+class TransientStorageError(StorageError):
+    """A failure that may pass (timeout, reset, 503); raised once the retries are used up."""
+
+    kind = "storage_transient"
+
+
+class StorageFullError(StorageError):
+    """No space left, or a quota is reached."""
+
+    kind = "storage_full"
+
+
+class StoragePermissionError(StorageError):
+    """The storage refused the credentials or the permissions."""
+
+    kind = "storage_permission"
+
+
+class AmbiguousWriteError(StorageError):
+    """A conditional write got no clear answer: it may or may not have happened."""
+
+    kind = "storage_ambiguous"
+
+
+class MissingDependencyError(StorageError):
+    """The backend needs a package that is not installed; the hint names the extra."""
+
+    kind = "missing_dependency"
+
+
+class OperationCancelledError(CkptStoreError):
+    """The caller cancelled; nothing became visible."""
+
+    kind = "cancelled"
+    exit_code = 130

@@ -1,0 +1,116 @@
+"""Every limit and default, each with its unit, its reason and its source.
+
+Bytes are powers of two. A name ends in its unit. What is a limit (``_MAX``) bounds what is
+accepted from storage, which is treated as hostile; what is a default can be set by the user.
+Sources: "measured" means by ``benchmarks/`` on the machine that docs/benchmarks.md names.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+KIB: Final = 1 << 10
+MIB: Final = 1 << 20
+GIB: Final = 1 << 30
+
+# --- chunks and packs -------------------------------------------------------------------------
+
+# Default size of a chunk before compression. Source: DESIGN section 3; 4 MiB keeps the table of
+# 1 TB at 250k chunks and a chunk inside a typical L3 cache (measured 1-16 MiB: docs/design/0003).
+CHUNK_BYTES_DEFAULT: Final = 4 * MIB
+# Smallest and largest chunk size that a store may be created with. Source: below 64 KiB the
+# 64-byte chunk header and the 57-byte table row pass 0.2%; above, see CHUNK_RAW_BYTES_MAX.
+CHUNK_BYTES_MIN: Final = 64 * KIB
+# Largest chunk, decoded, that a reader accepts. Source: bounds the memory that one hostile
+# header can ask for.
+CHUNK_RAW_BYTES_MAX: Final = 64 * MIB
+# Largest encoded chunk. Source: a codec may expand by its own framing only, never by more than this.
+CHUNK_STORED_BYTES_MAX: Final = CHUNK_RAW_BYTES_MAX + 64 * KIB
+# Tensors below this share a chunk (a slab). Source: at 64 KiB the header and table row of an own
+# chunk cost 0.2%; below, they would cost more than DESIGN's 100 bytes a tensor allows.
+SMALL_TENSOR_BYTES: Final = 64 * KIB
+# A slab is closed at this size. Source: one changed tensor rewrites at most its own bytes, but a
+# reader of one small tensor fetches the slab: 256 KiB is one round trip's worth on object stores.
+SLAB_BYTES: Final = 256 * KIB
+# Largest pack that a reader accepts. Source: 16x the largest default; far under S3's 5 GiB PUT.
+PACK_BYTES_MAX: Final = 4 * GIB
+
+# --- memory -----------------------------------------------------------------------------------
+
+# Host memory that one save or load may hold for chunks in flight. Source: issue requirement of a
+# peak under 400 MiB; leaves room for three 64 MiB packs on object stores.
+HOST_BYTES_DEFAULT: Final = 256 * MIB
+# Threads that hash, encode and decode. Source: each stage releases the GIL; more than 8 saturate
+# memory bandwidth on the machines measured by peers (FIELD section 5.6).
+WORKERS_MAX: Final = 8
+
+# --- records ----------------------------------------------------------------------------------
+
+# store.json. Source: a probe report is under 4 KiB; 16x is slack.
+SUPERBLOCK_BYTES_MAX: Final = 64 * KIB
+# One commit. Source: a save with 64 metrics and 16 KiB of metadata is under 32 KiB; a condemn of
+# 10,000 names is under 1 MiB.
+COMMIT_BYTES_MAX: Final = 4 * MIB
+# Operations in one commit. Source: create-run, save and a few tags travel together.
+COMMIT_OPS_MAX: Final = 1024
+# Commits in one folder of the log. Source: DESIGN section 3.
+COMMITS_PER_FOLDER: Final = 1000
+# Highest commit number. Source: the key has 12 digits.
+COMMIT_NUMBER_MAX: Final = 10**12 - 1
+# A manifest as stored, and decompressed. Source: 57 bytes a chunk: 4 TB of 4 MiB chunks is 57 MB;
+# 16x is slack and still fits in memory.
+MANIFEST_STORED_BYTES_MAX: Final = 1 * GIB
+MANIFEST_RAW_BYTES_MAX: Final = 2 * GIB
+# A catalog snapshot, decompressed. Source: about 600 bytes a version; a million versions.
+SNAPSHOT_RAW_BYTES_MAX: Final = 1 * GIB
+# A decompressed record may be at most this many times its stored size (checked besides the
+# absolute limit, so that a small hostile file cannot ask for gigabytes). Source: the skeleton of
+# 100,000 equal leaves compresses about 500x.
+RECORD_RATIO_MAX: Final = 2000
+# Records up to this size are exempt from the ratio. Source: small enough not to matter.
+RECORD_RATIO_FREE_BYTES: Final = 16 * MIB
+# Tensors, pieces and nesting of one version. Source: the largest published MoE states have some
+# 10^6 tensors with optimizer; depth 64 is beyond any real state and safe for the recursion limit.
+TENSORS_MAX: Final = 10_000_000
+PIECES_MAX: Final = 100_000_000
+PACKS_MAX: Final = 4_000_000
+STATE_DEPTH_MAX: Final = 64
+STATE_NODES_MAX: Final = 20_000_000
+TENSOR_DIMS_MAX: Final = 64  # Source: torch refuses more than 64 dimensions.
+# Integers beyond 64 bits are written in decimal up to this many digits. Source: CPython's own
+# limit for int <-> str (sys.int_info.default_max_str_digits).
+INT_DIGITS_MAX: Final = 4300
+
+# --- names ------------------------------------------------------------------------------------
+
+RUN_NAME_CHARS_MAX: Final = 200  # Source: fits a terminal table and a file name.
+TAG_CHARS_MAX: Final = 100  # Source: as above.
+METRIC_NAME_CHARS_MAX: Final = 200  # Source: names such as eval/mmlu/high_school_physics/acc.
+METRICS_MAX: Final = 1000  # Source: an evaluation harness reports a few hundred.
+TAGS_PER_VERSION_MAX: Final = 100  # Source: tags are typed by people.
+METADATA_BYTES_MAX: Final = 256 * KIB  # Source: a full training config is under 64 KiB.
+KEY_CHARS_MAX: Final = 512  # Source: S3 and GCS allow 1,024 bytes, prefix of the store included.
+
+# --- the log ----------------------------------------------------------------------------------
+
+# A catalog snapshot is written once this many commits, and a tenth of the log, came since the
+# last one. Source: sizes then grow geometrically, so all snapshots together stay within 11x the
+# newest; with at most 110 commits to read after it, opening stays at three round trips of latency.
+SNAPSHOT_COMMITS_MIN: Final = 100
+SNAPSHOT_GROWTH: Final = 0.1
+# Older snapshots are caches that nobody needs. Source: one spare in case the newest is damaged.
+SNAPSHOTS_KEPT: Final = 2
+# How long a commit goes on trying numbers before it gives up. Source: 8 writers x 25 saves on one
+# store need seconds; a minute of contention means a thousand writers.
+COMMIT_WAIT_S: Final = 300.0
+# How long a name that is known to exist may seem absent. Source: NFS caches a failed lookup for
+# up to 30 s between two real clients (measured); twice that.
+VISIBILITY_WAIT_S: Final = 60.0
+
+# --- retries ----------------------------------------------------------------------------------
+
+# Source: with base 0.1 s, doubling and full jitter, 8 tries spread over about 25 s on average and
+# never more than 51 s: longer than a failing load balancer, shorter than a job's patience.
+RETRY_TRIES: Final = 8
+RETRY_BASE_S: Final = 0.1
+RETRY_CAP_S: Final = 20.0
