@@ -114,3 +114,8 @@ VISIBILITY_WAIT_S: Final = 60.0
 RETRY_TRIES: Final = 8
 RETRY_BASE_S: Final = 0.1
 RETRY_CAP_S: Final = 20.0
+# How often a file that is listed, but cannot be opened (ESTALE, stale ENOENT), is opened again, and
+# the first wait, which doubles. Source: GlusterFS serves stale entries for up to 1.03 s (measured);
+# 7 tries wait 1.3 s in all.
+STALE_TRIES: Final = 7
+STALE_WAIT_S: Final = 0.02

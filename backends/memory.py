@@ -1,0 +1,224 @@
+"""Objects in this process's memory: the oracle of the tests, and a scratch store."""
+
+from __future__ import annotations
+
+import os
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ckptstore.backends.base import (
+    Backend,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    ObjectWriter,
+    PutIfAbsent,
+    check_key,
+    check_prefix,
+)
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import (
+    CorruptObjectError,
+    InvalidUrlError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+)
+from ckptstore.limits import MIB
+
+__all__ = ["MemoryBackend", "open_memory"]
+
+CAPABILITIES = Capabilities(
+    put_if_absent=PutIfAbsent.ATOMIC,
+    pack_bytes=64 * MIB,
+    part_bytes=64 * MIB,
+    read_gap_bytes=0,
+    read_bytes_max=16 * MIB,
+    concurrency=4,
+    scatter_read=True,
+    lookup_lag_s=0.0,
+)
+
+
+class _Object(NamedTuple):
+    data: bytes
+    modified_at: float
+
+
+class _Space:
+    """The objects under one name."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.objects: dict[str, _Object] = {}
+        self.keys: list[str] = []
+
+    def store(self, key: str, item: _Object, *, absent: bool) -> None:
+        """Write one object; with `absent`, only where there is none."""
+        with self.lock:
+            if key not in self.objects:
+                insort(self.keys, key)
+            elif absent:
+                msg = f"{key} exists"
+                raise ObjectExistsError(msg)
+            self.objects[key] = item
+
+    def item(self, key: str) -> _Object:
+        """Return one object."""
+        with self.lock:
+            found = self.objects.get(key)
+        if found is None:
+            msg = f"{key} is not there"
+            raise ObjectNotFoundError(msg)
+        return found
+
+    def drop(self, key: str) -> None:
+        """Remove one object where there is one."""
+        with self.lock:
+            if self.objects.pop(key, None) is not None:
+                del self.keys[bisect_left(self.keys, key)]
+
+    def infos(self, prefix: str, after: str) -> list[ObjectInfo]:
+        """Return what a listing shows at this moment."""
+        with self.lock:
+            first = max(bisect_left(self.keys, prefix), bisect_right(self.keys, after))
+            # "\x7f" sorts after every character that a key may hold.
+            end = bisect_left(self.keys, prefix + "\x7f")
+            return [_info(key, self.objects[key]) for key in self.keys[first:end]]
+
+
+def _info(key: str, item: _Object) -> ObjectInfo:
+    return ObjectInfo(key=key, size_bytes=len(item.data), modified_at=item.modified_at)
+
+
+_spaces: dict[str, _Space] = {}
+_spaces_lock = threading.Lock()
+
+
+def _space(name: str) -> _Space:
+    with _spaces_lock:
+        return _spaces.setdefault(name, _Space())
+
+
+def _renew_locks() -> None:
+    """Give a forked child locks of its own: a thread of the parent may have held the old ones."""
+    global _spaces_lock
+    _spaces_lock = threading.Lock()
+    for space in _spaces.values():
+        space.lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
+
+
+class MemoryBackend(Backend):
+    """One named space of objects; every instance of the same name in a process sees the same.
+
+    A forked child has a copy from the moment of the fork; a spawned one starts empty.
+    """
+
+    def __init__(self, name: str, *, environment: Environment = SYSTEM) -> None:
+        self.url = f"memory://{name}"
+        self.name = "memory"
+        self._space_name = name
+        self._environment = environment
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return what memory can do."""
+        return CAPABILITIES
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write a whole object."""
+        self._store(key, bytes(data), absent=False)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create an object under the lock of the space."""
+        self._store(key, bytes(data), absent=True)
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Return a writer that collects in memory and stores on commit."""
+        return _MemoryWriter(self, check_key(key))
+
+    def get(self, key: str, *, bytes_max: int) -> bytes:
+        """Return a whole object."""
+        data = self._space.item(check_key(key)).data
+        if len(data) > bytes_max:
+            msg = f"{key} has {len(data)} bytes, more than the {bytes_max} allowed"
+            raise CorruptObjectError(msg)
+        return data
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Copy a range into `buffers`."""
+        data = memoryview(self._space.item(check_key(key)).data)
+        for buffer in buffers:
+            part = data[offset : offset + len(buffer)]
+            if len(part) < len(buffer):
+                msg = f"{key} ends at byte {len(data)}, before byte {offset + len(buffer)}"
+                raise CorruptObjectError(msg)
+            buffer[:] = part
+            offset += len(buffer)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield the objects of one moment."""
+        check_prefix(prefix)
+        yield from self._space.infos(prefix, after)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time of one object."""
+        return _info(key, self._space.item(check_key(key)))
+
+    def delete(self, key: str) -> None:
+        """Remove one object."""
+        self._space.drop(check_key(key))
+
+    def close(self) -> None:
+        """Do nothing: the objects live as long as the process."""
+
+    @property
+    def _space(self) -> _Space:
+        return _space(self._space_name)
+
+    def _store(self, key: str, data: bytes, *, absent: bool) -> None:
+        item = _Object(data, self._environment.now_ms() / 1000)
+        self._space.store(check_key(key), item, absent=absent)
+
+    def __repr__(self) -> str:
+        return f"MemoryBackend({self.url!r})"
+
+
+class _MemoryWriter(ObjectWriter):
+    def __init__(self, backend: MemoryBackend, key: str) -> None:
+        self._backend = backend
+        self._key = key
+        self._parts = bytearray()
+
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+            self._parts += part
+
+    def commit(self) -> None:
+        self._backend.put(self._key, self._parts)
+
+    def abort(self) -> None:
+        self._parts = bytearray()
+
+
+def open_memory(url: str, **options: object) -> MemoryBackend:
+    """Return the backend of a ``memory://name`` URL.
+
+    Raises
+    ------
+    InvalidUrlError
+        If the URL names nothing, or options are given: memory has none.
+    """
+    if options:
+        msg = f"memory takes no storage options, but got {', '.join(sorted(options))}"
+        raise InvalidUrlError(msg)
+    name = url.partition("://")[2].strip("/")
+    if not name:
+        msg = f"a memory store needs a name: {url!r}"
+        raise InvalidUrlError(msg, hint="write memory://some-name")
+    return MemoryBackend(name)

@@ -1,0 +1,72 @@
+"""From the operating system's error numbers to the error tree; texts are never looked at."""
+
+from __future__ import annotations
+
+import errno
+
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidKeyError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    TransientStorageError,
+)
+
+__all__ = ["ABSENT", "translate"]
+
+ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
+"""There is no such object: no name, a parent that is a file, or a symbolic link."""
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_PERMISSION = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+# What network file systems give while a server restarts or fails over, and what a signal or a
+# full table gives: the same call may succeed a moment later.
+_TRANSIENT = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.ECONNABORTED,
+        errno.ECONNREFUSED,
+        errno.ECONNRESET,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EINTR,
+        errno.EMFILE,
+        errno.ENETDOWN,
+        errno.ENETUNREACH,
+        errno.ENFILE,
+        errno.ENOBUFS,
+        errno.ENOLCK,
+        errno.ENOMEM,
+        errno.ENOTCONN,
+        errno.EPIPE,
+        errno.ESHUTDOWN,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+
+
+def translate(error: OSError, what: str) -> CkptStoreError:
+    """Return the error of our tree for `error`, which happened while doing `what`.
+
+    ``EEXIST`` is left to the caller: what it means depends on the call. An error of our tree,
+    whose storage errors are ``OSError`` too, comes back as it is.
+    """
+    if isinstance(error, CkptStoreError):
+        return error
+    number = error.errno
+    name = errno.errorcode.get(number or 0, type(error).__name__)
+    msg = f"{what}: {name}" if number is None else f"{what}: {name} ({error.strerror})"
+    if number in ABSENT:
+        return ObjectNotFoundError(msg)
+    if number == errno.ENAMETOOLONG:
+        return InvalidKeyError(msg)
+    if number in _FULL:
+        return StorageFullError(msg, hint="free space, raise the quota, or delete old versions")
+    if number in _PERMISSION:
+        return StoragePermissionError(msg, hint="check the owner and mode of the store's folder")
+    if number in _TRANSIENT:
+        return TransientStorageError(msg)
+    return StorageError(msg)

@@ -1,0 +1,269 @@
+"""Any mounted file system: a local disk, NFS, a parallel file system.
+
+One code for all; what differs is data (:mod:`ckptstore.backends.posix_settings`). What real file
+systems do to readers and writers, and what follows: docs/design/0004-posix-durable-writes.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+from urllib.parse import unquote, urlsplit
+
+from ckptstore import limits
+from ckptstore.backends.base import (
+    Backend,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    ObjectWriter,
+    check_key,
+    check_prefix,
+)
+from ckptstore.backends.mounts import find_mount
+from ckptstore.backends.oserrors import ABSENT, translate
+from ckptstore.backends.posix_publish import Folders, TempFile, publish
+from ckptstore.backends.posix_settings import SETTINGS, PosixSettings, settings_for
+from ckptstore.backends.posix_stream import PosixWriter
+from ckptstore.backends.posix_walk import walk
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import (
+    CorruptObjectError,
+    InvalidUrlError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    TransientStorageError,
+)
+
+__all__ = ["PosixBackend", "open_posix"]
+
+T = TypeVar("T")
+
+# O_NONBLOCK: a named pipe in a hostile store must not hang its reader; files ignore it.
+_READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+
+
+class PosixBackend(Backend):
+    """The files below one folder. Nothing is created before the first write.
+
+    Parameters
+    ----------
+    root
+        Absolute path of the folder.
+    settings
+        How this kind of file system is to be treated.
+    fs_type
+        What the mount table calls it; told to users, decides nothing here.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        settings: PosixSettings,
+        fs_type: str = "unknown",
+        environment: Environment = SYSTEM,
+    ) -> None:
+        self.url = root
+        self.name = settings.name
+        self.fs_type = fs_type
+        self._root = root
+        self._settings = settings
+        self._environment = environment
+        self._folders = Folders(root)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return what this kind of file system can do."""
+        return self._settings.capabilities
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write a whole object; the same content again is no error, another is."""
+        try:
+            self.put_if_absent(key, data)
+        except ObjectExistsError:
+            # An earlier try of the same call may have come through.
+            if self.get(key, bytes_max=limits.PACK_BYTES_MAX) != data:
+                raise
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create an object by ``link()``."""
+        temp = self.open_temp(check_key(key))
+        try:
+            temp.write(data)
+            temp.finish(len(data))
+        except OSError as error:
+            temp.discard()
+            raise translate(error, f"write {key}") from error
+        except BaseException:
+            temp.discard()
+            raise
+        publish(temp.path, self._path(key), f"create {key}")
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Return a writer that streams to a temporary file."""
+        return PosixWriter(self, check_key(key), direct=self._settings.direct)
+
+    def get(self, key: str, *, bytes_max: int) -> bytes:
+        """Return a whole object."""
+
+        def read(descriptor: int, size: int) -> bytes:
+            if size > bytes_max:
+                msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
+                raise CorruptObjectError(msg)
+            data = bytearray(size)
+            _fill(descriptor, 0, [memoryview(data)], key)
+            return bytes(data)
+
+        return self._with_file(key, read)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Read straight into `buffers`."""
+        self._with_file(key, lambda descriptor, _: _fill(descriptor, offset, buffers, key))
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield objects in order, reading only the folders that can hold them."""
+        return walk(self._root, check_prefix(prefix), after)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time, from an open file and not from a cache."""
+
+        def info(descriptor: int, size: int) -> ObjectInfo:
+            modified = os.fstat(descriptor).st_mtime
+            return ObjectInfo(key=key, size_bytes=size, modified_at=modified)
+
+        return self._with_file(key, info)
+
+    def delete(self, key: str) -> None:
+        """Unlink one file."""
+        try:
+            os.unlink(self._path(check_key(key)))  # noqa: PTH108
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise translate(error, f"delete {key}") from error
+
+    def close(self) -> None:
+        """Do nothing: no file stays open between calls."""
+
+    def open_temp(self, key: str, *, flags: int = 0) -> TempFile:
+        """Return a new temporary file in the folder of `key`, which is made where it is missing.
+
+        Raises
+        ------
+        StorageError
+            The folder or the file could not be made.
+        """
+        folder = os.path.dirname(self._path(key))  # noqa: PTH120
+        unique = self._environment.random_hex(16)
+        try:
+            self._folders.ensure(folder)
+            try:
+                return TempFile(folder, unique, flags=flags)
+            except FileNotFoundError:  # somebody removed the folder meanwhile
+                self._folders.forget()
+                self._folders.ensure(folder)
+                return TempFile(folder, unique, flags=flags)
+        except OSError as error:
+            raise translate(error, f"create a file for {key}") from error
+
+    def path_of(self, key: str) -> str:
+        """Return the path of the file that holds `key`."""
+        return self._path(check_key(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{key}"
+
+    def _with_file(self, key: str, use: Callable[[int, int], T]) -> T:
+        """Return ``use(descriptor, size)`` of an object, trying again where caches are stale."""
+        path = self._path(check_key(key))
+        for attempt in range(limits.STALE_TRIES):
+            if attempt:
+                self._environment.sleep(limits.STALE_WAIT_S * 2 ** (attempt - 1))
+            try:
+                return _use_file(path, key, use)
+            except OSError as error:
+                if error.errno in ABSENT and self._is_absent(path):
+                    raise translate(error, f"read {key}") from error
+                if error.errno not in ABSENT and error.errno != errno.ESTALE:
+                    raise translate(error, f"read {key}") from error
+        msg = f"read {key}: the name is there, but opening it keeps failing"
+        raise TransientStorageError(msg)
+
+    def _is_absent(self, path: str) -> bool:
+        """Tell whether a name that could not be opened is really not there."""
+        if not self._settings.relist:
+            return True
+        folder, name = os.path.split(path)
+        try:
+            return name not in os.listdir(folder)  # noqa: PTH208
+        except OSError:
+            return True
+
+    def __repr__(self) -> str:
+        return f"PosixBackend({self.url!r}, name={self.name!r}, fs_type={self.fs_type!r})"
+
+
+def _use_file(path: str, key: str, use: Callable[[int, int], T]) -> T:
+    descriptor = os.open(path, _READ)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            msg = f"{key} is not a regular file"
+            raise ObjectNotFoundError(msg)
+        return use(descriptor, found.st_size)
+    finally:
+        os.close(descriptor)
+
+
+def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview], key: str) -> None:
+    """Fill all of `buffers` from `offset` on; raises OSError or CorruptObjectError."""
+    left = [buffer for buffer in buffers if buffer.nbytes]
+    first = 0
+    while first < len(left):
+        count = os.preadv(descriptor, left[first : first + _IOV_MAX], offset)
+        if not count:
+            msg = f"{key} ends at byte {offset}, before the range that was asked for"
+            raise CorruptObjectError(msg)
+        offset += count
+        while first < len(left) and count >= left[first].nbytes:
+            count -= left[first].nbytes
+            first += 1
+        if count:
+            left[first] = left[first][count:]
+
+
+def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
+    """Return the backend of a path or a ``file://`` URL.
+
+    Parameters
+    ----------
+    kind
+        ``local``, ``nfs`` or ``parallel`` where the mount table does not tell; empty to look.
+
+    Raises
+    ------
+    InvalidUrlError
+        For a URL with a host, an unknown `kind`, or any other option: a path has none.
+    """
+    if options:
+        msg = f"a path takes no storage options, but got {', '.join(sorted(options))}"
+        raise InvalidUrlError(msg)
+    path = url
+    if "://" in url:
+        parts = urlsplit(url)
+        if parts.netloc not in {"", "localhost"} or not parts.path:
+            msg = f"not a path of this machine: {url!r}"
+            raise InvalidUrlError(msg, hint="write file:///absolute/path")
+        path = unquote(parts.path)
+    if not path or "\0" in path or (kind and kind not in SETTINGS):
+        msg = f"no such location or kind: {path!r} {kind!r}"
+        raise InvalidUrlError(msg, hint=f"kinds are {', '.join(SETTINGS)}")
+    root = str(Path(path).expanduser().absolute())
+    mount = find_mount(root)
+    settings = SETTINGS[kind] if kind else settings_for(mount)
+    return PosixBackend(root, settings=settings, fs_type=mount.fs_type)

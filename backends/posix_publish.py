@@ -1,0 +1,219 @@
+"""The one recipe by which a file appears: whole, durable, under a name that was free.
+
+Temporary file in the folder of the final name, write, check the length, fsync, ``link()`` to the
+final name, fsync the folder, unlink the temporary name. Why ``link()`` and neither ``O_EXCL`` nor
+a rename: docs/design/0004-posix-durable-writes.md.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import PurePosixPath
+
+from ckptstore.backends.oserrors import translate
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    ObjectExistsError,
+    StorageError,
+    UnsafeBackendError,
+)
+
+__all__ = ["Folders", "TempFile", "publish"]
+
+# What file systems without hard links answer to link(): link(2), and FUSE's ENOSYS.
+_NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
+# Folders that cannot be synced (some FUSE file systems) answer so; they have no such promise to
+# keep, and the file itself was synced.
+_NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
+
+
+class TempFile:
+    """A file that nobody looks at, open for writing, beside the name that it will get.
+
+    Owned by one thread. ``finish`` or ``discard`` closes it.
+
+    Attributes
+    ----------
+    path
+        Its name, ``.tmp-<hex>``: no key may begin with a dot, so that listings leave it out.
+    descriptor
+        Open for writing until ``finish`` or ``discard``; -1 afterwards.
+    """
+
+    def __init__(self, folder: str, unique: str, *, flags: int = 0) -> None:
+        self.path = f"{folder}/.tmp-{unique}"
+        # O_EXCL guards against our own name repeating; nothing else rests on it.
+        self.descriptor = os.open(
+            self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666
+        )
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Write all of `data` at the end; raises OSError."""
+        rest = memoryview(data)
+        while rest.nbytes:
+            rest = rest[os.write(self.descriptor, rest) :]
+
+    def finish(self, size_bytes: int) -> None:
+        """Make the content durable and close; raises OSError, or StorageError for a wrong length.
+
+        A failed fsync is never tried again: the kernel forgets the pages that it could not write,
+        and the second call would succeed without them.
+        """
+        os.fsync(self.descriptor)
+        found = os.fstat(self.descriptor).st_size
+        self._close()
+        if found != size_bytes:
+            msg = f"{found} bytes are in the file, {size_bytes} were written"
+            raise StorageError(msg)
+
+    def discard(self) -> None:
+        """Close and remove; never raises."""
+        with suppress(OSError):  # what could be done about it is to leave the file behind
+            self._close()
+        with suppress(OSError):
+            os.unlink(self.path)  # noqa: PTH108 - plain strings on the hot path
+
+    def _close(self) -> None:
+        if self.descriptor >= 0:
+            descriptor, self.descriptor = self.descriptor, -1
+            os.close(descriptor)
+
+
+def publish(temp: str, final: str, what: str) -> None:
+    """Give the finished file `temp` the name `final` if that is free, and remove `temp`.
+
+    Durable on return. Whatever it raises, `temp` is gone or will never be looked at.
+
+    Raises
+    ------
+    ObjectExistsError
+        The name is taken by another file.
+    UnsafeBackendError
+        The file system has no hard links.
+    AmbiguousWriteError
+        It could not be found out whether the link was made.
+    StorageError
+        The link was not made and cannot appear any more; or it was made, but the folder could
+        not be synced: then the object is visible and may vanish in a power cut.
+    """
+    try:
+        os.link(temp, final, follow_symlinks=False)
+    except OSError as error:
+        _after_failed_link(error, temp, final, what)
+    try:
+        sync_folder(os.path.dirname(final))  # noqa: PTH120
+    except OSError as error:
+        msg = f"{what}: written, but its folder could not be synced ({error.strerror})"
+        raise StorageError(msg, hint="it is visible, but may vanish in a power cut") from error
+    finally:
+        with suppress(OSError):  # a left-over name is no harm: listings do not show it
+            os.unlink(temp)  # noqa: PTH108
+
+
+def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None:
+    """Return if the link was made after all (its reply was lost); raise what is true otherwise."""
+    links = _link_count(temp)
+    if links == 2:
+        return
+    if error.errno == errno.EEXIST and links == 1:
+        _remove(temp)
+        msg = f"{what}: exists"
+        raise ObjectExistsError(msg) from error
+    if error.errno in _NO_LINKS:
+        _remove(temp)
+        msg = f"{what}: this file system has no hard links"
+        raise UnsafeBackendError(msg) from error
+    # Once the temporary name is gone, a request that is still on its way cannot link it.
+    if links != 1 or not _remove(temp) or _exists(final) is not False:
+        msg = f"{what}: link gave {errno.errorcode.get(error.errno or 0, error.errno)}"
+        raise AmbiguousWriteError(msg) from error
+    raise translate(error, what) from error
+
+
+def _link_count(path: str) -> int:
+    """Return how many names a file has, 0 when that is not known; by open, past stale caches."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return 0
+    try:
+        return os.fstat(descriptor).st_nlink
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: str) -> bool:
+    try:
+        os.unlink(path)  # noqa: PTH108
+    except OSError:
+        return False
+    return True
+
+
+def _exists(path: str) -> bool | None:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def sync_folder(path: str) -> None:
+    """Make the names in a folder durable; raises OSError."""
+    descriptor = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_FOLDER_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class Folders:
+    """Makes folders durably, and remembers which ones need no more care.
+
+    Safe from any thread: two threads may make the same folder, which does no harm.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._durable: set[str] = set()
+
+    def ensure(self, folder: str) -> None:
+        """Make `folder` and its parents; on return their names are durable. Raises OSError.
+
+        A folder that another process made is synced too: that process may not have come to it.
+        """
+        if folder in self._durable:
+            return
+        if folder == self._root:
+            self._ensure_root()
+        else:
+            parent = os.path.dirname(folder)  # noqa: PTH120
+            self.ensure(parent)
+            with suppress(FileExistsError):
+                os.mkdir(folder)  # noqa: PTH102
+            sync_folder(parent)
+        self._durable.add(folder)
+
+    def forget(self) -> None:
+        """Forget everything: a folder was found missing that had been there."""
+        self._durable.clear()
+
+    def _ensure_root(self) -> None:
+        missing = []
+        path = PurePosixPath(self._root)
+        while not os.path.isdir(path):  # noqa: PTH112
+            missing.append(path)
+            path = path.parent
+        for folder in reversed(missing):
+            with suppress(FileExistsError):
+                os.mkdir(folder)  # noqa: PTH102
+            sync_folder(str(folder.parent))

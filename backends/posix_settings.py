@@ -1,0 +1,107 @@
+"""How the kinds of mounted file system differ: data, so that their code can be one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ckptstore.backends.base import Capabilities, PutIfAbsent
+from ckptstore.backends.mounts import Mount
+from ckptstore.limits import KIB, MIB
+
+__all__ = ["SETTINGS", "PosixSettings", "settings_for"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PosixSettings:
+    """What the POSIX backend does differently on one kind of file system."""
+
+    name: str
+    """The backend's name, as in probe findings: ``local``, ``nfs`` or ``parallel``."""
+    capabilities: Capabilities
+    direct: bool
+    """Write packs past the page cache where the file system lets us."""
+    relist: bool
+    """Before believing that a name is absent, read its folder: lookups may be cached."""
+    stripe_count: int = 0
+    """Lustre objects to stripe a pack over; 0 leaves the folder as it is."""
+
+
+_LOCAL = Capabilities(
+    put_if_absent=PutIfAbsent.ATOMIC,
+    # 256 MiB: the fsyncs of a pack and its folder (a few ms each) vanish beside a tenth of a
+    # second of writing.
+    pack_bytes=256 * MIB,
+    part_bytes=8 * MIB,
+    # A disk of 2 GB/s reads 64 KiB in the 30 us that another system call and seek cost.
+    read_gap_bytes=64 * KIB,
+    read_bytes_max=16 * MIB,
+    concurrency=4,
+    scatter_read=True,
+    lookup_lag_s=0.0,
+)
+
+SETTINGS: Final[dict[str, PosixSettings]] = {
+    "local": PosixSettings(name="local", capabilities=_LOCAL, direct=True, relist=False),
+    "nfs": PosixSettings(
+        name="nfs",
+        capabilities=replace(
+            _LOCAL,
+            read_gap_bytes=256 * KIB,  # a round trip of 0.5 ms at 500 MB/s
+            concurrency=8,
+            # A failed lookup is cached for acdirmin (30 s) up to acdirmax (60 s): nfs(5);
+            # 30 s measured between two clients.
+            lookup_lag_s=60.0,
+        ),
+        direct=False,  # the client needs the page cache to merge writes
+        relist=True,
+    ),
+    "parallel": PosixSettings(
+        name="parallel",
+        capabilities=replace(
+            _LOCAL,
+            read_gap_bytes=256 * KIB,
+            concurrency=8,
+            # GlusterFS serves stale entries for 1 s, CephFS for up to 5 s (measured).
+            lookup_lag_s=10.0,
+        ),
+        direct=False,  # FUSE clients refuse O_DIRECT or slow down by it
+        relist=True,
+        stripe_count=4,  # Lustre: a pack of 256 MiB over four servers
+    ),
+}
+
+# File system types as the kernel names them. Anything else is a disk or memory of this machine.
+_NFS = frozenset({"nfs", "nfs4", "fuse.nfs"})
+_PARALLEL = frozenset(
+    {
+        "acfs",
+        "afs",
+        "beegfs",
+        "beegfs_nodev",
+        "ceph",
+        "cifs",
+        "gfs2",
+        "glusterfs",
+        "gpfs",
+        "lustre",
+        "ocfs2",
+        "orangefs",
+        "panfs",
+        "pvfs2",
+        "smb3",
+        "virtiofs",
+        "wekafs",
+        "9p",
+    }
+)
+
+
+def settings_for(mount: Mount) -> PosixSettings:
+    """Return the settings for what is mounted; every FUSE file system is taken for a remote one."""
+    if mount.fs_type in _NFS:
+        return SETTINGS["nfs"]
+    fuse = mount.fs_type == "fuse" or mount.fs_type.startswith("fuse.")
+    if fuse or mount.fs_type in _PARALLEL:
+        return SETTINGS["parallel"]
+    return SETTINGS["local"]

@@ -1,0 +1,79 @@
+"""Sorted listing of a folder tree as keys, reading only the folders that can matter."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+
+from ckptstore.backends.base import ObjectInfo, check_key
+from ckptstore.backends.oserrors import ABSENT, translate
+from ckptstore.errors import InvalidKeyError
+
+__all__ = ["walk"]
+
+
+def walk(root: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
+    """Yield the objects under `root` whose key begins with `prefix` and sorts after `after`.
+
+    Each folder is read at once when the walk comes to it. Symbolic links, special files, and
+    names that no key may have are left out; so is what vanishes meanwhile.
+
+    Raises
+    ------
+    StorageError
+        A folder could not be read.
+    """
+    above = prefix.rpartition("/")[0]
+    yield from _folder(root, f"{above}/" if above else "", prefix, after)
+
+
+def _folder(root: str, base: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
+    for name, entry in _entries(f"{root}/{base}".rstrip("/"), base):
+        key = base + name
+        if name.endswith("/"):
+            # All keys below begin with `key`: skip it when none can qualify.
+            wanted = key.startswith(prefix) or prefix.startswith(key)
+            if wanted and (after < key or after.startswith(key)):
+                yield from _folder(root, key, prefix, after)
+        elif key > after and key.startswith(prefix):
+            info = _info(entry, key)
+            if info is not None:
+                yield info
+
+
+def _entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """Return the entries of one folder in the order of their keys; folders end in ``/``."""
+    found = []
+    try:
+        with os.scandir(path) as entries:
+            for entry in entries:
+                if not _is_name(entry.name):
+                    continue
+                folder = entry.is_dir(follow_symlinks=False)
+                found.append((entry.name + "/" if folder else entry.name, entry))
+    except OSError as error:
+        if error.errno in ABSENT:
+            return []
+        raise translate(error, f"list {base}") from error
+    found.sort(key=lambda item: item[0])
+    return found
+
+
+def _is_name(name: str) -> bool:
+    try:
+        return check_key(name) is not None
+    except InvalidKeyError:
+        return False
+
+
+def _info(entry: os.DirEntry[str], key: str) -> ObjectInfo | None:
+    try:
+        found = entry.stat(follow_symlinks=False)
+    except OSError as error:
+        if error.errno in ABSENT:
+            return None
+        raise translate(error, f"list {key}") from error
+    if not stat.S_ISREG(found.st_mode):
+        return None
+    return ObjectInfo(key=key, size_bytes=found.st_size, modified_at=found.st_mtime)

@@ -1,0 +1,102 @@
+"""From a URL or a path to a backend; the only place that knows all of them.
+
+To add a backend: write its module, add its line to ``FACTORIES``, and give it a suite class in
+tests/conformance. Third parties use the entry-point group ``ckptstore.backends`` instead, with
+the URL scheme as name and ``module:factory`` as value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Final
+
+from ckptstore.backends.base import Backend
+from ckptstore.backends.retrying import RetryingBackend
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import MissingDependencyError
+
+__all__ = ["ENTRY_POINTS", "FACTORIES", "open_backend", "scheme_of"]
+
+Factory = Callable[..., Backend]
+"""``factory(url, **storage_options)``; raises InvalidUrlError or StorageError."""
+
+ENTRY_POINTS: Final = "ckptstore.backends"
+
+FACTORIES: Final[dict[str, str]] = {
+    "": "ckptstore.backends.posix:open_posix",
+    "file": "ckptstore.backends.posix:open_posix",
+    "memory": "ckptstore.backends.memory:open_memory",
+    "s3": "ckptstore.backends.s3:open_s3",
+    "s3a": "ckptstore.backends.s3:open_s3",
+    "gs": "ckptstore.backends.gcs:open_gcs",
+    "gcs": "ckptstore.backends.gcs:open_gcs",
+}
+"""URL scheme -> ``module:factory``; a path has no scheme. Any other scheme goes to fsspec."""
+
+_FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)(?:://|::)")
+# Which extra of ours brings the package that a scheme needs.
+_EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+def scheme_of(location: str) -> str:
+    """Return the URL scheme of a location in lower case, empty for a path."""
+    match = _SCHEME.match(location)
+    return match[1].lower() if match else ""
+
+
+def open_backend(
+    location: str | os.PathLike[str],
+    *,
+    retry: bool = True,
+    environment: Environment = SYSTEM,
+    **storage_options: object,
+) -> Backend:
+    """Return the backend of a location, wrapped so that transient failures are tried again.
+
+    Nothing is sent and nothing is created: a location that does not exist shows at the first
+    call.
+
+    Parameters
+    ----------
+    location
+        A path, or any URL that fsspec knows.
+    retry
+        False for the bare backend, whose transient failures come through.
+    storage_options
+        For the backend: what fsspec takes (credentials, ``endpoint_url`` ...). They are never
+        part of the URL, of a ``repr`` or of an error.
+
+    Raises
+    ------
+    InvalidUrlError
+        No backend serves this location.
+    MissingDependencyError
+        One does, but needs a package that is not installed; the hint names it.
+    """
+    text = os.fspath(location)
+    scheme = scheme_of(text)
+    backend = _factory(scheme)(text, **storage_options)
+    return RetryingBackend(backend, environment=environment) if retry else backend
+
+
+def _factory(scheme: str) -> Factory:
+    target = FACTORIES.get(scheme)
+    if target is None:
+        for point in entry_points(group=ENTRY_POINTS, name=scheme):
+            found: Factory = point.load()
+            return found
+        target = _FALLBACK
+    module, _, name = target.partition(":")
+    try:
+        factory: Factory = getattr(import_module(module), name)
+    except ImportError as error:
+        extra = _EXTRAS.get(scheme, "")
+        msg = f"{scheme}:// needs a package that is not installed ({error.name})"
+        hint = f"pip install 'ckptstore[{extra}]'" if extra else f"install {error.name}"
+        raise MissingDependencyError(msg, hint=hint) from error
+    return factory

@@ -1,0 +1,92 @@
+"""What all wrappers share: pass every call on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ckptstore.backends.base import Backend, Buffer, Capabilities, ObjectInfo, ObjectWriter
+
+__all__ = ["WrapperBackend", "WrapperWriter", "bytes_of"]
+
+
+def bytes_of(data: Buffer | Sequence[Buffer]) -> int:
+    """Return how many bytes a call to ``ObjectWriter.write`` brings."""
+    if isinstance(data, bytes | bytearray | memoryview):
+        return memoryview(data).nbytes
+    return sum(memoryview(part).nbytes for part in data)
+
+
+class WrapperBackend(Backend):
+    """Passes every call on to another backend, which it owns from then on.
+
+    A wrapper overrides what it changes. ``url``, ``name`` and capabilities are the inner ones:
+    nobody above should notice the wrapper but by what it does.
+    """
+
+    def __init__(self, inner: Backend) -> None:
+        self.inner = inner
+        self.url = inner.url
+        self.name = inner.name
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return what the inner backend declares."""
+        return self.inner.capabilities
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Pass on."""
+        self.inner.put(key, data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Pass on."""
+        self.inner.put_if_absent(key, data)
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Pass on."""
+        return self.inner.open_writer(key)
+
+    def get(self, key: str, *, bytes_max: int) -> bytes:
+        """Pass on."""
+        return self.inner.get(key, bytes_max=bytes_max)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Pass on."""
+        self.inner.read_into(key, offset, buffers)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Pass on."""
+        return self.inner.list(prefix, after=after)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Pass on."""
+        return self.inner.stat(key)
+
+    def delete(self, key: str) -> None:
+        """Pass on."""
+        self.inner.delete(key)
+
+    def close(self) -> None:
+        """Close the inner backend."""
+        self.inner.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.inner!r})"
+
+
+class WrapperWriter(ObjectWriter):
+    """Passes every call on to another writer, which it owns from then on."""
+
+    def __init__(self, inner: ObjectWriter) -> None:
+        self.inner = inner
+
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        """Pass on."""
+        self.inner.write(data)
+
+    def commit(self) -> None:
+        """Pass on."""
+        self.inner.commit()
+
+    def abort(self) -> None:
+        """Pass on."""
+        self.inner.abort()
