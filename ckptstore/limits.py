@@ -55,8 +55,12 @@ COMMIT_BYTES_MAX: Final = 4 * MIB
 COMMIT_OPS_MAX: Final = 1024
 # Commits in one folder of the log. Source: DESIGN section 3.
 COMMITS_PER_FOLDER: Final = 1000
-# Highest commit number. Source: the key has 12 digits.
-COMMIT_NUMBER_MAX: Final = 10**12 - 1
+# Highest commit number. Source: the folder in the key has 6 digits, so that keys sort as numbers do.
+COMMIT_NUMBER_MAX: Final = 10**9 - 1
+# Level at which records (manifests, snapshots) are compressed. Source: zstd's own default.
+RECORD_ZSTD_LEVEL: Final = 3
+# Required features that a superblock may name. Source: one a release for sixty releases.
+FEATURES_MAX: Final = 64
 # A manifest as stored, and decompressed. Source: 57 bytes a chunk: 4 TB of 4 MiB chunks is 57 MB;
 # 16x is slack and still fits in memory.
 MANIFEST_STORED_BYTES_MAX: Final = 1 * GIB
@@ -77,6 +81,15 @@ PACKS_MAX: Final = 4_000_000
 STATE_DEPTH_MAX: Final = 64
 STATE_NODES_MAX: Final = 20_000_000
 TENSOR_DIMS_MAX: Final = 64  # Source: torch refuses more than 64 dimensions.
+# A skeleton, decoded. Source: a leaf takes some 30 bytes, so 10^6 tensors take 30 MB; long bytes and
+# strings are kept as tensors; the rest is room for lists of numbers.
+SKELETON_BYTES_MAX: Final = 256 * MIB
+# Bytes and strings of the state from here on are kept as tensors, not in the skeleton. Source: a
+# record of the manifest costs under 100 bytes; the skeleton is read whole by every load.
+INLINE_BYTES_MAX: Final = 4 * KIB
+# Pairs of views of one storage that are tested for true overlap. Source: 2 us each (measured), so
+# 20 ms at most; beyond it views whose extents overlap are taken to share memory, which is safe.
+ALIAS_PAIRS_MAX: Final = 10_000
 # Integers beyond 64 bits are written in decimal up to this many digits. Source: CPython's own
 # limit for int <-> str (sys.int_info.default_max_str_digits).
 INT_DIGITS_MAX: Final = 4300
@@ -89,23 +102,49 @@ METRIC_NAME_CHARS_MAX: Final = 200  # Source: names such as eval/mmlu/high_schoo
 METRICS_MAX: Final = 1000  # Source: an evaluation harness reports a few hundred.
 TAGS_PER_VERSION_MAX: Final = 100  # Source: tags are typed by people.
 METADATA_BYTES_MAX: Final = 256 * KIB  # Source: a full training config is under 64 KiB.
+METADATA_DEPTH_MAX: Final = 32  # Source: training configs are 3-6 deep; far under the recursion limit.
+ROLE_CHARS_MAX: Final = 100  # Source: as tags.
+ROLES_MAX: Final = 64  # Source: DESIGN names five; users add a few.
+RECEIPT_ENTRIES_MAX: Final = 64  # Source: seconds and bytes of each stage of a save.
+BY_CHARS_MAX: Final = 300  # Source: user@host pid; Linux host names have at most 64 characters.
+STEP_MAX: Final = 2**63 - 1  # Source: signed 64 bits, as msgpack, JSON readers and NumPy hold it.
 KEY_CHARS_MAX: Final = 512  # Source: S3 and GCS allow 1,024 bytes, prefix of the store included.
 
 # --- the log ----------------------------------------------------------------------------------
 
-# A catalog snapshot is written once this many commits, and a tenth of the log, came since the
-# last one. Source: sizes then grow geometrically, so all snapshots together stay within 11x the
-# newest; with at most 110 commits to read after it, opening stays at three round trips of latency.
+# A catalog snapshot is written at every multiple of a period: this many commits, doubled as long
+# as it stays under the growth's share of the log. Source: a version takes about 200 bytes in a
+# snapshot, so that snapshots cost at most 500 * 200 = 100 KB of writing a commit however long the
+# log, and opening reads at most max(100, log / 500) commits after the newest.
 SNAPSHOT_COMMITS_MIN: Final = 100
-SNAPSHOT_GROWTH: Final = 0.1
+SNAPSHOT_GROWTH: Final = 0.002
+# After this many periods without a snapshot, whoever commits next writes one. Source: the writer of
+# the commit that was due may have died; two misses in a row are rare.
+SNAPSHOT_OVERDUE_PERIODS: Final = 3
+# Snapshots tried on opening before the log is read from its beginning. Source: SNAPSHOTS_KEPT, and
+# what a pruning that was interrupted left.
+SNAPSHOT_TRIES_MAX: Final = 4
+# A catalog snapshot as stored. Source: half of it is random ids and digests, which do not compress.
+SNAPSHOT_STORED_BYTES_MAX: Final = 1 * GIB
 # Older snapshots are caches that nobody needs. Source: one spare in case the newest is damaged.
 SNAPSHOTS_KEPT: Final = 2
 # How long a commit goes on trying numbers before it gives up. Source: 8 writers x 25 saves on one
 # store need seconds; a minute of contention means a thousand writers.
 COMMIT_WAIT_S: Final = 300.0
+# Back-off between tries at successive numbers, full jitter, in seconds. Source: about the time of
+# one commit on a local disk and on a busy object store.
+COMMIT_BACKOFF_BASE_S: Final = 0.005
+COMMIT_BACKOFF_CAP_S: Final = 1.0
+# Times that one and the same commit is sent again after answers that said neither yes nor no.
+# Source: each send is itself retried by the backend's wrapper.
+COMMIT_SENDS_MAX: Final = 4
+# Commits read ahead at once while folding. Source: bounds memory to a thousand small records.
+COMMIT_READ_BATCH: Final = 1000
 # How long a name that is known to exist may seem absent. Source: NFS caches a failed lookup for
 # up to 30 s between two real clients (measured); twice that.
 VISIBILITY_WAIT_S: Final = 60.0
+# The same where the backend declares no lag. Source: covers a directory read that raced a writer.
+VISIBILITY_WAIT_MIN_S: Final = 1.0
 
 # --- retries ----------------------------------------------------------------------------------
 
@@ -119,3 +158,11 @@ RETRY_CAP_S: Final = 20.0
 # 7 tries wait 1.3 s in all.
 STALE_TRIES: Final = 7
 STALE_WAIT_S: Final = 0.02
+
+# --- mounted file systems ---------------------------------------------------------------------
+
+# A writer starts write-back in windows of this size and lets at most the second figure lie between
+# itself and the disk. Source: measured (docs/design/0004): 3.6 GB/s median with these, 0.65 GB/s
+# with one fsync at the end; 32 MiB of lag or 16 MiB windows gave 2.9-3.3 with more scatter.
+WRITEBACK_WINDOW_BYTES: Final = 8 * MIB
+WRITEBACK_LAG_BYTES: Final = 64 * MIB

@@ -1,0 +1,207 @@
+r"""How records are wrapped: the JSON envelope and the binary frame. Pure functions, no I/O.
+
+JSON envelope (superblock, commits), byte-exact so that the digest needs no canonical form::
+
+    {"body":<body>,"blake3":"<64 hex>"}\n        digest over the raw bytes of <body>
+
+Binary frame (manifests, snapshots), little-endian::
+
+    offset  size  field
+    0       8     magic
+    8       2     format
+    10      2     flags
+    12      4     zero
+    16      8     raw_len      bytes of the payload, decompressed
+    24      8     stored_len   bytes of the payload that follow the header
+    32      32    BLAKE3-256 of the stored payload
+    64      ...   payload: one zstd frame that declares its content size
+
+Everything is treated as hostile: lengths, ratio and digest are checked before anything is
+decompressed, so that no record can ask for more memory than its reader allows.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import zstandard
+
+from ckptstore import limits
+from ckptstore.errors import CorruptObjectError, LimitError, UnsupportedFeatureError
+from ckptstore.hashing import DIGEST_HEX_CHARS, Buffer, blake3_digest, blake3_hex
+
+__all__ = [
+    "FRAME_HEADER_BYTES",
+    "decode_envelope",
+    "decode_frame",
+    "encode_envelope",
+    "encode_frame",
+]
+
+_BODY: Final = b'{"body":'
+_DIGEST: Final = b',"blake3":"'
+_END: Final = b'"}\n'
+_TAIL_BYTES: Final = len(_DIGEST) + DIGEST_HEX_CHARS + len(_END)
+
+_HEADER: Final = struct.Struct("<8sHHIQQ32s")
+FRAME_HEADER_BYTES: Final = _HEADER.size
+
+_ZSTD_RAW: Final = struct.Struct("<IBQ")
+_ZSTD_MAGIC: Final = 0xFD2FB528
+_ZSTD_SINGLE_SEGMENT_FCS8: Final = 0xE0
+_ZSTD_BLOCK_BYTES: Final = 128 * limits.KIB
+
+
+def encode_envelope(body: bytes) -> bytes:
+    """Wrap the JSON text `body` with its digest."""
+    return b"".join((_BODY, body, _DIGEST, blake3_hex(body).encode(), _END))
+
+
+def decode_envelope(data: bytes, *, where: str) -> tuple[bytes, str]:
+    """Unwrap what :func:`encode_envelope` made; the body is checked, but not parsed.
+
+    Parameters
+    ----------
+    data
+        The whole object; its size was bounded by whoever fetched it.
+    where
+        The object's key, for errors.
+
+    Returns
+    -------
+    tuple
+        The body, and its digest as 64 hex digits.
+
+    Raises
+    ------
+    CorruptObjectError
+        If the wrapping is not exact or the digest does not match.
+    """
+    split = len(data) - _TAIL_BYTES
+    if split < len(_BODY) or not data.startswith(_BODY) or not data.endswith(_END):
+        msg = f"{where} is not a record of ckptstore, or is cut off ({len(data)} bytes)"
+        raise CorruptObjectError(msg)
+    tail = data[split:]
+    body = data[len(_BODY) : split]
+    said = tail[len(_DIGEST) : -len(_END)]
+    digest = blake3_hex(body)
+    if not tail.startswith(_DIGEST) or said != digest.encode():
+        msg = f"{where} does not match its digest: it says {said[:64]!r}, its body has {digest}"
+        raise CorruptObjectError(msg)
+    return body, digest
+
+
+def encode_frame(
+    magic: bytes,
+    payload: Buffer,
+    *,
+    format_version: int = 1,
+    flags: int = 0,
+    level: int = limits.RECORD_ZSTD_LEVEL,
+) -> bytes:
+    """Compress `payload` and put the 64-byte header before it.
+
+    Raises
+    ------
+    LimitError
+        If `magic` does not have 8 bytes.
+    """
+    if len(magic) != 8:
+        msg = f"a magic has 8 bytes, not {len(magic)}"
+        raise LimitError(msg)
+    raw_len = memoryview(payload).nbytes
+    stored = zstandard.ZstdCompressor(level=level, write_content_size=True).compress(payload)
+    if not _ratio_allowed(raw_len, len(stored)):
+        stored = _uncompressed(payload)  # a reader would take it for a bomb
+    header = _HEADER.pack(
+        magic, format_version, flags, 0, raw_len, len(stored), blake3_digest(stored)
+    )
+    return header + stored
+
+
+def decode_frame(
+    magic: bytes,
+    data: Buffer,
+    *,
+    where: str,
+    raw_bytes_max: int,
+    format_max: int = 1,
+    flags_known: int = 0,
+) -> bytes:
+    """Check what :func:`encode_frame` made and return its payload, decompressed.
+
+    Parameters
+    ----------
+    magic
+        The 8 bytes that this kind of record begins with.
+    data
+        The whole object; its stored size was bounded by whoever fetched it.
+    where
+        The object's key, for errors.
+    raw_bytes_max
+        Most bytes that the payload may decompress to.
+    format_max
+        Highest format that the caller reads; the lowest is 1.
+    flags_known
+        Bits that the caller understands.
+
+    Raises
+    ------
+    CorruptObjectError
+        If a length, the digest or the compressed data is wrong, or a limit would be passed.
+    UnsupportedFeatureError
+        If the format or a flag is not known.
+    """
+    view = memoryview(data).cast("B")
+    if view.nbytes < FRAME_HEADER_BYTES or bytes(view[:8]) != magic:
+        msg = f"{where} does not begin with {magic!r}: not that kind of record, or cut off"
+        raise CorruptObjectError(msg)
+    _, version, flags, zero, raw_len, stored_len, digest = _HEADER.unpack_from(view)
+    stored = view[FRAME_HEADER_BYTES:]
+    if stored_len != stored.nbytes or zero:
+        msg = f"{where} says that {stored_len} bytes follow its header, but {stored.nbytes} do"
+        raise CorruptObjectError(msg)
+    if blake3_digest(stored) != digest:
+        msg = f"{where} does not match its digest"
+        raise CorruptObjectError(msg)
+    if not 1 <= version <= format_max or flags & ~flags_known:
+        msg = f"{where} has format {version} and flags {flags:#x}"
+        raise UnsupportedFeatureError(msg, hint="a newer ckptstore wrote it: upgrade")
+    if raw_len > raw_bytes_max or not _ratio_allowed(raw_len, stored_len):
+        msg = f"{where} would decompress from {stored_len} to {raw_len} bytes, which is refused"
+        raise CorruptObjectError(msg)
+    return _decompress(stored, raw_len, where)
+
+
+def _ratio_allowed(raw_len: int, stored_len: int) -> bool:
+    return raw_len <= max(limits.RECORD_RATIO_FREE_BYTES, stored_len * limits.RECORD_RATIO_MAX)
+
+
+def _uncompressed(payload: Buffer) -> bytes:
+    """Return `payload` as a zstd frame of raw blocks (RFC 8878, sections 3.1.1.1 and 3.1.1.2)."""
+    view = memoryview(payload).cast("B")
+    parts: list[Buffer] = [_ZSTD_RAW.pack(_ZSTD_MAGIC, _ZSTD_SINGLE_SEGMENT_FCS8, view.nbytes)]
+    for start in range(0, view.nbytes, _ZSTD_BLOCK_BYTES):
+        block = view[start : start + _ZSTD_BLOCK_BYTES]
+        last = start + block.nbytes == view.nbytes
+        parts += ((block.nbytes << 3 | last).to_bytes(3, "little"), block)
+    return b"".join(parts)
+
+
+def _decompress(stored: memoryview, raw_len: int, where: str) -> bytes:
+    try:
+        # zstandard allocates what the frame declares: it must be what the header declares.
+        if zstandard.frame_content_size(stored) != raw_len:
+            msg = f"{where}: the compressed data declares another length than the header"
+            raise CorruptObjectError(msg)
+        payload = zstandard.ZstdDecompressor().decompress(
+            stored, max_output_size=raw_len, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        msg = f"{where} cannot be decompressed: {error}"
+        raise CorruptObjectError(msg) from error
+    if len(payload) != raw_len:
+        msg = f"{where} decompresses to {len(payload)} bytes instead of {raw_len}"
+        raise CorruptObjectError(msg)
+    return payload

@@ -1,0 +1,124 @@
+"""Where each object of a store lies: the key layout of format v1.
+
+::
+
+    store.json                              superblock
+    commits/000000/000000000042.json        the log; folder = number // 1000
+    snapshots/000000000100.snap             folded catalog at that commit; a cache
+    manifests/<xx>/<id>.manifest            one per version
+    packs/<xx>/<id>.pack                    chunks
+
+Ids are 32 lower-case hex digits (128 random bits) and never used again; ``<xx>`` is their first
+two. Numbers are padded so that keys sort as numbers do.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from ckptstore import limits
+from ckptstore.errors import InvalidInputError
+
+__all__ = [
+    "COMMITS_PREFIX",
+    "ID_PATTERN",
+    "MANIFESTS_PREFIX",
+    "MANIFEST_KEY_PATTERN",
+    "OBJECT_PREFIXES",
+    "PACKS_PREFIX",
+    "SNAPSHOTS_PREFIX",
+    "STORE_KEY",
+    "commit_key",
+    "commit_number",
+    "manifest_key",
+    "pack_id",
+    "pack_key",
+    "snapshot_key",
+    "snapshot_number",
+    "version_id_of",
+]
+
+STORE_KEY: Final = "store.json"
+COMMITS_PREFIX: Final = "commits/"
+SNAPSHOTS_PREFIX: Final = "snapshots/"
+MANIFESTS_PREFIX: Final = "manifests/"
+PACKS_PREFIX: Final = "packs/"
+OBJECT_PREFIXES: Final = (COMMITS_PREFIX, SNAPSHOTS_PREFIX, MANIFESTS_PREFIX, PACKS_PREFIX)
+"""Everything below these belongs to the store; nothing else does, but for ``store.json``."""
+
+ID_PATTERN: Final = r"^[0-9a-f]{32}\Z"
+MANIFEST_KEY_PATTERN: Final = r"^manifests/([0-9a-f]{2})/(\1[0-9a-f]{30})\.manifest\Z"
+
+_ID = re.compile(ID_PATTERN)
+_COMMIT = re.compile(r"commits/([0-9]{6})/([0-9]{12})\.json\Z")
+_SNAPSHOT = re.compile(r"snapshots/([0-9]{12})\.snap\Z")
+_MANIFEST = re.compile(MANIFEST_KEY_PATTERN)
+_PACK = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack\Z")
+
+
+def commit_key(number: int) -> str:
+    """Return the key of commit `number`; the first commit is 1, and 0 sorts before all.
+
+    Raises
+    ------
+    InvalidInputError
+        If the number does not fit the key.
+    """
+    return f"commits/{_checked(number) // limits.COMMITS_PER_FOLDER:06d}/{number:012d}.json"
+
+
+def commit_number(key: str) -> int | None:
+    """Return the number of the commit at `key`, or None where `key` names no commit."""
+    match = _COMMIT.match(key)
+    if match is None:
+        return None
+    number = int(match[2])
+    return number if number and number // limits.COMMITS_PER_FOLDER == int(match[1]) else None
+
+
+def snapshot_key(number: int) -> str:
+    """Return the key of the catalog snapshot that folds commits 1 to `number`."""
+    return f"snapshots/{_checked(number):012d}.snap"
+
+
+def snapshot_number(key: str) -> int | None:
+    """Return the number of the commit that the snapshot at `key` folds to, or None."""
+    match = _SNAPSHOT.match(key)
+    return int(match[1]) if match else None
+
+
+def manifest_key(version_id: str) -> str:
+    """Return the key of the manifest that is written with version `version_id`."""
+    return f"manifests/{_checked_id(version_id)[:2]}/{version_id}.manifest"
+
+
+def version_id_of(key: str) -> str | None:
+    """Return the id in a manifest's key, or None where `key` names no manifest."""
+    match = _MANIFEST.match(key)
+    return match[2] if match else None
+
+
+def pack_key(pack_id: str) -> str:
+    """Return the key of pack `pack_id`."""
+    return f"packs/{_checked_id(pack_id)[:2]}/{pack_id}.pack"
+
+
+def pack_id(key: str) -> str | None:
+    """Return the id in a pack's key, or None where `key` names no pack."""
+    match = _PACK.match(key)
+    return match[2] if match else None
+
+
+def _checked(number: int) -> int:
+    if not 0 <= number <= limits.COMMIT_NUMBER_MAX:
+        msg = f"no commit can have the number {number}"
+        raise InvalidInputError(msg)
+    return number
+
+
+def _checked_id(value: str) -> str:
+    if not _ID.match(value):
+        msg = f"not an id of 32 lower-case hex digits: {value[:80]!r}"
+        raise InvalidInputError(msg)
+    return value

@@ -1,0 +1,183 @@
+"""What runs, tags, metrics and roles may be called, and what user metadata may hold.
+
+The rules make the ref grammar (:mod:`ckptstore.catalog.refs`) free of ambiguity, keep control
+characters away from terminals, and bound what a hostile record can ask for. Each ``check_``
+function returns its argument or raises ``InvalidInputError``; a record that breaks a rule when
+it is *read* is reported as corrupt by the decoder, which names its key.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import unicodedata
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.errors import InvalidInputError, LimitError
+
+__all__ = [
+    "RESERVED_TAGS",
+    "check_metadata_json",
+    "check_metric_name",
+    "check_role",
+    "check_run_name",
+    "check_tag",
+    "encode_metadata",
+]
+
+RESERVED_TAGS: Final = frozenset({"best", "head", "latest", "latest-valid"})
+"""Words that a ref uses, or may come to use, for something else."""
+
+# Letters, digits and _ of any script, then also . + = : , / - as experiments are named in practice
+# (lr=1e-4, 2024/07/a). No @ and no leading # or ~, which the ref grammar needs.
+_NAME = re.compile(r"\w[\w.+=:,/-]*\Z")
+
+
+def check_run_name(name: str) -> str:
+    """Return `name` if a run may be called so.
+
+    Letters, digits and ``_`` of any script, then also ``. + = : , / -``; at most
+    ``RUN_NAME_CHARS_MAX`` characters; parts between slashes are neither empty nor ``.``/``..``.
+
+    Raises
+    ------
+    InvalidInputError
+        If it breaks a rule; the message says which.
+    """
+    _check_name(name, "run name", limits.RUN_NAME_CHARS_MAX)
+    if any(part in {"", ".", ".."} for part in name.split("/")):
+        msg = f"run name {name!r} has an empty, '.' or '..' part between slashes"
+        raise InvalidInputError(msg)
+    return name
+
+
+def check_tag(tag: str) -> str:
+    """Return `tag` if a version may be tagged so: the characters of run names, and no other ref.
+
+    Raises
+    ------
+    InvalidInputError
+        If it breaks a rule, is all digits (a step), reserved, or begins with ``best:``.
+    """
+    _check_name(tag, "tag", limits.TAG_CHARS_MAX)
+    if tag.isdigit():
+        msg = f"tag {tag!r} is all digits, which a ref reads as a step"
+        raise InvalidInputError(msg, hint=f"try v{tag}")
+    if tag in RESERVED_TAGS or tag.startswith("best:"):
+        msg = f"tag {tag!r} has a meaning of its own in refs"
+        raise InvalidInputError(msg)
+    return tag
+
+
+def check_metric_name(name: str) -> str:
+    """Return `name` if a metric may be called so: printable, no space at either end.
+
+    Raises
+    ------
+    InvalidInputError
+        If it breaks a rule.
+    """
+    return _check_printable(name, "metric name", limits.METRIC_NAME_CHARS_MAX)
+
+
+def check_role(role: str) -> str:
+    """Return `role` if tensors may have it (``weights``, ``optimizer``, ...).
+
+    Raises
+    ------
+    InvalidInputError
+        If it breaks a rule.
+    """
+    return _check_printable(role, "role", limits.ROLE_CHARS_MAX)
+
+
+def encode_metadata(metadata: Mapping[str, object]) -> bytes:
+    """Return user metadata as canonical JSON.
+
+    Raises
+    ------
+    InvalidInputError
+        If it holds what JSON cannot (NaN, objects, keys that are not text); the path is named.
+    LimitError
+        If it is nested deeper than ``METADATA_DEPTH_MAX`` or larger than ``METADATA_BYTES_MAX``.
+    """
+    _check_json(metadata, "metadata", 0)
+    try:
+        data = msgspec.json.encode(metadata, order="sorted")
+    except (UnicodeEncodeError, ValueError, TypeError, OverflowError) as error:
+        msg = f"metadata cannot be written as JSON: {error}"
+        raise InvalidInputError(msg) from error
+    if len(data) > limits.METADATA_BYTES_MAX:
+        msg = f"metadata takes {len(data)} bytes as JSON, more than {limits.METADATA_BYTES_MAX}"
+        raise LimitError(msg, hint="save large things as part of the state")
+    return data
+
+
+def check_metadata_json(data: bytes) -> None:
+    """Check metadata that was read: size, depth, and that it is a JSON object.
+
+    Raises
+    ------
+    InvalidInputError
+        If it breaks a rule.
+    """
+    if len(data) > limits.METADATA_BYTES_MAX:
+        msg = f"metadata of {len(data)} bytes"
+        raise InvalidInputError(msg)
+    if not data.lstrip(b" \t\r\n").startswith(b"{"):
+        msg = "metadata is not a JSON object"
+        raise InvalidInputError(msg)
+    if data.count(b"{") + data.count(b"[") > limits.METADATA_DEPTH_MAX:
+        _check_json(msgspec.json.decode(data), "metadata", 0)
+
+
+def _check_name(name: str, what: str, chars_max: int) -> None:
+    if not name or type(name) is not str:
+        msg = f"{what} must be text that is not empty, not {name!r}"
+        raise InvalidInputError(msg)
+    if len(name) > chars_max:
+        msg = f"{what} of {len(name)} characters: {name[:40]!r}...; {chars_max} are allowed"
+        raise InvalidInputError(msg)
+    if not _NAME.match(name):
+        msg = f"{what} {name!r} may hold letters, digits, _ and (not at the start) . + = : , / -"
+        raise InvalidInputError(msg)
+    if not name.isascii() and unicodedata.normalize("NFC", name) != name:
+        msg = f"{what} {name!r} is not in Unicode's composed form (NFC)"
+        raise InvalidInputError(msg)
+
+
+def _check_printable(name: str, what: str, chars_max: int) -> str:
+    if not name or type(name) is not str or len(name) > chars_max:
+        msg = f"{what} must be text of 1 to {chars_max} characters, not {str(name)[:40]!r}"
+        raise InvalidInputError(msg)
+    if not name.isprintable() or name != name.strip():
+        msg = f"{what} {name!r} holds characters that do not print, or begins or ends in a space"
+        raise InvalidInputError(msg)
+    return name
+
+
+def _check_json(value: object, path: str, depth: int) -> None:
+    """Walk `value`, bounded in depth, and refuse what JSON would lose."""
+    if depth > limits.METADATA_DEPTH_MAX:
+        msg = f"{path[:200]} is nested deeper than {limits.METADATA_DEPTH_MAX}"
+        raise LimitError(msg)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                msg = f"{path}: the key {key!r} is not text"
+                raise InvalidInputError(msg)
+            _check_json(item, f"{path}.{key}", depth + 1)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _check_json(item, f"{path}[{index}]", depth + 1)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            msg = f"{path} is {value}, which JSON cannot hold"
+            raise InvalidInputError(msg, hint="write it as text")
+    elif not (value is None or isinstance(value, str | int)):
+        msg = f"{path} is a {type(value).__name__}, which JSON cannot hold"
+        raise InvalidInputError(msg)

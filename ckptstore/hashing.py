@@ -1,0 +1,62 @@
+"""The two digests of the format, in one place.
+
+BLAKE3-256 names content and guards records; XXH3-64 is the fast checksum of stored bytes, which
+catches damage but not malice. All functions are pure, release the GIL on large inputs, and may be
+called from any thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import xxhash
+from blake3 import blake3
+
+__all__ = [
+    "DIGEST_BYTES",
+    "DIGEST_HEX_CHARS",
+    "blake3_digest",
+    "blake3_hex",
+    "blake3_of",
+    "xxh3_64",
+    "xxh3_64_of",
+]
+
+Buffer = bytes | bytearray | memoryview
+
+DIGEST_BYTES: Final = 32
+"""Length of a BLAKE3-256 digest, in bytes (source: the BLAKE3 specification, section 2)."""
+DIGEST_HEX_CHARS: Final = 2 * DIGEST_BYTES
+
+
+def blake3_digest(data: Buffer) -> bytes:
+    """Return the BLAKE3-256 digest of `data`, 32 bytes."""
+    return blake3(data).digest()
+
+
+def blake3_hex(data: Buffer) -> str:
+    """Return the BLAKE3-256 digest of `data` as 64 lower-case hex digits."""
+    return blake3(data).hexdigest()
+
+
+def blake3_of(parts: Iterable[Buffer]) -> bytes:
+    """Return the BLAKE3-256 digest of the concatenation of `parts`, 32 bytes."""
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+def xxh3_64(data: Buffer) -> int:
+    """Return the XXH3-64 checksum of `data` (seed 0) as an unsigned integer."""
+    checksum: int = xxhash.xxh3_64_intdigest(data)
+    return checksum
+
+
+def xxh3_64_of(parts: Iterable[Buffer]) -> int:
+    """Return the xxh3-64 checksum of several buffers as if they were one."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return int(state.intdigest())

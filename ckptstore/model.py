@@ -1,0 +1,91 @@
+"""Records that cross layers and that users see; no torch, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+__all__ = ["Ref", "RefKind", "RoleBytes", "RunInfo", "Version"]
+
+RefKind = Literal["latest", "step", "best", "tag", "back", "id"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleBytes:
+    """Bytes of one role in one version."""
+
+    logical: int
+    """What the tensors take in memory."""
+    new: int
+    """The part that no earlier version had."""
+    stored: int
+    """What the new part takes in packs, encoded."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Version:
+    """One saved state, as the catalog knows it; immutable, safe to keep and to share.
+
+    Metrics and tags are those at the moment of asking: they may be added to later.
+    """
+
+    id: str
+    """32 hex digits, never used again."""
+    run: str
+    step: int
+    metrics: Mapping[str, float]
+    """May hold NaN and infinities."""
+    tags: tuple[str, ...]
+    """Sorted."""
+    parent: str
+    """Id of the version that this one continues; empty for the first."""
+    created_at: datetime
+    """When it was committed, by the writer's clock, in UTC."""
+    metadata: Mapping[str, Any]
+    """The user's own JSON object."""
+    roles: Mapping[str, RoleBytes]
+    """Bytes by role: ``weights``, ``optimizer``, ..."""
+    content: str
+    """Digest of the state, 64 hex digits: equal for equal states."""
+    manifest_key: str
+    manifest_digest: str
+    """BLAKE3-256 of the manifest object, 64 hex digits."""
+    manifest_bytes: int
+    """Size of the manifest object."""
+    receipt: Mapping[str, float]
+    """How the save went: seconds and bytes by stage; each name ends in its unit."""
+    commit: int
+    """Number of the commit that made it visible."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunInfo:
+    """A named line of training, as the catalog knows it."""
+
+    name: str
+    metrics: Mapping[str, Literal["min", "max"]]
+    """Which way each metric gets better, as far as declared."""
+    head: str
+    """Id of the version that the next save continues; empty before the first save."""
+    created_at: datetime
+    """By the writer's clock, in UTC."""
+    versions_count: int
+    tags: Mapping[str, str]
+    """Tag to version id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """Text that names a version, parsed; see :mod:`ckptstore.catalog.refs` for the grammar."""
+
+    text: str
+    """As the user wrote it, for messages."""
+    run: str
+    """Empty for an id."""
+    kind: RefKind
+    value: str = ""
+    """Metric, tag, or the beginning of an id."""
+    number: int = 0
+    """Step, or how many versions back."""
