@@ -1,0 +1,40 @@
+"""The fixed grid on which tensors are cut into pieces.
+
+Tensors do not shift, so content-defined cuts gain nothing; a grid that falls on row borders keeps
+rows shared when others change or when rows are appended (embeddings, vocabularies).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+__all__ = ["cut", "piece_bytes"]
+
+
+def piece_bytes(row_bytes: int, item_bytes: int, target_bytes: int) -> int:
+    """Return the length of every piece of a tensor but the last, in bytes.
+
+    Parameters
+    ----------
+    row_bytes
+        Bytes of one step along the outermost dimension in memory order; 0 for a scalar.
+    item_bytes
+        Bytes of one element; pieces never split an element.
+    target_bytes
+        The store's chunk size; a power of two.
+
+    Returns
+    -------
+    int
+        The largest multiple of the row that is at most `target_bytes`; where one row alone is
+        larger, the largest multiple of the element.
+    """
+    if 0 < row_bytes <= target_bytes:
+        return target_bytes // row_bytes * row_bytes
+    return target_bytes // item_bytes * item_bytes
+
+
+def cut(total_bytes: int, length: int) -> Iterator[tuple[int, int]]:
+    """Yield ``(start, length)`` of each piece of `total_bytes`; nothing for an empty tensor."""
+    for start in range(0, total_bytes, length):
+        yield start, min(length, total_bytes - start)

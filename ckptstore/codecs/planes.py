@@ -1,0 +1,72 @@
+"""Byte planes, each compressed if that pays and stored as it is if not.
+
+Stored form: for each plane of the layout, in order, a 4-byte little-endian length, whose top bit
+says that the plane is a zstd frame; then the planes one after another.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+from ckptstore.codecs import layout as layouts
+from ckptstore.codecs.base import CodecError, Part
+from ckptstore.codecs.layout import Layout
+from ckptstore.codecs.zstd import compress, decompress_into
+
+__all__ = ["Planes"]
+
+_COMPRESSED = 1 << 31
+# A plane is stored compressed only if it shrinks below this share: less is not worth the time to
+# decompress it. Source: at 2% a 2.6 GB/s decoder still beats an object store, not a page cache.
+_WORTH = 0.98
+
+
+class Planes:
+    """Splits elements into planes; see :mod:`ckptstore.codecs.layout` for why."""
+
+    code = 2
+    name = "planes"
+
+    def encode(self, raw: memoryview, layout: Layout) -> Sequence[Part]:
+        """Return the table of lengths and the planes."""
+        planes = layouts.split(layout, raw)
+        lengths: list[int] = []
+        parts: list[Part] = []
+        for plane in planes:
+            frame = compress(plane.data)
+            if len(frame) < _WORTH * plane.nbytes:
+                lengths.append(len(frame) | _COMPRESSED)
+                parts.append(frame)
+            else:
+                lengths.append(plane.nbytes)
+                parts.append(plane.data)
+        return (struct.pack(f"<{len(lengths)}I", *lengths), *parts)
+
+    def decode(self, stored: memoryview, layout: Layout, out: memoryview) -> None:
+        """Join the planes again; see :class:`ckptstore.codecs.base.Codec`."""
+        try:
+            due = layouts.plane_bytes(layout, len(out))
+            lengths = struct.unpack_from(f"<{len(due)}I", stored)
+        except (ValueError, struct.error) as error:
+            msg = f"no table of planes: {error}"
+            raise CodecError(msg) from error
+        at = 4 * len(due)
+        planes: list[Part] = []
+        for length, bytes_due in zip(lengths, due, strict=True):
+            end = at + (length & ~_COMPRESSED)
+            part = stored[at:end]
+            if length & _COMPRESSED:
+                plane = bytearray(bytes_due)
+                decompress_into(part, memoryview(plane))
+                planes.append(plane)
+            elif length == len(part) == bytes_due:
+                planes.append(part)
+            else:
+                msg = f"a plane of {length} bytes where {bytes_due} are due"
+                raise CodecError(msg)
+            at = end
+        if at != len(stored):
+            msg = f"planes end at byte {at} of {len(stored)}"
+            raise CodecError(msg)
+        layouts.join(layout, planes, out)

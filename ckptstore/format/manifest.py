@@ -1,0 +1,296 @@
+"""Manifests: everything that one version holds, and where each piece of it lies.
+
+Stored as a binary record frame (see ``framing``) around one MessagePack map:
+
+=========== ============================================================================
+version     id of the version, 32 hex digits
+chunk_bytes the store's chunk size when it was written
+skeleton    the state's structure, encoded by ``skeleton``
+tensors     per tensor ``[dtype, role, shape, order or nil, bytes, piece count]``; dtype and
+            role are places in the lists of names that follow
+dtypes      names of dtypes
+roles       names of roles
+packs       16 bytes per pack: the ids of the packs that hold the pieces
+ids         32 bytes per piece: BLAKE3-256 of its bytes, in order of the tensors
+raw         u32 per piece: its length
+pack        u32 per piece: place of its pack in ``packs``
+offset      u64 per piece: of its chunk's header in the pack
+stored      u32 per piece: stored length of the chunk
+inner       u32 per piece: where it begins in the decoded chunk (pieces of small tensors share one)
+slab        u32 per piece: length of the decoded chunk
+=========== ============================================================================
+
+Columns are little-endian and compress well, so that a piece costs some 45 bytes and a version is
+read from this record alone, with no store-wide index.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.errors import CorruptObjectError, LimitError
+from ckptstore.format import framing
+
+__all__ = ["MAGIC", "Manifest", "PieceTable", "TensorRecord", "decode", "encode"]
+
+MAGIC: Final = b"CKPTMANI"
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
+_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
+    "raw": np.dtype("<u4"),
+    "pack": np.dtype("<u4"),
+    "offset": np.dtype("<u8"),
+    "stored": np.dtype("<u4"),
+    "inner": np.dtype("<u4"),
+    "slab": np.dtype("<u4"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """One tensor: what it is, without where its bytes lie."""
+
+    dtype: str
+    """torch's name without ``torch.``"""
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    """The dimensions from outermost to innermost in memory; None for row-major."""
+    role: str
+    nbytes: int
+
+
+class PieceTable:
+    """Where the pieces of a version lie: one row per piece, in the order of the tensors.
+
+    Attributes
+    ----------
+    ids
+        ``uint8[pieces, 32]``; BLAKE3-256 of each piece.
+    raw, stored, inner, slab
+        ``uint32[pieces]``, bytes; see the module.
+    pack
+        ``uint32[pieces]``; places in `packs`.
+    offset
+        ``uint64[pieces]``, bytes.
+    packs
+        Ids of packs, 32 hex digits each.
+    """
+
+    __slots__ = ("ids", "inner", "offset", "pack", "packs", "raw", "slab", "stored")
+
+    def __init__(
+        self,
+        *,
+        ids: npt.NDArray[np.uint8],
+        raw: npt.NDArray[np.uint32],
+        pack: npt.NDArray[np.uint32],
+        offset: npt.NDArray[np.uint64],
+        stored: npt.NDArray[np.uint32],
+        inner: npt.NDArray[np.uint32],
+        slab: npt.NDArray[np.uint32],
+        packs: Sequence[str],
+    ) -> None:
+        self.ids = ids
+        self.raw = raw
+        self.pack = pack
+        self.offset = offset
+        self.stored = stored
+        self.inner = inner
+        self.slab = slab
+        self.packs = tuple(packs)
+
+    def __len__(self) -> int:
+        """Return the number of pieces."""
+        return len(self.raw)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The full description of one version's content."""
+
+    version: str
+    chunk_bytes: int
+    skeleton: bytes
+    """Encoded by :func:`ckptstore.format.skeleton.encode`; validated when it is decoded."""
+    tensors: tuple[TensorRecord, ...]
+    first: tuple[int, ...]
+    """Per tensor, and one more at the end: place of its first piece in `pieces`."""
+    pieces: PieceTable
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the stored form of a manifest.
+
+    Raises
+    ------
+    LimitError
+        If a reader would refuse it for its size.
+    """
+    dtypes = sorted({record.dtype for record in manifest.tensors})
+    roles = sorted({record.role for record in manifest.tensors})
+    dtype_at = {name: place for place, name in enumerate(dtypes)}
+    role_at = {name: place for place, name in enumerate(roles)}
+    counts = [b - a for a, b in zip(manifest.first, manifest.first[1:], strict=False)]
+    table = manifest.pieces
+    body: dict[str, Any] = {
+        "version": manifest.version,
+        "chunk_bytes": manifest.chunk_bytes,
+        "skeleton": manifest.skeleton,
+        "tensors": [
+            [dtype_at[r.dtype], role_at[r.role], r.shape, r.order, r.nbytes, count]
+            for r, count in zip(manifest.tensors, counts, strict=True)
+        ],
+        "dtypes": dtypes,
+        "roles": roles,
+        "packs": bytes.fromhex("".join(table.packs)),
+        "ids": table.ids.tobytes(),
+    }
+    for name, dtype in _COLUMNS.items():
+        body[name] = getattr(table, name).astype(dtype, copy=False).tobytes()
+    raw = msgspec.msgpack.encode(body)
+    if len(raw) > limits.MANIFEST_RAW_BYTES_MAX:
+        msg = f"a manifest of {len(raw)} bytes; {limits.MANIFEST_RAW_BYTES_MAX} is the limit"
+        raise LimitError(msg, hint="use a larger chunk size: ckptstore init --chunk-size")
+    return framing.encode_frame(raw, magic=MAGIC)
+
+
+class _Body(msgspec.Struct, frozen=True, kw_only=True):
+    """The MessagePack map, typed; what it means is checked in :func:`decode`."""
+
+    version: str
+    chunk_bytes: int
+    skeleton: bytes
+    tensors: list[tuple[int, int, tuple[int, ...], tuple[int, ...] | None, int, int]]
+    dtypes: list[str]
+    roles: list[str]
+    packs: bytes
+    ids: bytes
+    raw: bytes
+    pack: bytes
+    offset: bytes
+    stored: bytes
+    inner: bytes
+    slab: bytes
+
+
+def decode(data: bytes, *, where: str, version: str) -> Manifest:
+    """Return the manifest in `data`, every number within its limits and consistent.
+
+    Parameters
+    ----------
+    where
+        The object's key, for errors.
+    version
+        The id that it must be of.
+
+    Raises
+    ------
+    CorruptObjectError
+        If anything does not fit. Nothing larger than the limits is ever allocated.
+    UnsupportedFeatureError
+        If a newer ckptstore wrote it.
+    """
+    frame = framing.decode_frame(
+        data, magic=MAGIC, key=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
+    )
+    try:
+        body = msgspec.msgpack.decode(frame.payload, type=_Body)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _corrupt(where, f"not a manifest: {error}") from error
+    if body.version != version:
+        raise _corrupt(where, f"it describes version {body.version[:40]!r}, not {version}")
+    if not limits.CHUNK_BYTES_MIN <= body.chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
+        raise _corrupt(where, f"chunk size {body.chunk_bytes}")
+    pieces = _table(body, where)
+    tensors, first = _tensors(body, pieces, where)
+    return Manifest(
+        version=body.version,
+        chunk_bytes=body.chunk_bytes,
+        skeleton=body.skeleton,
+        tensors=tensors,
+        first=first,
+        pieces=pieces,
+    )
+
+
+def _table(body: _Body, where: str) -> PieceTable:
+    """Return the columns, of one length and within the limits of chunks and packs."""
+    count, rest = divmod(len(body.ids), 32)
+    if rest or count > limits.PIECES_MAX or len(body.packs) % 16:
+        raise _corrupt(where, f"{len(body.ids)} bytes of ids, {len(body.packs)} of packs")
+    columns: dict[str, npt.NDArray[Any]] = {}
+    for name, dtype in _COLUMNS.items():
+        column: bytes = getattr(body, name)
+        if len(column) != count * dtype.itemsize:
+            raise _corrupt(where, f"column {name} has {len(column)} bytes for {count} pieces")
+        columns[name] = np.frombuffer(column, dtype)
+    packs = [body.packs[at : at + 16].hex() for at in range(0, len(body.packs), 16)]
+    if len(packs) > limits.PACKS_MAX:
+        raise _corrupt(where, f"{len(packs)} packs")
+    if count:
+        ends = columns["inner"].astype(np.uint64) + columns["raw"]
+        over = (
+            int(columns["pack"].max()) >= len(packs)
+            or int(columns["slab"].max()) > limits.CHUNK_RAW_BYTES_MAX
+            or int(columns["stored"].max()) > limits.CHUNK_STORED_BYTES_MAX
+            or int(columns["offset"].max()) > limits.PACK_BYTES_MAX
+            or bool((ends > columns["slab"]).any())
+            or int(columns["raw"].min()) == 0
+        )
+        if over:
+            raise _corrupt(where, "a piece points outside its pack or chunk")
+    ids = np.frombuffer(body.ids, np.uint8).reshape(count, 32)
+    return PieceTable(ids=ids, packs=packs, **columns)
+
+
+def _tensors(
+    body: _Body, pieces: PieceTable, where: str
+) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
+    """Return the tensors, whose pieces follow each other and add up to their bytes."""
+    if len(body.tensors) > limits.TENSORS_MAX:
+        raise _corrupt(where, f"{len(body.tensors)} tensors")
+    if not all(_NAME.match(name) for name in (*body.dtypes, *body.roles)):
+        raise _corrupt(where, "a dtype or role is no name")
+    records: list[TensorRecord] = []
+    first = [0]
+    for place, (dtype, role, shape, order, nbytes, count) in enumerate(body.tensors):
+        fits = (
+            0 <= dtype < len(body.dtypes)
+            and 0 <= role < len(body.roles)
+            and count >= 0
+            and nbytes >= 0
+            and len(shape) <= limits.TENSOR_DIMS_MAX
+            and all(0 <= size < 1 << 63 for size in shape)
+            and (order is None or sorted(order) == list(range(len(shape))))
+        )
+        if not fits:
+            raise _corrupt(where, f"tensor {place} is out of bounds")
+        records.append(
+            TensorRecord(
+                dtype=body.dtypes[dtype],
+                shape=shape,
+                order=order,
+                role=body.roles[role],
+                nbytes=nbytes,
+            )
+        )
+        first.append(first[-1] + count)
+    if first[-1] != len(pieces):
+        raise _corrupt(where, f"{first[-1]} pieces named, {len(pieces)} listed")
+    sums = np.concatenate(([0], np.cumsum(pieces.raw, dtype=np.uint64)))
+    for place, record in enumerate(records):
+        if int(sums[first[place + 1]] - sums[first[place]]) != record.nbytes:
+            raise _corrupt(where, f"the pieces of tensor {place} do not add up to its bytes")
+    return tuple(records), tuple(first)
+
+
+def _corrupt(where: str, what: str) -> CorruptObjectError:
+    msg = f"manifest {where}: {what}"
+    return CorruptObjectError(msg, hint="run ckptstore verify; other versions are not affected")

@@ -1,0 +1,185 @@
+"""Packs in the making: chunks are appended from many threads, packs become durable behind them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from ckptstore.backends.base import Backend, ObjectWriter
+from ckptstore.codecs.registry import Encoded
+from ckptstore.config import Environment
+from ckptstore.format.keys import pack_key
+from ckptstore.format.pack import (
+    CHUNK_HEADER_BYTES,
+    HEADER_BYTES,
+    ChunkHeader,
+    IndexRow,
+    pack_footer,
+    pack_header,
+)
+from ckptstore.hashing import xxh3_64_of
+
+__all__ = ["PackSink", "Placed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Where a chunk went."""
+
+    pack: str
+    offset: int
+    stored_bytes: int
+
+
+@dataclass(slots=True)
+class _Stream:
+    """One pack that is being filled; guarded by its lock."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    writer: ObjectWriter | None = None
+    pack: str = ""
+    offset: int = 0
+    rows: list[IndexRow] = field(default_factory=list)
+
+
+class PackSink:
+    """Takes encoded chunks and writes packs, several at a time.
+
+    A pack that is full is made durable by a thread of its own, while the stream goes on with the
+    next one. At most `packs_max` packs are unfinished at any moment, which bounds the memory of
+    backends that buffer a whole pack; ``append`` waits when there are more.
+
+    ``append`` may be called from any thread; ``finish`` and ``abort`` once, by the owner, when no
+    ``append`` is running.
+    """
+
+    def __init__(
+        self, backend: Backend, environment: Environment, *, streams: int, packs_max: int
+    ) -> None:
+        self._backend = backend
+        self._environment = environment
+        self._streams = [_Stream() for _ in range(streams)]
+        self._room = threading.BoundedSemaphore(packs_max)
+        self._finishers = ThreadPoolExecutor(packs_max, thread_name_prefix="ckptstore-pack")
+        self._finishing: list[Future[None]] = []
+        self._stopped = threading.Event()
+        self._counting = threading.Lock()
+        self.stored_bytes = 0
+        """Bytes of all packs so far, headers and indexes included."""
+        self.packs_count = 0
+
+    def append(self, turn: int, encoded: Encoded, chunk_id: bytes, raw_bytes: int) -> Placed:
+        """Write one chunk and return where it lies; `encoded` may be reused afterwards.
+
+        Parameters
+        ----------
+        turn
+            Picks the stream; callers that run at once pass different numbers.
+
+        Raises
+        ------
+        StorageError
+            Of this write, or of a pack that failed to become durable meanwhile.
+        """
+        header = ChunkHeader(
+            codec=encoded.codec,
+            layout=encoded.layout,
+            raw_bytes=raw_bytes,
+            stored_bytes=encoded.stored_bytes,
+            checksum=xxh3_64_of(encoded.parts),
+            chunk_id=chunk_id,
+        ).to_bytes()
+        parts = [header, *encoded.parts]
+        stream = self._streams[turn % len(self._streams)]
+        with stream.lock:
+            if stream.writer is None:
+                self._open(stream)
+            assert stream.writer is not None  # noqa: S101  # for the type checker
+            stream.writer.write(parts)
+            placed = Placed(
+                pack=stream.pack, offset=stream.offset, stored_bytes=encoded.stored_bytes
+            )
+            stream.rows.append(
+                IndexRow(
+                    chunk_id=chunk_id,
+                    offset=stream.offset,
+                    stored_bytes=encoded.stored_bytes,
+                    raw_bytes=raw_bytes,
+                )
+            )
+            stream.offset += CHUNK_HEADER_BYTES + encoded.stored_bytes
+            if stream.offset >= self._backend.capabilities.pack_bytes:
+                self._close(stream)
+        return placed
+
+    def finish(self) -> None:
+        """Return when every pack is durable.
+
+        Raises
+        ------
+        StorageError
+            The first failure of any pack; nothing may then be committed.
+        """
+        for stream in self._streams:
+            with stream.lock:
+                if stream.writer is not None:
+                    self._close(stream)
+        for future in self._finishing:
+            future.result()
+        self._finishers.shutdown()
+
+    def abort(self) -> None:
+        """Drop what is unfinished. Packs that are durable stay as orphans for gc; never raises."""
+        self._stopped.set()
+        for stream in self._streams:
+            with stream.lock:
+                if stream.writer is not None:
+                    stream.writer.abort()
+                    stream.writer = None
+                    self._room.release()
+        self._finishers.shutdown()  # none is queued: there are as many threads as packs
+
+    def _open(self, stream: _Stream) -> None:
+        self._room.acquire()
+        try:
+            self._raise_failures()
+            stream.pack = self._environment.random_hex(16)
+            stream.writer = self._backend.open_writer(pack_key(stream.pack))
+            stream.writer.write(pack_header(stream.pack))
+        except BaseException:
+            if stream.writer is not None:
+                stream.writer.abort()
+                stream.writer = None
+            self._room.release()
+            raise
+        stream.offset = HEADER_BYTES
+        stream.rows = []
+
+    def _close(self, stream: _Stream) -> None:
+        writer, stream.writer = stream.writer, None
+        assert writer is not None  # noqa: S101  # for the type checker
+        footer = pack_footer(stream.rows, offset=stream.offset)
+        try:
+            writer.write(footer)
+        except BaseException:
+            writer.abort()
+            self._room.release()
+            raise
+        with self._counting:
+            self.stored_bytes += stream.offset + len(footer)
+            self.packs_count += 1
+        self._finishing.append(self._finishers.submit(self._commit, writer))
+
+    def _commit(self, writer: ObjectWriter) -> None:
+        try:
+            with writer:
+                if not self._stopped.is_set():
+                    writer.commit()
+        finally:
+            self._room.release()
+
+    def _raise_failures(self) -> None:
+        for future in self._finishing:
+            if future.done() and not future.cancelled():
+                future.result()

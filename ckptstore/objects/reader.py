@@ -1,0 +1,359 @@
+"""From pieces back to bytes: a pure plan of coalesced ranges, then parallel fetches, all checked.
+
+Every chunk is checked twice: its stored bytes against the checksum in its header before a decoder
+sees them, and each piece against its id after decoding. A chunk that was stored raw is read
+straight into the destination and its id checked there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.backends.base import Backend, Capabilities
+from ckptstore.codecs.base import CodecError
+from ckptstore.codecs.registry import decode
+from ckptstore.config import Options
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    CorruptTensorError,
+    NotFoundError,
+)
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
+from ckptstore.hashing import blake3_digest, xxh3_64
+
+__all__ = ["Span", "Want", "plan_spans", "read_pieces"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """One piece that is asked for."""
+
+    row: int
+    """In the piece table."""
+    out: memoryview | None
+    """Where to: writable, C-contiguous, exactly the piece; None to check it and drop it."""
+    label: str
+    """The tensor, for errors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRead:
+    """One chunk and what is wanted of it."""
+
+    offset: int
+    stored_bytes: int
+    raw_bytes: int
+    wants: tuple[Want, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Neighbouring chunks of one pack, fetched with one request."""
+
+    pack: str
+    chunks: tuple[ChunkRead, ...]
+
+    @property
+    def start(self) -> int:
+        """Return the offset of the first chunk's header, in bytes."""
+        return self.chunks[0].offset
+
+    @property
+    def end(self) -> int:
+        """Return the offset after the last chunk, in bytes."""
+        last = self.chunks[-1]
+        return last.offset + CHUNK_HEADER_BYTES + last.stored_bytes
+
+
+FailureCallback = Callable[[Want, CkptStoreError], None]
+"""Told of each piece that cannot be had; may be called from several threads, one at a time."""
+
+
+def plan_spans(table: PieceTable, wants: Sequence[Want], capabilities: Capabilities) -> list[Span]:
+    """Return the fetches for `wants`: each chunk once, neighbours joined, no span too large.
+
+    Ranges closer than ``read_gap_bytes`` are joined, since a request costs more than the gap;
+    a span ends at ``read_bytes_max``, so that fetches run in parallel and memory stays bounded.
+    """
+    rows = np.fromiter((want.row for want in wants), np.int64, len(wants))
+    order = np.lexsort((table.inner[rows], table.offset[rows], table.pack[rows]))
+    spans: list[Span] = []
+    chunks: list[ChunkRead] = []
+    pack = -1
+    for place, offset, members in _by_chunk(table, wants, order):
+        row = members[0].row
+        chunk = ChunkRead(
+            offset=offset,
+            stored_bytes=int(table.stored[row]),
+            raw_bytes=int(table.slab[row]),
+            wants=tuple(members),
+        )
+        if chunks:
+            end = chunks[-1].offset + CHUNK_HEADER_BYTES + chunks[-1].stored_bytes
+            size = offset + CHUNK_HEADER_BYTES + chunk.stored_bytes - chunks[0].offset
+            apart = place != pack or not 0 <= offset - end <= capabilities.read_gap_bytes
+            if apart or size > capabilities.read_bytes_max:
+                spans.append(Span(pack=table.packs[pack], chunks=tuple(chunks)))
+                chunks = []
+        chunks.append(chunk)
+        pack = place
+    if chunks:
+        spans.append(Span(pack=table.packs[pack], chunks=tuple(chunks)))
+    return spans
+
+
+def _by_chunk(
+    table: PieceTable, wants: Sequence[Want], order: npt.NDArray[np.int64]
+) -> Iterator[tuple[int, int, list[Want]]]:
+    """Yield ``(place of the pack, offset, wants)`` per chunk, in order of offsets."""
+    current: tuple[int, int] | None = None
+    members: list[Want] = []
+    for at in order:
+        want = wants[at]
+        here = (int(table.pack[want.row]), int(table.offset[want.row]))
+        if current is not None and here != current:
+            yield (*current, members)
+            members = []
+        current = here
+        members.append(want)
+    if current is not None:
+        yield (*current, members)
+
+
+def read_pieces(
+    table: PieceTable,
+    wants: Sequence[Want],
+    *,
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback,
+    on_failure: FailureCallback | None = None,
+) -> None:
+    """Fetch, check and decode pieces into their destinations.
+
+    Parameters
+    ----------
+    on_failure
+        Told of each piece that is lost, and the rest goes on; without it the first failure is
+        raised. Failures of the storage itself (no permission, retries used up) are always raised.
+
+    Raises
+    ------
+    CorruptTensorError
+        A piece is damaged or its pack is gone; the message names tensor, pack and offset. The
+        contents of the destinations are then undefined.
+    StorageError
+        The storage failed.
+    """
+    capabilities = backend.capabilities
+    spans = plan_spans(table, wants, capabilities)
+    run = _Reading(
+        table=table,
+        backend=backend,
+        progress=progress,
+        on_failure=on_failure,
+        total=int(sum(int(table.raw[want.row]) for want in wants)),
+    )
+    per_thread = 2 * capabilities.read_bytes_max
+    threads = max(options.workers, capabilities.concurrency)
+    threads = max(1, min(threads, options.host_bytes // per_thread, len(spans)))
+    run.work(iter(spans), threads)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One read while its threads run."""
+
+    table: PieceTable
+    backend: Backend
+    progress: ProgressCallback
+    on_failure: FailureCallback | None
+    total: int
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def work(self, spans: Iterator[Span], threads: int) -> None:
+        """Run all fetches; raise the first failure once every thread has stopped."""
+        taking = threading.Lock()
+
+        def loop() -> None:
+            scratch = _Scratch()
+            while True:
+                with taking:
+                    span = None if self.stop.is_set() else next(spans, None)
+                if span is None:
+                    return
+                try:
+                    self._span(span, scratch)
+                except BaseException:
+                    self.stop.set()
+                    raise
+
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-load") as pool:
+            futures = [pool.submit(loop) for _ in range(threads)]
+            try:
+                wait(futures)
+            except BaseException:  # Ctrl-C in the owner: the threads stop after their span
+                self.stop.set()
+                raise
+        for future in futures:
+            future.result()
+
+    def _span(self, span: Span, scratch: _Scratch) -> None:
+        try:
+            headers, bodies = self._fetch(span, scratch)
+        except (CorruptObjectError, NotFoundError) as error:
+            if len(span.chunks) > 1:  # find out which chunks are hit
+                for chunk in span.chunks:
+                    self._span(Span(pack=span.pack, chunks=(chunk,)), scratch)
+                return
+            self._failed(span.pack, span.chunks[0], error)
+            return
+        for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
+            try:
+                self._chunk(span.pack, chunk, header, body, scratch)
+            except CorruptObjectError as error:
+                self._failed(span.pack, chunk, error)
+        self._advance(span)
+
+    def _fetch(self, span: Span, scratch: _Scratch) -> tuple[list[memoryview], list[memoryview]]:
+        """Read a span; raw chunks go straight to where they are wanted."""
+        headers: list[memoryview] = []
+        bodies: list[memoryview] = []
+        buffers: list[memoryview] = []
+        arena = scratch.arena(span.end - span.start)
+        at = span.start
+        for chunk in span.chunks:
+            if chunk.offset > at:
+                buffers.append(arena.take(chunk.offset - at))
+            headers.append(arena.take(CHUNK_HEADER_BYTES))
+            direct = self._direct(chunk)
+            bodies.append(arena.take(chunk.stored_bytes) if direct is None else direct)
+            buffers += [headers[-1], bodies[-1]]
+            at = chunk.offset + CHUNK_HEADER_BYTES + chunk.stored_bytes
+        self.backend.read_into(pack_key(span.pack), span.start, buffers)
+        return headers, bodies
+
+    def _direct(self, chunk: ChunkRead) -> memoryview | None:
+        """Return the destination if the chunk is raw and wanted by one tensor alone."""
+        want = chunk.wants[0]
+        if len(chunk.wants) == 1 and want.out is not None and chunk.stored_bytes == len(want.out):
+            return want.out if chunk.stored_bytes == chunk.raw_bytes else None
+        return None
+
+    def _chunk(
+        self,
+        pack: str,
+        chunk: ChunkRead,
+        header_bytes: memoryview,
+        body: memoryview,
+        scratch: _Scratch,
+    ) -> None:
+        """Check one chunk and bring each piece of it to its destination."""
+        where = f"{pack} at {chunk.offset}"
+        header = parse_chunk_header(header_bytes, where=where)
+        if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
+            raise _broken(where, "lengths differ from the manifest's")
+        first = chunk.wants[0]
+        if body is first.out:
+            if header.codec != 0:
+                raise _broken(where, "an encoded chunk of its raw length")
+            self._check(first, body, where)
+            return
+        if xxh3_64(body) != header.checksum:
+            raise _broken(where, "stored bytes do not match their checksum")
+        if len(chunk.wants) == 1 and first.out is not None and len(first.out) == chunk.raw_bytes:
+            _decode(header, body, first.out, where)
+            self._check(first, first.out, where)
+            return
+        slab = scratch.slab(chunk.raw_bytes)
+        _decode(header, body, slab, where)
+        for want in chunk.wants:
+            inner = int(self.table.inner[want.row])
+            piece = slab[inner : inner + int(self.table.raw[want.row])]
+            try:
+                self._check(want, piece, where)
+            except CorruptObjectError as error:
+                self._failed(pack, chunk, error, only=want)
+                continue
+            if want.out is not None:
+                want.out[:] = piece
+
+    def _check(self, want: Want, piece: memoryview, where: str) -> None:
+        if blake3_digest(piece) != self.table.ids[want.row].tobytes():
+            raise _broken(where, "content does not match its chunk id")
+
+    def _failed(
+        self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: Want | None = None
+    ) -> None:
+        """Report the pieces of a chunk as lost, or raise for the first."""
+        for want in chunk.wants if only is None else (only,):
+            msg = f"tensor {want.label}: pack {pack}, chunk at byte {chunk.offset}: {error.message}"
+            lost = CorruptTensorError(
+                msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
+            )
+            lost.__cause__ = error
+            if self.on_failure is None:
+                raise lost
+            with self.lock:
+                self.on_failure(want, lost)
+
+    def _advance(self, span: Span) -> None:
+        raw = sum(int(self.table.raw[want.row]) for chunk in span.chunks for want in chunk.wants)
+        with self.lock:
+            self.done += raw
+            self.progress(Progress(stage="read", done=self.done, total=self.total))
+
+
+class _Scratch:
+    """Memory of one thread, reused from span to span; grows to the largest span it met."""
+
+    def __init__(self) -> None:
+        self._span = bytearray()
+        self._slab = bytearray()
+
+    def arena(self, size: int) -> _Arena:
+        if len(self._span) < size:
+            self._span = bytearray(size)
+        return _Arena(memoryview(self._span))
+
+    def slab(self, size: int) -> memoryview:
+        if len(self._slab) < size:
+            self._slab = bytearray(size)
+        return memoryview(self._slab)[:size]
+
+
+class _Arena:
+    """Hands out consecutive parts of one buffer."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def take(self, size: int) -> memoryview:
+        part = self._memory[self._at : self._at + size]
+        self._at += size
+        return part
+
+
+def _decode(header: ChunkHeader, body: memoryview, out: memoryview, where: str) -> None:
+    try:
+        decode(header.codec, header.layout, body, out)
+    except CodecError as error:
+        raise _broken(where, str(error)) from error
+
+
+def _broken(where: str, what: str) -> CorruptObjectError:
+    msg = f"pack {where}: {what}"
+    return CorruptObjectError(msg)

@@ -1,0 +1,408 @@
+"""The way of a tensor's bytes into packs: stage, digest, known?, codec, pack.
+
+A plan of jobs is cut first, without touching a byte; worker threads then take one job after
+another, so that the memory in use is one chunk a worker and the packs that are open, whatever the
+size of the state. A chunk is staged into the worker's own buffer before its digest is taken, and
+encoded from that same buffer: what is stored is what was digested, even if the tensor is changed
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.chunking import cut, piece_bytes
+from ckptstore.codecs.layout import Layout, layout_of
+from ckptstore.codecs.registry import CodecChoice, encode
+from ckptstore.config import Environment, Options
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.hashing import blake3_digest
+from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.packs import PackSink
+
+__all__ = ["Source", "Written", "write_pieces"]
+
+
+class Source(Protocol):
+    """The bytes of one tensor, wherever they are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the length in bytes."""
+
+    @property
+    def dtype(self) -> str:
+        """Return torch's name of the dtype, without ``torch.``."""
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of one element; 1 where elements are smaller than a byte."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one step of the outermost dimension in memory order."""
+
+    def view(self) -> memoryview | None:
+        """Return the bytes in place, or None where they are not in host memory as stored."""
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on. Called from several threads at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """What a save wrote."""
+
+    table: PieceTable
+    first: tuple[int, ...]
+    """Per tensor, and one more: place of its first piece in `table`."""
+    is_new: npt.NDArray[np.bool_]
+    """``bool[pieces]``: written by this save, not shared."""
+    stored_new: npt.NDArray[np.int64]
+    """``int64[pieces]``: bytes that this save stored for the piece, its share of headers included."""
+    pack_bytes: int
+    """Bytes of all packs that were written."""
+    packs_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One piece of a large tensor, or a batch of small tensors of one layout."""
+
+    sources: tuple[Source, ...]
+    slot: int
+    """Row of the first piece; the pieces of a batch are listed in `slots`."""
+    slots: tuple[int, ...]
+    start: int
+    length: int
+    layout: Layout
+
+
+@dataclass(slots=True)
+class _Columns:
+    """The rows of the table, filled by the workers: each row by one of them."""
+
+    ids: npt.NDArray[np.uint8]
+    raw: npt.NDArray[np.uint32]
+    pack: npt.NDArray[np.uint32]
+    offset: npt.NDArray[np.uint64]
+    stored: npt.NDArray[np.uint32]
+    inner: npt.NDArray[np.uint32]
+    slab: npt.NDArray[np.uint32]
+    is_new: npt.NDArray[np.bool_]
+    stored_new: npt.NDArray[np.int64]
+    packs: dict[str, int] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def empty(cls, count: int) -> _Columns:
+        return cls(
+            ids=np.zeros((count, 32), np.uint8),
+            raw=np.zeros(count, np.uint32),
+            pack=np.zeros(count, np.uint32),
+            offset=np.zeros(count, np.uint64),
+            stored=np.zeros(count, np.uint32),
+            inner=np.zeros(count, np.uint32),
+            slab=np.zeros(count, np.uint32),
+            is_new=np.zeros(count, np.bool_),
+            stored_new=np.zeros(count, np.int64),
+        )
+
+    def fill(self, slot: int, piece_id: bytes, raw: int, place: Location) -> None:
+        with self.lock:
+            self.pack[slot] = self.packs.setdefault(place.pack, len(self.packs))
+        self.ids[slot] = np.frombuffer(piece_id, np.uint8)
+        self.raw[slot] = raw
+        self.offset[slot] = place.offset
+        self.stored[slot] = place.stored_bytes
+        self.inner[slot] = place.inner
+        self.slab[slot] = place.slab_bytes
+
+    def repeat(self, slot: int, of: int) -> None:
+        """Give row `slot` the place of row `of`: the same bytes occur twice in one save."""
+        for column in (self.ids, self.raw, self.pack, self.offset, self.stored, self.inner):
+            column[slot] = column[of]
+        self.slab[slot] = self.slab[of]
+
+    def table(self) -> PieceTable:
+        return PieceTable(
+            ids=self.ids,
+            raw=self.raw,
+            pack=self.pack,
+            offset=self.offset,
+            stored=self.stored,
+            inner=self.inner,
+            slab=self.slab,
+            packs=list(self.packs),
+        )
+
+
+def write_pieces(
+    sources: Sequence[Source],
+    *,
+    backend: Backend,
+    environment: Environment,
+    options: Options,
+    known: KnownPieces,
+    chunk_bytes: int,
+    choice: CodecChoice,
+    progress: ProgressCallback,
+) -> Written:
+    """Write the pieces of all tensors that are not known yet; return when they are durable.
+
+    Host memory stays within ``options.host_bytes`` plus one chunk a worker, for any state.
+    What was written before a failure stays behind as orphaned packs, which gc collects.
+
+    Parameters
+    ----------
+    known
+        Where pieces of earlier versions lie; what is found there is shared, not written.
+    progress
+        Called with the bytes of the state that are done.
+
+    Raises
+    ------
+    StorageError
+        Any write failed; nothing may be committed.
+    """
+    first, jobs = _plan(sources, chunk_bytes)
+    run = _Run(
+        columns=_Columns.empty(first[-1]),
+        known=known,
+        choice=choice,
+        total=sum(source.nbytes for source in sources),
+        progress=progress,
+        buffer_bytes=max(chunk_bytes, limits.SLAB_BYTES),
+    )
+    capabilities = backend.capabilities
+    spare = options.host_bytes - options.workers * 3 * chunk_bytes
+    packs_max = max(1, min(2 * options.workers, spare // max(1, capabilities.part_bytes)))
+    streams = max(1, min(options.workers, packs_max, run.total // _STREAM_BYTES))
+    sink = PackSink(backend, environment, streams=streams, packs_max=packs_max)
+    try:
+        run.work(iter(jobs), sink, options.workers)
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    run.resolve()
+    columns = run.columns
+    return Written(
+        table=columns.table(),
+        first=first,
+        is_new=columns.is_new,
+        stored_new=columns.stored_new,
+        pack_bytes=sink.stored_bytes,
+        packs_count=sink.packs_count,
+    )
+
+
+# A save opens one more pack at once for each of these. Source: below, a second pack costs a second
+# fsync and a second request without being any faster (measured: docs/design/0003).
+_STREAM_BYTES = 32 * limits.MIB
+
+
+def _plan(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...], list[_Job]]:
+    """Cut every tensor; return the first row of each and the jobs. Reads no tensor."""
+    first = [0]
+    jobs: list[_Job] = []
+    batches: dict[Layout, list[tuple[Source, int]]] = {}
+    filled: dict[Layout, int] = {}
+    for source in sources:
+        layout = layout_of(source.dtype)
+        slot = first[-1]
+        if source.nbytes >= limits.SMALL_TENSOR_BYTES:
+            length = piece_bytes(source.row_bytes, source.item_bytes, chunk_bytes)
+            for start, size in cut(source.nbytes, length):
+                jobs.append(_large(source, slot, start, size, layout))
+                slot += 1
+        elif source.nbytes:
+            if filled.get(layout, 0) + source.nbytes > limits.SLAB_BYTES:
+                jobs.append(_batch(batches.pop(layout), layout))
+                filled[layout] = 0
+            batches.setdefault(layout, []).append((source, slot))
+            filled[layout] = filled.get(layout, 0) + source.nbytes
+            slot += 1
+        first.append(slot)
+    jobs.extend(_batch(batch, layout) for layout, batch in batches.items())
+    return tuple(first), jobs
+
+
+def _large(source: Source, slot: int, start: int, length: int, layout: Layout) -> _Job:
+    return _Job(
+        sources=(source,), slot=slot, slots=(slot,), start=start, length=length, layout=layout
+    )
+
+
+def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> _Job:
+    members = tuple(members)
+    return _Job(
+        sources=tuple(source for source, _ in members),
+        slot=members[0][1],
+        slots=tuple(slot for _, slot in members),
+        start=0,
+        length=sum(source.nbytes for source, _ in members),
+        layout=layout,
+    )
+
+
+@dataclass(slots=True)
+class _Run:
+    """One save while its workers run."""
+
+    columns: _Columns
+    known: KnownPieces
+    choice: CodecChoice
+    total: int
+    progress: ProgressCallback
+    buffer_bytes: int
+    done: int = 0
+    claimed: dict[bytes, int] = field(default_factory=dict)
+    """Id of each new piece of this save to its row."""
+    repeats: list[tuple[int, int]] = field(default_factory=list)
+    """Rows whose bytes another row of this save brings."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def work(self, jobs: Iterator[_Job], sink: PackSink, workers: int) -> None:
+        """Run all jobs; raise the first failure once every worker has stopped."""
+        taking = threading.Lock()
+
+        def take() -> _Job | None:
+            with taking:
+                return None if self.stop.is_set() else next(jobs, None)
+
+        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-save") as pool:
+            futures = [pool.submit(self._worker, turn, take, sink) for turn in range(workers)]
+            try:
+                wait(futures)
+            except BaseException:  # Ctrl-C in the owner: the workers stop after their chunk
+                self.stop.set()
+                raise
+        for future in futures:
+            future.result()
+
+    def resolve(self) -> None:
+        """Give each repeated row its place, now that every place is known."""
+        for slot, of in self.repeats:
+            self.columns.repeat(slot, of)
+
+    def _worker(self, turn: int, take: Callable[[], _Job | None], sink: PackSink) -> None:
+        buffer = memoryview(bytearray(self.buffer_bytes))
+        shared = True  # whether the last piece was shared: the next one then is, most likely
+        try:
+            while (job := take()) is not None:
+                if len(job.sources) == 1 and job.length >= limits.SMALL_TENSOR_BYTES:
+                    shared = self._large_piece(turn, job, buffer, sink, shared=shared)
+                else:
+                    self._small_pieces(turn, job, buffer, sink)
+                self._advance(job.length)
+        except BaseException:
+            self.stop.set()
+            raise
+
+    def _large_piece(
+        self, turn: int, job: _Job, buffer: memoryview, sink: PackSink, *, shared: bool
+    ) -> bool:
+        """Write one piece as a chunk of its own, unless it is known; return whether it was."""
+        source = job.sources[0]
+        if shared and (view := source.view()) is not None:
+            # Digest in place: nothing is stored from these bytes, so no copy is needed to keep
+            # them still.
+            piece = view[job.start : job.start + job.length]
+            if self._is_known(job.slot, blake3_digest(piece), job.length):
+                return True
+        staged = buffer[: job.length]
+        _stage(source, job.start, staged)
+        piece_id = blake3_digest(staged)
+        if self._is_known(job.slot, piece_id, job.length):
+            return True
+        if self._claim(job.slot, piece_id):
+            encoded = encode(staged, job.layout, self.choice)
+            placed = sink.append(turn, encoded, piece_id, job.length)
+            place = Location(
+                pack=placed.pack,
+                offset=placed.offset,
+                stored_bytes=placed.stored_bytes,
+                inner=0,
+                slab_bytes=job.length,
+            )
+            self.columns.fill(job.slot, piece_id, job.length, place)
+            self.columns.stored_new[job.slot] = placed.stored_bytes + CHUNK_HEADER_BYTES
+        return False
+
+    def _small_pieces(self, turn: int, job: _Job, buffer: memoryview, sink: PackSink) -> None:
+        """Write those small tensors of a batch that are not known as one chunk, a slab."""
+        filled = 0
+        members: list[tuple[int, bytes, int, int]] = []
+        for source, slot in zip(job.sources, job.slots, strict=True):
+            end = filled + source.nbytes
+            staged = buffer[filled:end]
+            _stage(source, 0, staged)
+            piece_id = blake3_digest(staged)
+            if self._is_known(slot, piece_id, source.nbytes) or not self._claim(slot, piece_id):
+                continue
+            members.append((slot, piece_id, filled, source.nbytes))
+            filled = end
+        if not members:
+            return
+        slab = buffer[:filled]
+        encoded = encode(slab, job.layout, self.choice)
+        slab_id = members[0][1] if len(members) == 1 else blake3_digest(slab)
+        placed = sink.append(turn, encoded, slab_id, filled)
+        stored = placed.stored_bytes + CHUNK_HEADER_BYTES
+        for slot, piece_id, inner, length in members:
+            place = Location(
+                pack=placed.pack,
+                offset=placed.offset,
+                stored_bytes=placed.stored_bytes,
+                inner=inner,
+                slab_bytes=filled,
+            )
+            self.columns.fill(slot, piece_id, length, place)
+            share = stored * (inner + length) // filled - stored * inner // filled
+            self.columns.stored_new[slot] = share
+
+    def _is_known(self, slot: int, piece_id: bytes, length: int) -> bool:
+        place = self.known.find(piece_id, length)
+        if place is None:
+            return False
+        self.columns.fill(slot, piece_id, length, place)
+        return True
+
+    def _claim(self, slot: int, piece_id: bytes) -> bool:
+        """Return whether this row is the first of the save with these bytes."""
+        with self.lock:
+            of = self.claimed.setdefault(piece_id, slot)
+            if of != slot:
+                self.repeats.append((slot, of))
+                return False
+        self.columns.is_new[slot] = True
+        return True
+
+    def _advance(self, length: int) -> None:
+        with self.lock:
+            self.done += length
+            self.progress(Progress(stage="write", done=self.done, total=self.total))
+
+
+def _stage(source: Source, start: int, out: memoryview) -> None:
+    """Copy bytes of a tensor into host memory that no one else writes."""
+    view = source.view()
+    if view is None:
+        source.copy_into(start, out)
+    else:
+        np.copyto(
+            np.frombuffer(out, np.uint8), np.frombuffer(view[start : start + len(out)], np.uint8)
+        )
