@@ -48,8 +48,11 @@ _TRANSIENT = frozenset(
 )
 
 
-def translate(error: OSError, what: str) -> CkptStoreError:
+def translate(error: OSError, what: str, *, writing: bool = False) -> CkptStoreError:
     """Return the error of our tree for `error`, which happened while doing `what`.
+
+    A name that is missing is an object that is not there, except when `writing`: then it is a
+    folder that somebody took away.
 
     ``EEXIST`` is left to the caller: what it means depends on the call. An error of our tree,
     whose storage errors are ``OSError`` too, comes back as it is.
@@ -59,7 +62,7 @@ def translate(error: OSError, what: str) -> CkptStoreError:
     number = error.errno
     name = errno.errorcode.get(number or 0, type(error).__name__)
     msg = f"{what}: {name}" if number is None else f"{what}: {name} ({error.strerror})"
-    if number in ABSENT:
+    if number in ABSENT and not writing:
         return ObjectNotFoundError(msg)
     if number == errno.ENAMETOOLONG:
         return InvalidKeyError(msg)

@@ -99,7 +99,7 @@ class PosixBackend(Backend):
             temp.finish(len(data))
         except OSError as error:
             temp.discard()
-            raise translate(error, f"write {key}") from error
+            raise translate(error, f"write {key}", writing=True) from error
         except BaseException:
             temp.discard()
             raise
@@ -107,7 +107,7 @@ class PosixBackend(Backend):
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that streams to a temporary file."""
-        return PosixWriter(self, check_key(key), direct=self._settings.direct)
+        return PosixWriter(self, check_key(key))
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
@@ -161,15 +161,15 @@ class PosixBackend(Backend):
         folder = os.path.dirname(self._path(key))  # noqa: PTH120
         unique = self._environment.random_hex(16)
         try:
-            self._folders.ensure(folder)
             try:
+                self._folders.ensure(folder)
                 return TempFile(folder, unique, flags=flags)
-            except FileNotFoundError:  # somebody removed the folder meanwhile
+            except FileNotFoundError:  # somebody removed the folder, or one above it
                 self._folders.forget()
                 self._folders.ensure(folder)
                 return TempFile(folder, unique, flags=flags)
         except OSError as error:
-            raise translate(error, f"create a file for {key}") from error
+            raise translate(error, f"create a file for {key}", writing=True) from error
 
     def path_of(self, key: str) -> str:
         """Return the path of the file that holds `key`."""

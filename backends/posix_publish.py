@@ -129,7 +129,7 @@ def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None
     if links != 1 or not _remove(temp) or _exists(final) is not False:
         msg = f"{what}: link gave {errno.errorcode.get(error.errno or 0, error.errno)}"
         raise AmbiguousWriteError(msg) from error
-    raise translate(error, what) from error
+    raise translate(error, what, writing=True) from error
 
 
 def _link_count(path: str) -> int:

@@ -19,8 +19,6 @@ class PosixSettings:
     name: str
     """The backend's name, as in probe findings: ``local``, ``nfs`` or ``parallel``."""
     capabilities: Capabilities
-    direct: bool
-    """Write packs past the page cache where the file system lets us."""
     relist: bool
     """Before believing that a name is absent, read its folder: lookups may be cached."""
     stripe_count: int = 0
@@ -32,7 +30,7 @@ _LOCAL = Capabilities(
     # 256 MiB: the fsyncs of a pack and its folder (a few ms each) vanish beside a tenth of a
     # second of writing.
     pack_bytes=256 * MIB,
-    part_bytes=8 * MIB,
+    part_bytes=0,  # the kernel holds the bytes, at most WRITEBACK_LAG_BYTES of them
     # A disk of 2 GB/s reads 64 KiB in the 30 us that another system call and seek cost.
     read_gap_bytes=64 * KIB,
     read_bytes_max=16 * MIB,
@@ -42,7 +40,7 @@ _LOCAL = Capabilities(
 )
 
 SETTINGS: Final[dict[str, PosixSettings]] = {
-    "local": PosixSettings(name="local", capabilities=_LOCAL, direct=True, relist=False),
+    "local": PosixSettings(name="local", capabilities=_LOCAL, relist=False),
     "nfs": PosixSettings(
         name="nfs",
         capabilities=replace(
@@ -53,7 +51,6 @@ SETTINGS: Final[dict[str, PosixSettings]] = {
             # 30 s measured between two clients.
             lookup_lag_s=60.0,
         ),
-        direct=False,  # the client needs the page cache to merge writes
         relist=True,
     ),
     "parallel": PosixSettings(
@@ -65,7 +62,6 @@ SETTINGS: Final[dict[str, PosixSettings]] = {
             # GlusterFS serves stale entries for 1 s, CephFS for up to 5 s (measured).
             lookup_lag_s=10.0,
         ),
-        direct=False,  # FUSE clients refuse O_DIRECT or slow down by it
         relist=True,
         stripe_count=4,  # Lustre: a pack of 256 MiB over four servers
     ),
