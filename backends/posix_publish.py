@@ -20,7 +20,7 @@ from ckptstore.errors import (
     UnsafeBackendError,
 )
 
-__all__ = ["Folders", "TempFile", "publish"]
+__all__ = ["Folders", "TempFile", "drop_cache", "publish", "sync_folder"]
 
 # What file systems without hard links answer to link(): link(2), and FUSE's ENOSYS.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
@@ -55,13 +55,16 @@ class TempFile:
         while rest.nbytes:
             rest = rest[os.write(self.descriptor, rest) :]
 
-    def finish(self, size_bytes: int) -> None:
+    def finish(self, size_bytes: int, *, drop: bool = False) -> None:
         """Make the content durable and close; raises OSError, or StorageError for a wrong length.
 
+        With `drop`, the cache of the operating system forgets it.
         A failed fsync is never tried again: the kernel forgets the pages that it could not write,
         and the second call would succeed without them.
         """
         os.fsync(self.descriptor)
+        if drop:
+            drop_cache(self.descriptor, 0, 0)
         found = os.fstat(self.descriptor).st_size
         self._close()
         if found != size_bytes:
@@ -79,6 +82,13 @@ class TempFile:
         if self.descriptor >= 0:
             descriptor, self.descriptor = self.descriptor, -1
             os.close(descriptor)
+
+
+def drop_cache(descriptor: int, offset: int, count: int) -> None:
+    """Tell the kernel that a range that is on disk will not be read soon; 0 bytes: to the end."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):  # only advice
+            os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def publish(temp: str, final: str, what: str) -> None:

@@ -1,9 +1,10 @@
 """Streaming a large object into a temporary file, with the disk busy from the first megabytes on.
 
 Left alone, the kernel collects what is written in memory and writes it out at the final fsync,
-while the caller waits: 0.65 GB/s on a disk that takes 3. So the writer asks for write-back of each
-window as it is complete, and waits for the one that lies ``WRITEBACK_LAG_BYTES`` back, which also
-bounds the memory. Figures: docs/design/0004-posix-durable-writes.md.
+while the caller waits. So the writer asks for write-back of each window as it is complete, waits
+for the one that lies ``WRITEBACK_LAG_BYTES`` back, and gives its pages back: the kernel then uses
+the same few megabytes again and again, and other programs keep their cache. Figures:
+docs/design/0004-posix-durable-writes.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectWriter
 from ckptstore.backends.oserrors import translate
-from ckptstore.backends.posix_publish import publish
+from ckptstore.backends.posix_publish import drop_cache, publish
 
 if TYPE_CHECKING:
     from ckptstore.backends.posix import PosixBackend
@@ -95,7 +96,7 @@ class PosixWriter(ObjectWriter):
     def commit(self) -> None:
         """Make it durable, then visible."""
         try:
-            self._temp.finish(self._size)
+            self._temp.finish(self._size, drop=self._waited > 0)
         except OSError as error:
             self._temp.discard()
             raise translate(error, f"write {self._key}", writing=True) from error
@@ -116,6 +117,7 @@ class PosixWriter(ObjectWriter):
         if behind > self._waited:
             flags = _WAIT_BEFORE | _START | _WAIT_AFTER
             self._call_sync(self._waited, behind - self._waited, flags)
+            drop_cache(self._temp.descriptor, self._waited, behind - self._waited)
             self._waited = behind
 
     def _call_sync(self, offset: int, count: int, flags: int) -> None:

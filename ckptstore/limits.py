@@ -162,7 +162,7 @@ STALE_WAIT_S: Final = 0.02
 # --- mounted file systems ---------------------------------------------------------------------
 
 # A writer starts write-back in windows of this size and lets at most the second figure lie between
-# itself and the disk. Source: measured (docs/design/0004): 3.6 GB/s median with these, 0.65 GB/s
-# with one fsync at the end; 32 MiB of lag or 16 MiB windows gave 2.9-3.3 with more scatter.
+# itself and the disk. Source: measured (docs/design/0004): 2.4 GB/s with these whatever the state of
+# the page cache, where one fsync at the end gave 0.3-1.2.
 WRITEBACK_WINDOW_BYTES: Final = 8 * MIB
-WRITEBACK_LAG_BYTES: Final = 64 * MIB
+WRITEBACK_LAG_BYTES: Final = 32 * MIB
