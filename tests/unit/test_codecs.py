@@ -1,0 +1,131 @@
+"""Codecs are exact inverses for every bit pattern, and survive anything that is fed to them."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore.codecs.base import CodecError
+from ckptstore.codecs.layout import Layout, join, layout_of, plane_bytes, split
+from ckptstore.codecs.registry import CODEC_CHOICES, CODECS, check_choice, decode, encode
+from ckptstore.errors import InvalidInputError
+
+ITEM_BYTES = {
+    Layout.BYTES: 1,
+    Layout.FLOAT32: 4,
+    Layout.FLOAT16: 2,
+    Layout.FLOAT64: 8,
+    Layout.BYTES2: 2,
+    Layout.BYTES4: 4,
+    Layout.BYTES8: 8,
+}
+
+
+def _stored(raw: bytes, layout: Layout, choice: str = "auto") -> tuple[int, int, bytes]:
+    encoded = encode(memoryview(raw), layout, check_choice(choice))
+    stored = b"".join(encoded.parts)
+    assert len(stored) == encoded.stored_bytes
+    return encoded.codec, encoded.layout, stored
+
+
+def _decoded(codec: int, layout: int, stored: bytes, length: int) -> bytes:
+    out = bytearray(length)
+    decode(codec, layout, memoryview(stored), memoryview(out))
+    return bytes(out)
+
+
+@pytest.mark.parametrize("layout", Layout)
+@given(data=st.data())
+def test_split_and_join_are_inverses(layout: Layout, data: st.DataObject) -> None:
+    """Any bytes, NaN payloads and denormals included, come back bit for bit."""
+    count = data.draw(st.integers(0, 40))
+    size = count * ITEM_BYTES[layout]
+    raw = data.draw(st.binary(min_size=size, max_size=size))
+    planes = split(layout, memoryview(raw))
+
+    assert plane_bytes(layout, len(raw)) == tuple(plane.nbytes for plane in planes)
+    out = bytearray(len(raw))
+    join(layout, [plane.data for plane in planes], memoryview(out))
+    assert raw == bytes(out)
+
+
+@pytest.mark.parametrize("choice", CODEC_CHOICES)
+@pytest.mark.parametrize("layout", Layout)
+def test_every_codec_round_trips_every_layout(layout: Layout, choice: str) -> None:
+    """Whatever the codec picks for noise, zeros, weights and single elements decodes to the same."""
+    rng = np.random.default_rng(7)
+    weights = rng.standard_normal(4096).astype(np.float32).tobytes()
+    for raw in (weights, bytes(8192), rng.bytes(8192), rng.bytes(8)):
+        codec, used, stored = _stored(raw, layout, choice)
+
+        assert raw == _decoded(codec, used, stored, len(raw))
+
+
+def test_planes_shrink_trained_floats() -> None:
+    """float32 weights take at most 0.84, bfloat16 at most 0.68 of their bytes; noise stays raw."""
+    rng = np.random.default_rng(3)
+    weights = (rng.standard_normal(1 << 18) * 0.02).astype(np.float32)
+    half = (weights.view(np.uint32) >> 16).astype(np.uint16)
+    _, _, stored32 = _stored(weights.tobytes(), layout_of("float32"))
+    _, _, stored16 = _stored(half.tobytes(), layout_of("bfloat16"))
+    codec, _, _ = _stored(rng.bytes(1 << 16), layout_of("uint8"))
+
+    assert len(stored32) < 0.84 * weights.nbytes
+    assert len(stored16) < 0.68 * half.nbytes
+    assert codec == 0
+
+
+@pytest.mark.parametrize("code", sorted(CODECS))
+@given(stored=st.binary(max_size=200), length=st.integers(0, 64), layout=st.sampled_from(Layout))
+def test_decoders_survive_anything(code: int, stored: bytes, length: int, layout: Layout) -> None:
+    """Arbitrary stored bytes decode to exactly the length that is due, or raise CodecError."""
+    out = bytearray(length)
+    try:
+        decode(code, layout, memoryview(stored), memoryview(out))
+    except CodecError:
+        return
+
+    assert length == len(out)
+
+
+@given(flip=st.integers(0, 8 * 600 - 1))
+def test_decoders_survive_damage(flip: int) -> None:
+    """A flipped bit in a compressed chunk gives CodecError or other bytes, never anything else."""
+    raw = (np.arange(4096, dtype=np.float32) / 7).tobytes()
+    codec, layout, stored = _stored(raw, Layout.FLOAT32)
+    damaged = bytearray(stored)
+    at = flip // 8 % len(damaged)
+    damaged[at] ^= 1 << flip % 8
+    try:
+        out = _decoded(codec, layout, bytes(damaged), len(raw))
+    except CodecError:
+        return
+
+    assert len(raw) == len(out)
+
+
+def test_a_zstd_bomb_is_refused_before_it_is_opened() -> None:
+    """A frame that states or holds more than is due raises without allocating what it states."""
+    bomb = zstandard.ZstdCompressor(level=19).compress(bytes(1 << 26))
+    unstated = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(1 << 20))
+    lying = bytearray(zstandard.ZstdCompressor().compress(bytes(64)))
+    for frame in (bomb, unstated, bytes(lying) + b"x"):
+        with pytest.raises(CodecError):
+            _decoded(1, 0, frame, 64)
+    table = struct.pack("<3I", len(bomb) | 1 << 31, 16, 32)
+    with pytest.raises(CodecError):
+        _decoded(2, Layout.FLOAT32, table + bomb + bytes(48), 64)
+
+
+def test_unknown_codes_are_refused() -> None:
+    """A codec or layout of a later version is an error, not a guess."""
+    for codec, layout in ((99, 0), (0, 99)):
+        with pytest.raises(CodecError, match="unknown"):
+            _decoded(codec, layout, b"abcd", 4)
+    with pytest.raises(InvalidInputError, match="unknown codec"):
+        check_choice("gzip")
