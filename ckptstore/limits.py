@@ -55,7 +55,7 @@ COMMIT_BYTES_MAX: Final = 4 * MIB
 COMMIT_OPS_MAX: Final = 1024
 # Commits in one folder of the log. Source: DESIGN section 3.
 COMMITS_PER_FOLDER: Final = 1000
-# Highest commit number. Source: the folder in the key has 6 digits, so that keys sort as numbers do.
+# Highest commit number. Source: the folder in the key has 6 digits, and keys must sort as numbers.
 COMMIT_NUMBER_MAX: Final = 10**9 - 1
 # Level at which records (manifests, snapshots) are compressed. Source: zstd's own default.
 RECORD_ZSTD_LEVEL: Final = 3
@@ -102,11 +102,12 @@ METRIC_NAME_CHARS_MAX: Final = 200  # Source: names such as eval/mmlu/high_schoo
 METRICS_MAX: Final = 1000  # Source: an evaluation harness reports a few hundred.
 TAGS_PER_VERSION_MAX: Final = 100  # Source: tags are typed by people.
 METADATA_BYTES_MAX: Final = 256 * KIB  # Source: a full training config is under 64 KiB.
-METADATA_DEPTH_MAX: Final = 32  # Source: training configs are 3-6 deep; far under the recursion limit.
+METADATA_DEPTH_MAX: Final = 32  # Source: configs are 3-6 deep; far under the recursion limit.
 ROLE_CHARS_MAX: Final = 100  # Source: as tags.
 ROLES_MAX: Final = 64  # Source: DESIGN names five; users add a few.
 RECEIPT_ENTRIES_MAX: Final = 64  # Source: seconds and bytes of each stage of a save.
 BY_CHARS_MAX: Final = 300  # Source: user@host pid; Linux host names have at most 64 characters.
+TIME_MS_MAX: Final = 253_402_300_799_999  # Source: the end of year 9999, where datetime ends.
 STEP_MAX: Final = 2**63 - 1  # Source: signed 64 bits, as msgpack, JSON readers and NumPy hold it.
 KEY_CHARS_MAX: Final = 512  # Source: S3 and GCS allow 1,024 bytes, prefix of the store included.
 
@@ -137,7 +138,7 @@ COMMIT_BACKOFF_BASE_S: Final = 0.005
 COMMIT_BACKOFF_CAP_S: Final = 1.0
 # Times that one and the same commit is sent again after answers that said neither yes nor no.
 # Source: each send is itself retried by the backend's wrapper.
-COMMIT_SENDS_MAX: Final = 4
+COMMIT_SENDS_MAX: Final = 3
 # Commits read ahead at once while folding. Source: bounds memory to a thousand small records.
 COMMIT_READ_BATCH: Final = 1000
 # How long a name that is known to exist may seem absent. Source: NFS caches a failed lookup for
@@ -166,3 +167,15 @@ STALE_WAIT_S: Final = 0.02
 # the page cache, where one fsync at the end gave 0.3-1.2.
 WRITEBACK_WINDOW_BYTES: Final = 8 * MIB
 WRITEBACK_LAG_BYTES: Final = 32 * MIB
+
+# --- object stores ----------------------------------------------------------------------------
+
+# Patience with a connection, and with a silent one. Source: botocore's 60 s for both is too long to
+# connect (a dead address must not take 8 x 60 s) and right for a slow answer.
+CONNECT_TIMEOUT_S: Final = 10.0
+READ_TIMEOUT_S: Final = 60.0
+# Connections of one process to one store. Source: twice the requests in flight of a save and a load.
+CONNECTIONS_MAX: Final = 32
+# How much of an answer is taken from the socket at a time. Source: large enough that Python's share
+# is small, small enough to stay in the processor's cache.
+STREAM_BYTES: Final = 1 * MIB

@@ -202,7 +202,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     """Digest of the body of the commit before, empty for the first."""
     write_id: Id
     """Random, one per attempt: tells one's own commit from another's of the same number."""
-    at_ms: Count
+    at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
     """The writer's wall clock, in milliseconds since 1970; for people, nothing depends on it."""
     by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
     ops: Annotated[tuple[Op, ...], msgspec.Meta(min_length=1, max_length=limits.COMMIT_OPS_MAX)]

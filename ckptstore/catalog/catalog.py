@@ -1,0 +1,344 @@
+"""The catalog as readers see it: runs, versions, tags and metrics after some commit.
+
+A catalog is immutable: it never changes under its reader, may be kept and shared between
+threads, and is answered from memory. Listing is lazy: of 100,000 versions a page of 50 builds 50
+``Version`` objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from difflib import get_close_matches
+from sys import intern
+
+import msgspec
+
+from ckptstore.catalog.fold import EMPTY, RunState, State, extend
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    InvalidInputError,
+    RunNotFoundError,
+    VersionNotFoundError,
+)
+from ckptstore.format.commit import Commit
+from ckptstore.format.names import check_run_name, check_tag
+from ckptstore.format.snapshot import (
+    RunRow,
+    SnapshotBody,
+    VersionRow,
+    decode_details,
+    decode_metrics,
+)
+from ckptstore.model import RoleBytes, RunInfo, Version
+
+__all__ = ["Catalog", "did_you_mean"]
+
+
+class Catalog:
+    """What the commits 1 to ``number`` amount to."""
+
+    __slots__ = ("_state",)
+
+    def __init__(self, state: State = EMPTY) -> None:
+        self._state = state
+
+    @property
+    def number(self) -> int:
+        """The last commit folded; 0 for an empty log."""
+        return self._state.number
+
+    @property
+    def digest(self) -> str:
+        """Digest of that commit's body, which the next commit must name; empty before the first."""
+        return self._state.digest
+
+    @property
+    def versions_count(self) -> int:
+        """How many versions all runs have."""
+        return len(self._state.versions)
+
+    def extended(self, commits: Sequence[Commit]) -> tuple[Catalog, CkptStoreError | None]:
+        """Return the catalog after further commits; see :func:`ckptstore.catalog.fold.extend`."""
+        state, error = extend(self._state, commits)
+        return Catalog(state), error
+
+    # --- runs ---------------------------------------------------------------------------------
+
+    def has_run(self, name: str) -> bool:
+        """Say whether there is a run of this name."""
+        return name in self._state.runs
+
+    def runs(self) -> list[RunInfo]:
+        """Return all runs in the order of their creation."""
+        return [_run_info(run) for run in self._state.runs.values()]
+
+    def run(self, name: str) -> RunInfo:
+        """Return one run.
+
+        Raises
+        ------
+        RunNotFoundError
+            If there is none of this name; the hint names similar ones.
+        """
+        return _run_info(self._run(name))
+
+    # --- versions -----------------------------------------------------------------------------
+
+    def version(self, version_id: str) -> Version:
+        """Return the version of exactly this id.
+
+        Raises
+        ------
+        VersionNotFoundError
+            If there is none.
+        """
+        row = self._state.versions.get(version_id)
+        if row is None:
+            msg = f"there is no version {version_id[:40]!r}"
+            raise VersionNotFoundError(msg)
+        return self._version(row)
+
+    def versions(self, run: str | None = None, *, newest_first: bool = False) -> Iterator[Version]:
+        """Yield the versions of a run, or of all, in the order of their commits.
+
+        Each ``Version`` is built when it is asked for.
+
+        Raises
+        ------
+        RunNotFoundError
+            If there is no such run (at the call, not at the first version).
+        """
+        ids = self._state.versions if run is None else self._run(run).versions
+        order = reversed(ids) if newest_first else iter(ids)
+        tags = _tags_by_version(self._state.runs.values() if run is None else [self._run(run)])
+        rows = self._state.versions
+        return (_build(rows[version_id], tags.get(version_id, ())) for version_id in order)
+
+    def head(self, run: str) -> Version | None:
+        """Return the version that the run's next save continues, None before the first.
+
+        Raises
+        ------
+        RunNotFoundError
+            If there is no such run.
+        """
+        head = self._run(run).head
+        return self.version(head) if head else None
+
+    def head_id(self, run: str) -> str:
+        """Return the id of the run's head; empty before the first save, and for no run at all."""
+        found = self._state.runs.get(run)
+        return found.head if found else ""
+
+    def by_step(self, run: str, step: int) -> Version | None:
+        """Return the run's version of this step, the newest if it was saved more than once."""
+        rows = self._state.versions
+        for version_id in reversed(self._run(run).versions):
+            if rows[version_id].step == step:
+                return self._version(rows[version_id])
+        return None
+
+    def by_tag(self, run: str, tag: str) -> Version | None:
+        """Return the version that the run's tag points to."""
+        version_id = self._run(run).tags.get(tag)
+        return None if version_id is None else self.version(version_id)
+
+    def has_version(self, version_id: str) -> bool:
+        """Say whether there is a version of exactly this id."""
+        return version_id in self._state.versions
+
+    def by_prefix(self, prefix: str, *, count_max: int = 10) -> list[Version]:
+        """Return the versions whose id begins with `prefix`, at most `count_max`."""
+        exact = self._state.versions.get(prefix)
+        if exact is not None:
+            return [self._version(exact)]
+        found: list[Version] = []
+        for version_id, row in self._state.versions.items():
+            if version_id.startswith(prefix):
+                found.append(self._version(row))
+                if len(found) == count_max:
+                    break
+        return found
+
+    def ancestors(self, version_id: str) -> Iterator[Version]:
+        """Yield a version, its parent, the parent's parent ..., across runs.
+
+        Raises
+        ------
+        VersionNotFoundError
+            If there is no such version.
+        """
+        yield self.version(version_id)
+        row = self._state.versions[version_id]
+        while row.parent:
+            row = self._state.versions[row.parent]
+            yield self._version(row)
+
+    def steps(self, run: str) -> list[int]:
+        """Return the steps that the run has versions of, ascending."""
+        rows = self._state.versions
+        return sorted({rows[version_id].step for version_id in self._run(run).versions})
+
+    def metric_values(self, run: str, metric: str) -> Iterator[tuple[str, int, float]]:
+        """Yield (version id, step, value) of those that have the metric, oldest first."""
+        rows = self._state.versions
+        for version_id in self._run(run).versions:
+            value = decode_metrics(rows[version_id]).get(metric)
+            if value is not None:
+                yield version_id, rows[version_id].step, value
+
+    def metric_names(self, run: str) -> set[str]:
+        """Return the names of all metrics that versions of the run have."""
+        rows = self._state.versions
+        names: set[str] = set()
+        for version_id in self._run(run).versions:
+            names.update(decode_metrics(rows[version_id]))
+        return names
+
+    # --- snapshots ----------------------------------------------------------------------------
+
+    def to_snapshot(self) -> SnapshotBody:
+        """Return what a snapshot of this catalog holds.
+
+        Raises
+        ------
+        InvalidInputError
+            If the log is empty: there is nothing to fold to.
+        """
+        if not self.number:
+            msg = "an empty log has no snapshot"
+            raise InvalidInputError(msg)
+        return SnapshotBody(
+            self.number,
+            self.digest,
+            [
+                RunRow(run.name, run.created_at_ms, run.metrics, run.head, run.tags)
+                for run in self._state.runs.values()
+            ],
+            list(self._state.versions.values()),
+        )
+
+    @classmethod
+    def from_snapshot(cls, body: SnapshotBody, *, where: str) -> Catalog:
+        """Return the catalog of a snapshot, checked in itself.
+
+        That it belongs to this log (number and digest) is for the log to check.
+
+        Raises
+        ------
+        CorruptObjectError
+            If rows name runs or versions that are not there, or names break the rules.
+        """
+        try:
+            return cls(_state(body))
+        except (InvalidInputError, KeyError, ValueError) as error:
+            msg = f"{where} contradicts itself: {error}"
+            raise CorruptObjectError(msg) from error
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _run(self, name: str) -> RunState:
+        found = self._state.runs.get(name)
+        if found is None:
+            msg = f"there is no run {name!r}"
+            raise RunNotFoundError(msg, hint=did_you_mean(name, self._state.runs))
+        return found
+
+    def _version(self, row: VersionRow) -> Version:
+        tags = self._state.runs[row.run].tags
+        return _build(row, tuple(sorted(tag for tag, target in tags.items() if target == row.id)))
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Return a hint that names what `text` may have been meant to be, or what there is."""
+    names = list(known)
+    close = get_close_matches(text, names[-10_000:], n=3)
+    if close:
+        return "did you mean " + " or ".join(close) + "?"
+    if not names:
+        return "there is none yet"
+    return "there is " + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
+
+
+def _build(row: VersionRow, tags: tuple[str, ...]) -> Version:
+    details = decode_details(row)
+    return Version(
+        id=row.id,
+        run=row.run,
+        step=row.step,
+        metrics=decode_metrics(row),
+        tags=tags,
+        parent=row.parent,
+        created_at=datetime.fromtimestamp(row.at_ms / 1000, UTC),
+        metadata=_metadata(row, details.metadata),
+        roles={
+            role: RoleBytes(logical=logical, new=new, stored=stored)
+            for role, (logical, new, stored) in details.roles.items()
+        },
+        content=details.content.hex(),
+        manifest_key=details.manifest_key,
+        manifest_digest=details.manifest_digest.hex(),
+        manifest_bytes=details.manifest_bytes,
+        receipt=details.receipt,
+        commit=row.commit,
+    )
+
+
+def _metadata(row: VersionRow, data: bytes) -> dict[str, object]:
+    try:
+        return {} if data == b"{}" else msgspec.json.decode(data, type=dict[str, object])
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        msg = f"the catalog snapshot has damaged metadata for version {row.id}: {error}"
+        raise CorruptObjectError(msg) from error
+
+
+def _run_info(run: RunState) -> RunInfo:
+    return RunInfo(
+        name=run.name,
+        metrics=dict(run.metrics),
+        head=run.head,
+        created_at=datetime.fromtimestamp(run.created_at_ms / 1000, UTC),
+        versions_count=len(run.versions),
+        tags=dict(run.tags),
+    )
+
+
+def _tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        for tag, version_id in run.tags.items():
+            found.setdefault(version_id, []).append(tag)
+    return {version_id: tuple(sorted(tags)) for version_id, tags in found.items()}
+
+
+def _state(body: SnapshotBody) -> State:
+    runs = {
+        row.name: RunState(
+            name=intern(check_run_name(row.name)),
+            created_at_ms=row.created_at_ms,
+            metrics=row.metrics,
+            head=row.head,
+            tags={check_tag(tag): version_id for tag, version_id in row.tags.items()},
+        )
+        for row in body.runs
+    }
+    versions: dict[str, VersionRow] = {}
+    for row in body.versions:
+        run = runs[row.run]
+        # Strings are shared between rows, and a parent comes before its child.
+        msgspec.structs.force_setattr(row, "run", run.name)
+        if row.parent:
+            msgspec.structs.force_setattr(row, "parent", versions[row.parent].id)
+        versions[row.id] = row
+        run.versions.append(row.id)
+    if len(versions) != len(body.versions) or len(runs) != len(body.runs):
+        msg = "a run or a version is there twice"
+        raise InvalidInputError(msg)
+    for run in runs.values():
+        for version_id in (*run.tags.values(), *([run.head] if run.head else [])):
+            if versions[version_id].run != run.name:
+                msg = f"run {run.name!r} points to a version of another"
+                raise InvalidInputError(msg)
+    return State(number=body.number, digest=body.digest, versions=versions, runs=runs)

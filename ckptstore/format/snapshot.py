@@ -1,0 +1,156 @@
+"""Catalog snapshots: the folded catalog as one object, a cache that the log can always rebuild.
+
+A binary frame (:mod:`ckptstore.format.framing`) around one MessagePack array. Rows are arrays
+too, and what is asked for rarely (manifest, sizes, metadata, receipt) is one opaque field of its
+row, decoded when a version is looked at: a row then costs about 650 bytes of memory, and opening
+a large catalog does not build millions of small objects.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.errors import CorruptObjectError
+from ckptstore.format.commit import Count, Digest, Direction, Id
+from ckptstore.format.framing import decode_frame, encode_frame
+from ckptstore.format.keys import MANIFEST_KEY_PATTERN
+
+__all__ = [
+    "Details",
+    "RunRow",
+    "SnapshotBody",
+    "VersionRow",
+    "decode_details",
+    "decode_metrics",
+    "decode_snapshot",
+    "encode_metrics",
+    "encode_snapshot",
+]
+
+MAGIC: Final = b"CKPTSNAP"
+
+IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+RawDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+TimeMs = Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+
+
+class Details(msgspec.Struct, frozen=True, array_like=True):
+    """The fields of a version that listings and refs do not look at."""
+
+    manifest_key: Annotated[str, msgspec.Meta(pattern=MANIFEST_KEY_PATTERN)]
+    manifest_bytes: Count
+    manifest_digest: RawDigest
+    content: RawDigest
+    roles: Annotated[
+        dict[str, tuple[Count, Count, Count]], msgspec.Meta(max_length=limits.ROLES_MAX)
+    ]
+    """Role to logical, new and stored bytes."""
+    receipt: Annotated[dict[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)]
+    metadata: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)]
+    """The user's JSON object."""
+
+
+class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One version in the catalog, in memory as in a snapshot."""
+
+    id: Id
+    run: str
+    step: Count
+    parent: IdOrEmpty
+    at_ms: TimeMs
+    commit: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
+    metrics: bytes
+    """MessagePack map of name to float, see :func:`decode_metrics`."""
+    details: bytes
+    """MessagePack of :class:`Details`, see :func:`decode_details`."""
+
+
+class RunRow(msgspec.Struct, frozen=True, array_like=True):
+    """One run in a snapshot."""
+
+    name: str
+    created_at_ms: TimeMs
+    metrics: dict[str, Direction]
+    head: IdOrEmpty
+    tags: dict[str, Id]
+
+
+class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
+    """The catalog after a commit."""
+
+    number: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
+    digest: Digest
+    """Of the body of that commit."""
+    runs: list[RunRow]
+    """In the order of their creation."""
+    versions: list[VersionRow]
+    """In the order of their commits."""
+
+
+_SNAPSHOT: Final = msgspec.msgpack.Decoder(SnapshotBody)
+_DETAILS: Final = msgspec.msgpack.Decoder(Details)
+_METRICS: Final = msgspec.msgpack.Decoder(
+    Annotated[dict[str, float], msgspec.Meta(max_length=limits.METRICS_MAX)]
+)
+
+
+def encode_snapshot(body: SnapshotBody) -> bytes:
+    """Return the object that holds `body`."""
+    return encode_frame(MAGIC, msgspec.msgpack.encode(body))
+
+
+def decode_snapshot(data: bytes, *, where: str) -> SnapshotBody:
+    """Check and parse a snapshot; how its rows hang together is checked by the catalog.
+
+    Raises
+    ------
+    CorruptObjectError
+        If the frame, a type or a limit is wrong.
+    UnsupportedFeatureError
+        If it has a newer format.
+    """
+    raw = decode_frame(MAGIC, data, where=where, raw_bytes_max=limits.SNAPSHOT_RAW_BYTES_MAX)
+    try:
+        return _SNAPSHOT.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        msg = f"{where} is not a catalog snapshot: {error}"
+        raise CorruptObjectError(msg) from error
+
+
+def encode_metrics(metrics: dict[str, float]) -> bytes:
+    """Pack metrics for a row; NaN and infinities are kept."""
+    return msgspec.msgpack.encode(metrics)
+
+
+def decode_metrics(row: VersionRow) -> dict[str, float]:
+    """Return the metrics of a row.
+
+    Raises
+    ------
+    CorruptObjectError
+        If the snapshot that the row came from holds something else there.
+    """
+    try:
+        metrics: dict[str, float] = _METRICS.decode(row.metrics)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        msg = f"the catalog snapshot has damaged metrics for version {row.id}: {error}"
+        raise CorruptObjectError(msg) from error
+    return metrics
+
+
+def decode_details(row: VersionRow) -> Details:
+    """Return the rarely used fields of a row.
+
+    Raises
+    ------
+    CorruptObjectError
+        If the snapshot that the row came from holds something else there.
+    """
+    try:
+        return _DETAILS.decode(row.details)
+    except (msgspec.DecodeError, UnicodeError) as error:
+        msg = f"the catalog snapshot has damaged details for version {row.id}: {error}"
+        raise CorruptObjectError(msg) from error
