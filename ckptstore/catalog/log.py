@@ -1,0 +1,341 @@
+"""The log: the only thing that makes anything visible, and the only thing writers contend for.
+
+Commit n+1 is put-if-absent by someone who has folded 1..n. Whoever loses reads what came first,
+builds the operations again on the new catalog, and tries the next number.
+
+Lost replies. A commit bears a random write id. When the storage's answer is lost, the commit of
+that number is read back: mine means success, another's means conflict, none means that the very
+same bytes are sent to the very same number again. A delayed duplicate can never land as a second
+version: every send of an attempt has the same key and the same bytes, the key can be created once
+only, and no commit is ever deleted. So a late send finds its own commit (no effect), or another's
+(no effect), or creates the one commit that was meant. A new write id is drawn, and a new number
+tried, only once the old number is *known* to be another's, which no late send can change.
+What stays unclear after a few sends raises ``AmbiguousWriteError``, never success; the commit may
+still appear, whole, since what it names is durable: its packs must not be taken back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Final
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.catalog import snapshots
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.reading import LogReader
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CkptStoreError,
+    CommitConflictError,
+    CorruptObjectError,
+    InvalidInputError,
+    ObjectExistsError,
+    StorageError,
+    TransientStorageError,
+    UnsupportedFeatureError,
+)
+from ckptstore.format.commit import FORMAT, MAGIC, Body, Commit, Op, encode_commit
+
+__all__ = ["Build", "Log"]
+
+Build = Callable[[Catalog], Sequence[Op]]
+"""Makes the operations of a commit from the catalog that it will follow. Called again for every
+number that is tried; raises when a precondition does not hold; has no effect of its own."""
+
+_TWO_WRITERS: Final = "two writers are at work in a store that was opened for a single one"
+
+
+def _always() -> None:
+    """Allow every commit."""
+
+
+class Log:
+    """The log of one store, and the catalog that this process has folded from it.
+
+    One instance serves all threads of a process: commits and refreshes take turns under a lock,
+    reading :attr:`catalog` takes none. A forked child may go on using its copy.
+
+    Parameters
+    ----------
+    by
+        Who writes, for people who read the log: ``user@host pid``.
+    single_writer
+        The storage has no put-if-absent and the user vouches that no one else writes.
+    check_writable
+        Called before each commit; raises where commits are not allowed.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        environment: Environment = SYSTEM,
+        *,
+        by: str = "",
+        single_writer: bool = False,
+        check_writable: Callable[[], None] = _always,
+    ) -> None:
+        self._backend = backend
+        self._environment = environment
+        self._by = by[: limits.BY_CHARS_MAX]
+        self._single_writer = single_writer
+        self._check_writable = check_writable
+        self._reader = LogReader(backend, environment)
+        self._catalog = Catalog()
+        self._opened = False
+        self._snapshot = 0
+        self._own: Commit | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog as last folded, without looking at the storage; empty before a refresh."""
+        return self._catalog
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def refresh(self) -> Catalog:
+        """Fold the commits that came since the last call, and return the catalog.
+
+        The first call starts at the newest sound snapshot. One listing, then the new commits.
+
+        Raises
+        ------
+        CorruptObjectError
+            A commit is missing, damaged, or does not follow the one before; the message names
+            its key. :attr:`catalog` then holds everything before it, which is safe to read;
+            nothing can be committed.
+        UnsupportedFeatureError
+            A commit was written by a newer version; as above.
+        StorageError
+            The storage failed; :attr:`catalog` is an older state, whole in itself.
+        """
+        with self._guard():
+            if self._opened:
+                self._catch_up(*self._reader.numbers(self._catalog.number))
+            else:
+                self._open()
+            return self._catalog
+
+    def commits(self, first: int = 1) -> Iterator[Commit]:
+        """Yield the commits from number `first` on, as they are stored, checked as a chain.
+
+        Reads every commit: for the history that people look at, and for verification.
+
+        Raises
+        ------
+        CorruptObjectError, UnsupportedFeatureError, StorageError
+            As :meth:`refresh`, after what comes before was yielded.
+        """
+        numbers, gap = self._reader.numbers(max(first, 1) - 1)
+        previous = ""
+        for start in range(0, len(numbers), limits.COMMIT_READ_BATCH):
+            batch = numbers[start : start + limits.COMMIT_READ_BATCH]
+            commits, error = self._reader.read_many(batch)
+            for commit in commits:
+                if commit.number == 1 or previous:
+                    _check_chain(commit, previous)
+                previous = commit.digest
+                yield commit
+            if error is not None:
+                raise error
+        if gap is not None:
+            raise gap
+
+    def _open(self) -> None:
+        """Start from the newest snapshot that the log confirms, or from the beginning."""
+        for catalog in snapshots.read_newest_first(self._backend):
+            numbers, gap = self._reader.numbers(catalog.number - 1)
+            if self._confirmed(catalog, numbers):
+                self._catalog = catalog
+                self._snapshot = catalog.number
+                break
+        else:
+            numbers, gap = self._reader.numbers(0)
+        self._opened = True
+        self._catch_up(numbers, gap)
+
+    def _confirmed(self, catalog: Catalog, numbers: list[int]) -> bool:
+        """Say whether the log's commit of the snapshot's number has the digest that it says."""
+        try:
+            if numbers[:1] == [catalog.number]:
+                confirmed = self._reader.read(numbers.pop(0)).digest == catalog.digest
+            else:
+                confirmed = False
+        except (CorruptObjectError, UnsupportedFeatureError):
+            confirmed = False
+        if not confirmed:
+            snapshots.warn_unconfirmed(catalog.number)
+        return confirmed
+
+    def _catch_up(self, numbers: Sequence[int], gap: CkptStoreError | None) -> None:
+        for start in range(0, len(numbers), limits.COMMIT_READ_BATCH):
+            batch = numbers[start : start + limits.COMMIT_READ_BATCH]
+            commits, unread = self._reader.read_many(batch)
+            self._catalog, broken = self._catalog.extended(commits)
+            error = broken or unread
+            if error is not None:
+                raise error
+        if gap is not None:
+            raise gap
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def append(self, build: Build) -> Commit:
+        """Commit what `build` makes of the newest catalog; durable and visible on return.
+
+        An interruption (``KeyboardInterrupt``) may leave the commit there or not, whole in
+        either case; nothing is claimed about it, and the next refresh shows which it was.
+
+        Parameters
+        ----------
+        build
+            See :data:`Build`. Called under the lock of the log: it must not wait for a thread
+            that commits.
+
+        Raises
+        ------
+        CommitConflictError
+            Others were faster for ``COMMIT_WAIT_S``; or, with a single writer, there are others.
+        AmbiguousWriteError
+            It could not be found out whether the commit is there; it may also appear later.
+        InvalidInputError, LimitError
+            The operations cannot be committed.
+        CkptStoreError
+            What `build` raises, what :meth:`refresh` raises, what the storage raises.
+        """
+        with self._guard():
+            self._check_writable()
+            end = self._environment.monotonic() + limits.COMMIT_WAIT_S
+            for lost in count():
+                catalog = self.refresh()
+                data, commit, after = self._prepare(catalog, build)
+                claim = self._claim_alone if self._single_writer else self._claim
+                if claim(data, commit):
+                    self._catalog, self._own = after, commit
+                    self._snapshot_if_due(after)
+                    return commit
+                if self._environment.monotonic() >= end:
+                    msg = f"other writers were faster {lost + 1} times, last at {commit.key}"
+                    raise CommitConflictError(msg, hint="try again when fewer write at once")
+                self._pause(lost)
+        raise AssertionError  # pragma: no cover - the loop has no other end
+
+    def _prepare(self, catalog: Catalog, build: Build) -> tuple[bytes, Commit, Catalog]:
+        """Return the bytes of the next commit, the commit, and the catalog after it."""
+        body = Body(
+            magic=MAGIC,
+            format=FORMAT,
+            number=catalog.number + 1,
+            previous=catalog.digest,
+            write_id=self._environment.random_hex(16),
+            at_ms=self._environment.now_ms(),
+            by=self._by,
+            ops=tuple(build(catalog)),
+        )
+        data, commit = encode_commit(body)
+        after, error = catalog.extended([commit])
+        if error is not None:
+            msg = f"this cannot be committed: {error}"
+            raise InvalidInputError(msg) from error
+        return data, commit, after
+
+    def _claim(self, data: bytes, commit: Commit) -> bool:
+        """Put the commit if its number is free; True if it is there, False if another's is."""
+        for sent in range(limits.COMMIT_SENDS_MAX):
+            try:
+                self._backend.put_if_absent(commit.key, data)
+            except ObjectExistsError as error:
+                found = self._look(commit, error, wait=True)
+                if found is None:
+                    raise _unclear(commit, "it exists, but is not listed") from error
+                return _is_mine(commit, found)
+            except (AmbiguousWriteError, TransientStorageError) as error:
+                found = self._look(commit, error, wait=False)
+                if found is not None:
+                    return _is_mine(commit, found)
+                if sent + 1 == limits.COMMIT_SENDS_MAX:
+                    raise _unclear(commit, error.message) from error
+                self._pause(sent)
+            except StorageError as error:
+                found = self._look(commit, error, wait=False)
+                if found is not None and _is_mine(commit, found):
+                    raise _unclear(commit, f"it shows, but {error.message}") from error
+                raise
+            else:
+                return True
+        raise AssertionError  # pragma: no cover - the loop has no other end
+
+    def _look(self, commit: Commit, cause: CkptStoreError, *, wait: bool) -> Commit | None:
+        """Return what is at the number of `commit`; a failure to look settles nothing."""
+        try:
+            return self._reader.find(commit.number, wait=wait)
+        except StorageError as error:
+            raise _unclear(commit, f"{cause.message}; reading back: {error.message}") from error
+
+    def _claim_alone(self, data: bytes, commit: Commit) -> bool:
+        """Write the commit without put-if-absent, and find out if someone else did too.
+
+        This detects a second writer, most of the time; it cannot keep one out.
+        """
+        own = self._own
+        if own is not None and own.number != commit.number - 1:
+            msg = f"{_TWO_WRITERS}: commit {commit.number - 1} is not by this one"
+            raise CommitConflictError(msg, hint="stop the other writer")
+        if own is not None and self._reader.read(own.number).digest != own.digest:
+            msg = f"{_TWO_WRITERS}: {own.key} was replaced"
+            raise CommitConflictError(msg, hint="stop the other writer; run ckptstore verify")
+        if self._reader.find(commit.number, wait=False) is not None:
+            msg = f"{_TWO_WRITERS}: {commit.key} appeared meanwhile"
+            raise CommitConflictError(msg, hint="stop the other writer")
+        failure: StorageError | None = None
+        try:
+            self._backend.put(commit.key, data)
+        except (AmbiguousWriteError, TransientStorageError) as error:
+            failure = error
+        found = self._look(commit, failure or StorageError("written"), wait=failure is None)
+        if found is None:
+            raise _unclear(commit, failure.message if failure else "not listed") from failure
+        if not _is_mine(commit, found):
+            msg = f"{_TWO_WRITERS}: {commit.key} is another's"
+            raise CommitConflictError(msg, hint="stop the other writer")
+        return True
+
+    def _snapshot_if_due(self, catalog: Catalog) -> None:
+        if not snapshots.due(catalog.number, self._snapshot):
+            return
+        if snapshots.write(self._backend, catalog, single_writer=self._single_writer):
+            self._snapshot = catalog.number
+
+    def _pause(self, lost: int) -> None:
+        bound = min(limits.COMMIT_BACKOFF_CAP_S, limits.COMMIT_BACKOFF_BASE_S * 2 ** min(lost, 20))
+        self._environment.sleep(bound * self._environment.jitter())
+
+    def _guard(self) -> threading.RLock:
+        """Return the lock; a forked child gets its own, since its copy may be held for ever."""
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            self._lock = threading.RLock()
+        return self._lock
+
+
+def _is_mine(commit: Commit, found: Commit) -> bool:
+    return found.body.write_id == commit.body.write_id
+
+
+def _check_chain(commit: Commit, previous: str) -> None:
+    if commit.body.previous != previous:
+        msg = f"the history was changed: {commit.key} does not follow the commit before it"
+        raise CorruptObjectError(msg, hint="restore the log from a replica or a backup")
+
+
+def _unclear(commit: Commit, why: str) -> AmbiguousWriteError:
+    return AmbiguousWriteError(
+        f"it is not known whether {commit.key} was written: {why}",
+        hint="look whether the version is there before saving it again; it may still appear",
+    )

@@ -1,0 +1,112 @@
+"""Catalog snapshots in a store: when to write one, which to read, which to drop.
+
+A snapshot saves reading the log from its beginning and nothing else: a damaged one is skipped
+with a warning, one that cannot be written or dropped is only logged. None of this can change a
+result, because a snapshot counts only if the log's own commit of its number has its digest.
+
+Who writes: the one whose commit has a number that is due, which needs no agreement. Should that
+one die, whoever commits once ``SNAPSHOT_OVERDUE_PERIODS`` have passed does it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.errors import CkptStoreError, CorruptObjectError, ObjectExistsError
+from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_key, snapshot_number
+from ckptstore.format.snapshot import decode_snapshot, encode_snapshot
+
+__all__ = ["due", "period", "read_newest_first", "warn_unconfirmed", "write"]
+
+_log = logging.getLogger("ckptstore")
+
+
+def period(number: int) -> int:
+    """Return how many commits lie between two snapshots at this length of the log."""
+    commits = limits.SNAPSHOT_COMMITS_MIN
+    while 2 * commits <= number * limits.SNAPSHOT_GROWTH:
+        commits *= 2
+    return commits
+
+
+def due(number: int, last: int) -> bool:
+    """Say whether the writer of commit `number` writes a snapshot.
+
+    Parameters
+    ----------
+    last
+        Number of the newest snapshot that the writer knows of; 0 for none.
+    """
+    commits = period(number)
+    return number % commits == 0 or number - last >= limits.SNAPSHOT_OVERDUE_PERIODS * commits
+
+
+def read_newest_first(backend: Backend) -> Iterator[Catalog]:
+    """Yield the catalogs of the newest snapshots that can be read, at most a few.
+
+    What cannot be read is skipped with a warning of the logger ``ckptstore``. One listing, then
+    one read for each catalog that is taken.
+    """
+    numbers = _numbers(backend)
+    for number in sorted(numbers, reverse=True)[: limits.SNAPSHOT_TRIES_MAX]:
+        key = snapshot_key(number)
+        try:
+            data = backend.get(key, bytes_max=limits.SNAPSHOT_STORED_BYTES_MAX)
+            body = decode_snapshot(data, where=key)
+            if body.number != number:
+                msg = f"{key} holds the catalog after commit {body.number}"
+                raise CorruptObjectError(msg)
+            catalog = Catalog.from_snapshot(body, where=key)
+        except CkptStoreError as error:
+            _log.warning("skipped a catalog snapshot, the log is read instead: %s", error)
+            continue
+        yield catalog
+
+
+def warn_unconfirmed(number: int) -> None:
+    """Log that a snapshot is sound in itself, but not of this log."""
+    what = "skipped the catalog snapshot %s: the log's commit %d has another digest, or is missing"
+    _log.warning(what, snapshot_key(number), number)
+
+
+def write(backend: Backend, catalog: Catalog, *, single_writer: bool = False) -> bool:
+    """Write a snapshot of `catalog` and drop those that it makes superfluous; never raises.
+
+    Returns
+    -------
+    bool
+        True if the snapshot is there now.
+    """
+    key = snapshot_key(catalog.number)
+    try:
+        data = encode_snapshot(catalog.to_snapshot())
+        if single_writer:
+            backend.put(key, data)
+        else:
+            backend.put_if_absent(key, data)
+    except ObjectExistsError:
+        return True
+    except CkptStoreError as error:
+        _log.warning("could not write the catalog snapshot %s: %s", key, error)
+        return False
+    _prune(backend, catalog.number)
+    return True
+
+
+def _prune(backend: Backend, newest: int) -> None:
+    """Drop all but the newest few up to `newest`; those beyond belong to a faster writer."""
+    try:
+        older = sorted(number for number in _numbers(backend) if number <= newest)
+        for number in older[: -limits.SNAPSHOTS_KEPT]:
+            backend.delete(snapshot_key(number))
+    except CkptStoreError as error:
+        _log.warning("could not drop old catalog snapshots: %s", error)
+
+
+def _numbers(backend: Backend) -> list[int]:
+    numbers = (snapshot_number(info.key) for info in backend.list(SNAPSHOTS_PREFIX))
+    return [number for number in numbers if number]
