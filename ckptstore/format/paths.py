@@ -1,0 +1,146 @@
+"""Paths of leaves: their text, patterns over them, and finding one leaf.
+
+A path is the tuple of dict keys and sequence positions that lead to a leaf. Its text joins them
+with dots: ``("optimizer", "state", 0, "exp_avg")`` is ``optimizer.state.0.exp_avg``. The text is for
+people and patterns. Keys that hold dots, or a key ``0`` beside a key ``"0"``, can give two leaves one
+text; a lookup by that text is refused and lists the tuples, a lookup by tuple always works.
+
+A pattern is text or a tuple. Text is matched as in a shell, case-sensitively: ``*`` any characters
+(dots too), ``?`` one, ``[ab]`` a choice. A pattern also takes everything below what it names:
+``model`` is ``model`` and ``model.*``. A tuple takes the leaf of that path and everything below it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from ckptstore.errors import InvalidInputError, TensorNotFoundError
+
+__all__ = ["Key", "Path", "PathFilter", "Pattern", "find_path", "match_paths", "path_text"]
+
+Key: TypeAlias = "str | int | float | bool | bytes | tuple[Key, ...] | None"
+Path: TypeAlias = "tuple[Key, ...]"
+Pattern: TypeAlias = "str | tuple[Key, ...]"
+
+
+def path_text(path: Path) -> str:
+    """Return the dotted text of a path; the root's is empty."""
+    return ".".join([key if type(key) is str else _key_text(key) for key in path])
+
+
+def _key_text(key: Key) -> str:
+    return repr(key) if isinstance(key, bytes | tuple) else str(key)
+
+
+def _matcher(pattern: Pattern) -> Callable[[Path, str], bool]:
+    if isinstance(pattern, tuple):
+        size = len(pattern)
+        return lambda path, text: path[:size] == pattern
+    if not isinstance(pattern, str):
+        raise InvalidInputError(
+            f"a pattern must be a string or a tuple of keys, not {type(pattern).__name__}"
+        )
+    below = pattern + "."
+    shell = fnmatch.translate(pattern)
+    found = re.compile(f"{shell}|{fnmatch.translate(pattern + '.*')}").match
+    return lambda path, text: text == pattern or text.startswith(below) or found(text) is not None
+
+
+class PathFilter:
+    """Decides which leaves are wanted; counts what each pattern took.
+
+    Parameters
+    ----------
+    include
+        A leaf must match one of these; None lets every leaf pass.
+    exclude
+        A leaf that matches one of these is dropped, whatever `include` says.
+
+    Raises
+    ------
+    InvalidInputError
+        A pattern is neither a string nor a tuple, or a single string was given for a list.
+    """
+
+    def __init__(
+        self, include: Sequence[Pattern] | None = None, exclude: Sequence[Pattern] | None = None
+    ) -> None:
+        for name, patterns in (("include", include), ("exclude", exclude)):
+            if isinstance(patterns, str):
+                raise InvalidInputError(
+                    f"{name} must be a list of patterns, not the string {patterns!r}",
+                    hint=f"write {name}=[{patterns!r}]",
+                )
+        self._include = None if include is None else [(p, _matcher(p)) for p in include]
+        self._exclude = [_matcher(p) for p in exclude or ()]
+        self._unused: set[Pattern] = {p for p, _ in self._include or ()}
+
+    def __call__(self, path: Path) -> bool:
+        """Return whether the leaf at `path` is wanted."""
+        text = path_text(path)
+        if self._include is not None:
+            hits = [pattern for pattern, matches in self._include if matches(path, text)]
+            if not hits:
+                return False
+            self._unused.difference_update(hits)
+        return not any(matches(path, text) for matches in self._exclude)
+
+    def check_all_used(self) -> None:
+        """Raise if a pattern of `include` has matched no leaf so far: it is likely misspelled.
+
+        Raises
+        ------
+        TensorNotFoundError
+            Names the patterns.
+        """
+        if self._unused:
+            names = ", ".join(sorted(map(repr, self._unused)))
+            raise TensorNotFoundError(f"nothing in the state matches {names}")
+
+
+def match_paths(
+    paths: Iterable[Path],
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] | None = None,
+) -> list[Path]:
+    """Return the paths that are included and not excluded, in order.
+
+    Raises
+    ------
+    TensorNotFoundError
+        A pattern of `include` matches none of the paths.
+    """
+    wanted = PathFilter(include, exclude)
+    chosen = [path for path in paths if wanted(path)]
+    wanted.check_all_used()
+    return chosen
+
+
+def find_path(paths: Sequence[Path], key: Pattern) -> Path:
+    """Return the one path that `key`, a dotted text or a tuple, names.
+
+    Raises
+    ------
+    TensorNotFoundError
+        No path is named so; similar ones are listed.
+    InvalidInputError
+        Several paths have this text; their tuples are listed.
+    """
+    if isinstance(key, tuple):
+        found = [path for path in paths if path == key]
+    else:
+        found = [path for path in paths if path_text(path) == key]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise InvalidInputError(
+            f"{key!r} names {len(found)} leaves", hint=f"use one of the tuples {found!r}"
+        )
+    text = path_text(key) if isinstance(key, tuple) else key
+    near = difflib.get_close_matches(text, [path_text(path) for path in paths[:10_000]], n=3)
+    hint = "did you mean " + " or ".join(map(repr, near)) + "?" if near else ""
+    raise TensorNotFoundError(f"there is no tensor at {key!r}", hint=hint)

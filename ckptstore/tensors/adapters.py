@@ -1,0 +1,65 @@
+"""How objects of other types enter a state: by adapters that the caller names, and in no other way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ckptstore.errors import InvalidInputError
+
+__all__ = ["TypeAdapter", "adapters_by_name", "adapters_by_type"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TypeAdapter:
+    """Represents the objects of one type by a plain state, on save and again on load.
+
+    Only objects of exactly `type` are represented, not those of its subclasses. Nothing of the
+    type itself is stored but `name`: whoever loads passes an adapter of the same name, so a store
+    can never make a reader import or run anything.
+    """
+
+    name: str
+    """Stored with the object; choose one that will still be right in years."""
+    type: type[Any]
+    """The exact type."""
+    to_state: Callable[[Any], object]
+    """Object to a state (anything that can be saved, tensors too). Called once an occurrence."""
+    from_state: Callable[[Any], object]
+    """That state, loaded, to an object. Called once an occurrence."""
+
+
+def adapters_by_type(adapters: Sequence[TypeAdapter]) -> dict[type[Any], TypeAdapter]:
+    """Return the adapters by type.
+
+    Raises
+    ------
+    InvalidInputError
+        Two are for one type or have one name, or one is no adapter.
+    """
+    adapters_by_name(adapters)
+    found = {adapter.type: adapter for adapter in adapters}
+    if len(found) != len(adapters):
+        raise InvalidInputError("two adapters are for the same type")
+    return found
+
+
+def adapters_by_name(adapters: Sequence[TypeAdapter]) -> dict[str, TypeAdapter]:
+    """Return the adapters by name.
+
+    Raises
+    ------
+    InvalidInputError
+        Two have one name, or one is no adapter.
+    """
+    found: dict[str, TypeAdapter] = {}
+    for adapter in adapters:
+        if not isinstance(adapter, TypeAdapter):
+            raise InvalidInputError(f"{adapter!r} is not a TypeAdapter")
+        if not adapter.name or len(adapter.name) > 200:
+            raise InvalidInputError("the name of an adapter must have 1 to 200 characters")
+        if adapter.name in found:
+            raise InvalidInputError(f"two adapters have the name {adapter.name!r}")
+        found[adapter.name] = adapter
+    return found

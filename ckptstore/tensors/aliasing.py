@@ -1,0 +1,329 @@
+"""Which tensors of a state share memory, and what is stored for them.
+
+Leaves of one storage are grouped by the bytes that they really touch:
+
+- same place, shape and strides: one tensor, many leaves (tied);
+- bytes in common, but not the same view: one base tensor, and views of it; the base is the leaf that
+  holds the others, or else the run of bytes from the first to the last one;
+- nothing in common: tensors of their own, whatever lies between them in the storage.
+
+A tensor with gaps is stored densely. Dimensions of stride 0 are stored once. A tensor whose elements
+overlap each other otherwise (``unfold``) is stored as the run of bytes below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptstore import limits
+from ckptstore.errors import StateError
+from ckptstore.format.dtypes import strides_of
+from ckptstore.format.paths import Path, path_text
+from ckptstore.format.skeleton import Node
+from ckptstore.tensors.memory import dtype_text, offset_of, tensor_over
+from ckptstore.tensors.source import Payload, SourceTensor, TensorBytes
+
+__all__ = ["Occurrence", "Pending", "resolve_storage"]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Occurrence:
+    """A tensor met while walking the state; `node` is filled in once its record is known."""
+
+    tensor: torch.Tensor
+    path: Path
+    position: int
+    """How many leaves came before it."""
+    node: list[Node]
+    """Empty until :meth:`Pending.fill`."""
+    flags: int
+    identity: int
+    """id() of the Python object that the leaf stands for."""
+    device: str
+    """Where it is; empty for the CPU."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Pending:
+    """A tensor to store that has no index yet."""
+
+    position: int
+    """Of its first leaf."""
+    dtype: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...] | None
+    payload: Payload
+    paths: list[Path]
+    whole: list[Occurrence] = field(default_factory=list)
+    """Leaves that are this tensor."""
+    views: list[tuple[Occurrence, list[Node]]] = field(default_factory=list)
+    """Leaves that view it, with dtype, byte offset, shape and strides."""
+    raw: list[Node] | None = None
+    """The node of a leaf that is no tensor; gets the index at position 1."""
+
+    def fill(self, index: int) -> SourceTensor:
+        """Write `index` into the nodes of the leaves and return what is to be stored."""
+        objects: dict[int, int] = {}
+        for occurrence in self.whole:
+            _fill(occurrence, ["T", index], objects)
+        for occurrence, place in self.views:
+            _fill(occurrence, ["V", index, *place], objects)
+        if self.raw is not None:
+            self.raw[1] = index
+        return SourceTensor(
+            dtype=self.dtype,
+            shape=self.shape,
+            order=self.order,
+            paths=tuple(self.paths),
+            payload=self.payload,
+        )
+
+
+def _fill(occurrence: Occurrence, node: list[Node], objects: dict[int, int]) -> None:
+    number = objects.setdefault(occurrence.identity, len(objects))
+    tail: list[Node] = [occurrence.flags, number, occurrence.device]
+    while tail and not tail[-1]:
+        tail.pop()
+    occurrence.node[:] = node + tail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Place:
+    """One view of a storage, with the leaves that have exactly it."""
+
+    tensor: torch.Tensor
+    item: int
+    start: int
+    """First byte in the storage."""
+    stop: int
+    """Past the last byte."""
+    leaves: list[Occurrence]
+
+
+def resolve_storage(occurrences: Sequence[Occurrence]) -> list[Pending]:
+    """Return what is to be stored for the leaves of one storage.
+
+    Raises
+    ------
+    StateError
+        A dtype is unknown to the format; names the path.
+    """
+    by_view: dict[tuple[object, ...], list[Occurrence]] = {}
+    for occurrence in occurrences:
+        tensor = occurrence.tensor
+        key = (tensor.dtype, offset_of(tensor), tensor.shape, tensor.stride(),
+               tensor.is_conj(), tensor.is_neg())  # fmt: skip
+        by_view.setdefault(key, []).append(occurrence)
+    if len(by_view) == 1:
+        return [_alone(_place(list(occurrences)))]
+    places = [_place(leaves) for leaves in by_view.values()]
+    pending: list[Pending] = []
+    shared: list[_Place] = []
+    for place in places:
+        bits = place.tensor.is_conj() or place.tensor.is_neg()
+        if bits or place.start == place.stop:
+            pending.append(_alone(place))
+        else:
+            shared.append(place)
+    for group in _overlapping(shared):
+        pending.append(_alone(group[0]) if len(group) == 1 else _together(group))
+    return pending
+
+
+def _place(leaves: list[Occurrence]) -> _Place:
+    tensor = leaves[0].tensor
+    item = tensor.element_size()
+    start = offset_of(tensor) * item
+    return _Place(
+        tensor=tensor, item=item, start=start, stop=start + _extent(tensor) * item, leaves=leaves
+    )
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return how many elements lie from the first to the last one, both included."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in pairs)
+
+
+def _name(place: _Place) -> str:
+    name = dtype_text(place.tensor.dtype)
+    if name is None:
+        path = path_text(place.leaves[0].path)
+        raise StateError(f"{path!r} has the dtype {place.tensor.dtype}, which cannot be stored")
+    return name
+
+
+def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dimensions from the outermost in memory to the innermost; None if 0, 1, 2, ..."""
+    dims = range(len(shape))
+    order = tuple(sorted(dims, key=lambda dim: (-strides[dim], shape[dim] == 1, dim)))
+    return None if order == tuple(dims) else order
+
+
+def _alone(place: _Place) -> Pending:
+    tensor = place.tensor
+    shape, strides = tuple(tensor.shape), tensor.stride()
+    plain = not (tensor.is_conj() or tensor.is_neg())
+    if tensor.is_contiguous() and strides == strides_of(shape, None):
+        return _whole(place, tensor, None, dense=plain)
+    once = tuple(1 if step == 0 else size for size, step in zip(shape, strides, strict=True))
+    if once != shape and 0 not in shape:
+        tensor = tensor.as_strided(once, [step or 1 for step in strides])
+    order = memory_order(once, tensor.stride())
+    if not _injective(once, tensor.stride(), order):
+        return _together([place])
+    dense_strides = strides_of(once, order)
+    dense = plain and _same_strides(once, tensor.stride(), dense_strides)
+    pending = _whole(place, tensor, order, dense=dense)
+    if once != shape and 0 not in shape:
+        view = [0 if step == 0 else new for step, new in zip(strides, dense_strides, strict=True)]
+        pending.whole = []
+        entry: list[Node] = [pending.dtype, 0, list(shape), list(view)]
+        pending.views = [(leaf, entry) for leaf in place.leaves]
+    return pending
+
+
+def _whole(
+    place: _Place, tensor: torch.Tensor, order: tuple[int, ...] | None, *, dense: bool
+) -> Pending:
+    return Pending(
+        position=place.leaves[0].position,
+        dtype=_name(place),
+        shape=tuple(tensor.shape),
+        order=order,
+        payload=TensorBytes(tensor, order, dense=dense),
+        paths=[leaf.path for leaf in place.leaves],
+        whole=place.leaves,
+    )
+
+
+def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
+    """Return whether two strides walk the same memory: those of dims of size 1 do not count."""
+    return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True)) or 0 in shape
+
+
+def _injective(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] | None) -> bool:
+    """Return whether each step passes all that lies within it, so that no two elements overlap."""
+    reach = 0
+    for dim in reversed(range(len(shape)) if order is None else order):
+        if shape[dim] > 1:
+            if strides[dim] <= reach:
+                return False
+            reach += (shape[dim] - 1) * strides[dim]
+    return True
+
+
+def _together(group: list[_Place]) -> Pending:
+    """Return one base for views that share bytes."""
+    low, high = min(p.start for p in group), max(p.stop for p in group)
+    largest = max(place.item for place in group)
+    for place in group:
+        tensor = place.tensor
+        fits = (place.start, place.stop) == (low, high) and low % largest == 0
+        if fits and place.stop - place.start == tensor.numel() * place.item:
+            pending = _alone(place)
+            if pending.whole:
+                rest = [other for other in group if other is not place]
+                return _add_views(pending, rest, low)
+    first = min(group, key=lambda place: place.leaves[0].position)
+    if all(place.tensor.dtype == first.tensor.dtype for place in group):
+        dtype, name, item = first.tensor.dtype, _name(first), first.item
+    else:
+        dtype, name, item = torch.uint8, "uint8", 1
+        low -= low % largest  # offsets of views are whole elements of their own
+    count = (high - low) // item
+    base = tensor_over(first.tensor.untyped_storage(), dtype, low // item, (count,), (1,))
+    pending = Pending(
+        position=first.leaves[0].position,
+        dtype=name,
+        shape=(count,),
+        order=None,
+        payload=TensorBytes(base, None, dense=True),
+        paths=[],
+    )
+    return _add_views(pending, group, low)
+
+
+def _add_views(pending: Pending, places: Sequence[_Place], low: int) -> Pending:
+    for place in places:
+        shape, strides = list(place.tensor.shape), list(place.tensor.stride())
+        entry: list[Node] = [_name(place), place.start - low, [*shape], [*strides]]
+        pending.views += [(leaf, entry) for leaf in place.leaves]
+        pending.paths += [leaf.path for leaf in place.leaves]
+        pending.position = min(pending.position, place.leaves[0].position)
+    leaves = sorted(
+        [*pending.whole, *(leaf for leaf, _ in pending.views)], key=lambda leaf: leaf.position
+    )
+    pending.paths = [leaf.path for leaf in leaves]
+    return pending
+
+
+def _overlapping(places: Sequence[_Place]) -> list[list[_Place]]:
+    """Return the places in groups that share bytes, directly or through others."""
+    ordered = sorted(places, key=lambda place: (place.start, place.stop))
+    clusters: list[list[_Place]] = []
+    high = -1
+    for place in ordered:
+        if clusters and place.start < high:
+            clusters[-1].append(place)
+        else:
+            clusters.append([place])
+        high = max(high, place.stop)
+    groups: list[list[_Place]] = []
+    for cluster in clusters:
+        groups += _truly_overlapping(cluster)
+    return groups
+
+
+def _truly_overlapping(cluster: list[_Place]) -> list[list[_Place]]:
+    count = len(cluster)
+    if count == 1 or count * (count - 1) // 2 > limits.ALIAS_PAIRS_MAX:
+        return [cluster]
+    masks = [_as_array(place) for place in cluster]
+    group_of = list(range(count))
+    for i in range(count):
+        for j in range(i + 1, count):
+            apart = group_of[i] != group_of[j]
+            if apart and cluster[j].start < cluster[i].stop and _share(masks[i], masks[j]):
+                old, new = group_of[j], group_of[i]
+                group_of = [new if group == old else group for group in group_of]
+    groups: dict[int, list[_Place]] = {}
+    for place, group in zip(cluster, group_of, strict=True):
+        groups.setdefault(group, []).append(place)
+    return list(groups.values())
+
+
+class _Address:
+    """Tells NumPy a shape at an address that nobody will read: for overlap tests on any device."""
+
+    def __init__(self, interface: dict[str, Any]) -> None:
+        self.__array_interface__ = interface
+
+
+def _as_array(place: _Place) -> np.ndarray[Any, Any]:
+    item = place.item
+    return np.asarray(
+        _Address(
+            {
+                "shape": tuple(place.tensor.shape),
+                "strides": tuple(step * item for step in place.tensor.stride()),
+                "typestr": f"|V{item}",
+                "data": (4096 + place.start, True),
+                "version": 3,
+            }
+        )
+    )
+
+
+def _share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    try:
+        return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True  # one base more than needed; never a wrong result

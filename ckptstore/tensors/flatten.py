@@ -1,0 +1,430 @@
+"""From a nested state to a skeleton and a list of tensors; nothing is pickled, nothing is guessed.
+
+What is kept: values, order, types of containers, which tensors share memory and which are one object,
+dtype, shape, memory order, Parameter and Buffer, ``requires_grad``. What is not: the autograd graph,
+``.grad``, hooks and attributes set on tensors; that one plain container occurs twice; that a NumPy
+array shares memory with anything but itself; gaps between elements (stored densely).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import pathlib
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from ckptstore import limits
+from ckptstore.errors import LimitError, StateError
+from ckptstore.format.paths import Path, path_text
+from ckptstore.format.skeleton import (
+    BUFFER,
+    BUFFER_TRANSIENT,
+    PARAMETER,
+    REQUIRES_GRAD,
+    Node,
+)
+from ckptstore.format.skeleton_check import validate
+from ckptstore.tensors.adapters import TypeAdapter, adapters_by_type
+from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolve_storage
+from ckptstore.tensors.arrays import TWINS, describe_dtype, scalar_bytes
+from ckptstore.tensors.memory import dtype_text
+from ckptstore.tensors.quantized import describe_quantized
+from ckptstore.tensors.refusals import refusal
+from ckptstore.tensors.source import ArrayBytes, BlobBytes, SourceTensor
+
+__all__ = ["FlatState", "flatten"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatState:
+    """A state taken apart."""
+
+    skeleton: Node
+    """Everything but the bytes of tensors; see :mod:`ckptstore.format.skeleton`."""
+    tensors: tuple[SourceTensor, ...]
+    """The tensors that its leaves refer to, by position. They read the caller's memory."""
+
+
+def flatten(state: object, adapters: Sequence[TypeAdapter] = ()) -> FlatState:
+    """Take a state apart without copying a tensor.
+
+    Parameters
+    ----------
+    state
+        Nested dicts, lists, tuples and so on; see ``docs/concepts/state.md``.
+    adapters
+        Represent objects of other types; also override how a known type is represented.
+
+    Returns
+    -------
+    FlatState
+        It refers to the memory of `state`, which must not be changed before the tensors are read.
+
+    Raises
+    ------
+    StateError
+        Something cannot be represented; the message names its path and type and says what to do.
+    LimitError
+        The state is nested too deep or has too many values.
+    """
+    walker = _Walker(adapters)
+    skeleton = walker.walk(state, (), 0)
+    tensors = walker.resolve()
+    validate(skeleton, [tensor.nbytes for tensor in tensors])
+    return FlatState(skeleton=skeleton, tensors=tensors)
+
+
+class _Walker:
+    """One pass over one state."""
+
+    def __init__(self, adapters: Sequence[TypeAdapter]) -> None:
+        self._adapters = adapters_by_type(adapters)
+        self._open: set[int] = set()
+        self._leaves = 0
+        self._storages: dict[tuple[str, int], list[Occurrence]] = {}
+        self._pending: list[Pending] = []
+        self._arrays: dict[int, Pending] = {}
+        self._kept: list[object] = []  # objects told apart by id() must not be freed on the way
+
+    def walk(self, value: Any, path: Path, depth: int) -> Node:  # noqa: ANN401 - anything at all
+        kind = type(value)
+        if kind in _PLAIN:
+            return value  # type: ignore[no-any-return]
+        if self._adapters and kind in self._adapters:
+            return self._adapted(self._adapters[kind], value, path, depth)
+        handler = _HANDLERS.get(kind)
+        if handler is None:
+            handler = _family(value)
+            if handler is None:
+                raise refusal(value, path)
+        return handler(self, value, path, depth)
+
+    def resolve(self) -> tuple[SourceTensor, ...]:
+        """Decide what is stored, and fill the nodes of all leaves."""
+        for occurrences in self._storages.values():
+            self._pending += resolve_storage(occurrences)
+        self._pending.sort(key=lambda pending: pending.position)
+        return tuple([pending.fill(index) for index, pending in enumerate(self._pending)])
+
+    # --- containers -------------------------------------------------------------------------
+
+    def _enter(self, value: object, path: Path, depth: int) -> None:
+        if depth >= limits.STATE_DEPTH_MAX:
+            raise LimitError(
+                f"{path_text(path)!r} is nested deeper than {limits.STATE_DEPTH_MAX} levels"
+            )
+        if id(value) in self._open:
+            raise StateError(f"{path_text(path)!r} holds itself: cycles cannot be stored")
+        self._open.add(id(value))
+
+    def _items(self, values: Iterable[object], path: Path, depth: int) -> list[Node]:
+        walk, deeper = self.walk, depth + 1
+        return [walk(value, (*path, at), deeper) for at, value in enumerate(values)]
+
+    def _entries(self, value: dict[Any, Any], path: Path, depth: int) -> list[Node]:
+        self._enter(value, path, depth)
+        entries: list[Node] = []
+        for key, item in value.items():
+            entries.append(key if type(key) is str and key.isascii() else _key(key, path))
+            entries.append(self.walk(item, (*path, key), depth + 1))
+        self._open.discard(id(value))
+        return entries
+
+    def on_dict(self, value: dict[Any, Any], path: Path, depth: int) -> Node:
+        return ["d", *self._entries(value, path, depth)]
+
+    def on_ordered(self, value: OrderedDict[Any, Any], path: Path, depth: int) -> Node:
+        attributes = vars(value)
+        extra = self.walk(attributes, path, depth + 1) if attributes else None
+        return ["o", extra, *self._entries(value, path, depth)]
+
+    def on_default(self, value: defaultdict[Any, Any], path: Path, depth: int) -> Node:
+        factory = value.default_factory
+        if factory is not None and factory not in _FACTORIES:
+            raise StateError(
+                f"{path_text(path)!r} is a defaultdict with the factory {factory!r}",
+                hint="only int, float, str, bool, bytes, list, dict, set and tuple can be stored",
+            )
+        name = None if factory is None else getattr(factory, "__name__", "")
+        return ["dd", name, *self._entries(value, path, depth)]
+
+    def on_counter(self, value: Counter[Any], path: Path, depth: int) -> Node:
+        return ["ct", *self._entries(value, path, depth)]
+
+    def on_list(self, value: list[Any], path: Path, depth: int) -> Node:
+        self._enter(value, path, depth)
+        items = self._items(value, path, depth)
+        self._open.discard(id(value))
+        return ["l", *items]
+
+    def on_tuple(self, value: tuple[Any, ...], path: Path, depth: int) -> Node:
+        self._enter(value, path, depth)
+        items = self._items(value, path, depth)
+        self._open.discard(id(value))
+        return ["t", *items]
+
+    def on_deque(self, value: deque[Any], path: Path, depth: int) -> Node:
+        self._enter(value, path, depth)
+        items = self._items(value, path, depth)
+        self._open.discard(id(value))
+        return ["q", value.maxlen, *items]
+
+    def on_set(self, value: Iterable[Any], path: Path, _depth: int) -> Node:
+        tag = "s" if isinstance(value, set) else "fs"
+        nodes = [_key(item, path, "the set") for item in value]
+        nodes.sort(key=repr)  # sets have no order; equal sets get equal bytes
+        return [tag, *nodes]
+
+    def _adapted(self, adapter: TypeAdapter, value: object, path: Path, depth: int) -> Node:
+        self._enter(value, path, depth)
+        try:
+            payload = adapter.to_state(value)
+        except Exception as error:
+            raise StateError(
+                f"the adapter {adapter.name!r} failed at {path_text(path)!r}: {error}"
+            ) from error
+        self._kept.append(payload)
+        if payload is value:
+            raise StateError(f"the adapter {adapter.name!r} returned the object itself")
+        node = self.walk(payload, path, depth + 1)
+        self._open.discard(id(value))
+        return ["x", adapter.name, node]
+
+    # --- plain values -----------------------------------------------------------------------
+
+    def on_int(self, value: int, path: Path, _depth: int) -> Node:
+        return _int(value, path)
+
+    def on_str(self, value: str, path: Path, _depth: int) -> Node:
+        if len(value) < limits.INLINE_BYTES_MAX // 4:
+            return _str(value)
+        raw = value.encode("utf-8", "surrogatepass")
+        return _str(value) if len(raw) < limits.INLINE_BYTES_MAX else self._blob(raw, "str", path)
+
+    def on_bytes(self, value: bytes, path: Path, _depth: int) -> Node:
+        return value if len(value) < limits.INLINE_BYTES_MAX else self._blob(value, "bytes", path)
+
+    def on_bytearray(self, value: bytearray, path: Path, _depth: int) -> Node:
+        if len(value) < limits.INLINE_BYTES_MAX:
+            return ["ba", bytes(value)]
+        return self._blob(value, "bytearray", path)
+
+    def _blob(self, data: bytes | bytearray, kind: str, path: Path) -> Node:
+        node: list[Node] = ["B", 0, kind]
+        self._add(node, "uint8", (len(data),), None, BlobBytes(data), path)
+        return node
+
+    def _add(
+        self,
+        node: list[Node],
+        dtype: str,
+        shape: tuple[int, ...],
+        order: tuple[int, ...] | None,
+        payload: ArrayBytes | BlobBytes,
+        path: Path,
+    ) -> Pending:
+        pending = Pending(
+            position=self._leaves, dtype=dtype, shape=shape, order=order, payload=payload,
+            paths=[path], raw=node,
+        )  # fmt: skip
+        self._leaves += 1
+        self._pending.append(pending)
+        return pending
+
+    def on_numbers(self, value: range | slice, path: Path, depth: int) -> Node:
+        tag = "r" if isinstance(value, range) else "sl"
+        parts = (value.start, value.stop, value.step)
+        return [tag, *(self.walk(part, path, depth + 1) for part in parts)]
+
+    # --- tensors ----------------------------------------------------------------------------
+
+    def on_tensor(self, value: torch.Tensor, path: Path, depth: int) -> Node:
+        self._kept.append(value)
+        flags = _flags(value, path)
+        if value.is_quantized:
+            return self._quantized(value, flags, path, depth)
+        return self._occurrence(value, id(value), flags, path)
+
+    def _occurrence(self, tensor: torch.Tensor, identity: int, flags: int, path: Path) -> Node:
+        device = "" if tensor.is_cpu else str(tensor.device)
+        if dtype_text(tensor.dtype) is None:
+            raise StateError(
+                f"{path_text(path)!r} has the dtype {tensor.dtype}, which cannot be stored"
+            )
+        node: list[Node] = []
+        occurrence = Occurrence(
+            tensor=tensor, path=path, position=self._leaves, node=node, flags=flags,
+            identity=identity, device=device,
+        )  # fmt: skip
+        self._leaves += 1
+        key = (device, tensor.untyped_storage()._cdata)  # the storage itself
+        self._storages.setdefault(key, []).append(occurrence)
+        return node
+
+    def _quantized(self, value: torch.Tensor, flags: int, path: Path, depth: int) -> Node:
+        parts = describe_quantized(value)
+        self._kept.append(parts)
+        inner = self._occurrence(parts.integers, id(value), flags, path)
+        shape: Node = None if parts.shape is None else [*parts.shape]
+        below = (*path, "quantizer")
+        parameters = self.walk(parts.parameters, below, depth + 1)
+        return ["Q", inner, parts.dtype, shape, parts.scheme, parameters]
+
+    def on_generator(self, value: torch.Generator, path: Path, _depth: int) -> Node:
+        state = value.get_state()
+        self._kept.append(state)
+        return ["G", str(value.device), self._occurrence(state, id(state), 0, path)]
+
+    # --- NumPy ------------------------------------------------------------------------------
+
+    def on_array(self, value: np.ndarray[Any, Any], path: Path, _depth: int) -> Node:
+        if type(value) not in (np.ndarray, np.memmap):
+            raise refusal(value, path)
+        known = self._arrays.get(id(value))
+        if known is not None and known.raw is not None:
+            known.paths.append(path)
+            return known.raw
+        order = memory_order(value.shape, [abs(step) for step in value.strides])
+        ordered = value if order is None else value.transpose(order)
+        twin = TWINS.get(value.dtype)
+        node: list[Node] = ["N", 0]
+        shape = value.shape
+        if twin is None:
+            node.append(_numpy_dtype(value.dtype, path))
+            order = None if order is None else (*order, len(shape))
+            shape = (*shape, value.dtype.itemsize)
+        payload = ArrayBytes(ordered)
+        self._kept.append(value)
+        self._arrays[id(value)] = self._add(node, twin or "uint8", shape, order, payload, path)
+        return node
+
+    def on_scalar(self, value: np.generic, path: Path, _depth: int) -> Node:
+        return ["ns", _numpy_dtype(value.dtype, path), scalar_bytes(value)]
+
+    def on_numpy_dtype(self, value: np.dtype[Any], path: Path, _depth: int) -> Node:
+        return ["nd", _numpy_dtype(value, path)]
+
+
+def _numpy_dtype(dtype: np.dtype[Any], path: Path) -> Node:
+    try:
+        return describe_dtype(dtype)
+    except StateError as error:
+        raise StateError(f"{path_text(path)!r}: {error.message}", hint=error.hint) from error
+
+
+def _flags(tensor: torch.Tensor, path: Path) -> int:
+    """Return the flags of a tensor that can be stored."""
+    flags = REQUIRES_GRAD if tensor.requires_grad else 0
+    kind = type(tensor)
+    if kind is torch.nn.Parameter:
+        flags |= PARAMETER
+    elif getattr(tensor, "_is_buffer", False) and kind is torch.Tensor:
+        flags |= BUFFER if getattr(tensor, "persistent", True) else BUFFER | BUFFER_TRANSIENT
+    elif kind is not torch.Tensor:
+        raise refusal(tensor, path)
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+        raise refusal(tensor, path)
+    return flags
+
+
+def _int(value: int, path: Path) -> Node:
+    if -(1 << 63) <= value < (1 << 63):
+        return value
+    if value.bit_length() > limits.INT_DIGITS_MAX * 3:
+        raise StateError(
+            f"{path_text(path)!r} is an integer of {value.bit_length()} bits",
+            hint="keep it as bytes (int.to_bytes)",
+        )
+    return ["i", str(value)]
+
+
+def _str(value: str) -> Node:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return ["u", value.encode("utf-8", "surrogatepass")]
+    return value
+
+
+def _key(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: ANN401 - anything hashable
+    kind = type(key)
+    if kind is str:
+        return _str(key)
+    if kind is int:
+        return _int(key, path)
+    if (kind is float and key == key) or kind is bool or kind is bytes or key is None:
+        return key  # type: ignore[no-any-return]
+    if kind is tuple:
+        return ["t", *(_key(item, path, where) for item in key)]
+    raise StateError(
+        f"{path_text(path)!r}: {where} it is {key!r}, a {kind.__module__}.{kind.__qualname__}",
+        hint="keys and set elements are str, int, float (not NaN), bool, None, bytes or tuples",
+    )
+
+
+def _file_path(_walker: _Walker, value: pathlib.PurePath, _path: Path, _depth: int) -> Node:
+    kind = "purewindows" if isinstance(value, pathlib.PureWindowsPath) else "pureposix"
+    return ["p", "path" if isinstance(value, pathlib.Path) else kind, _str(str(value))]
+
+
+def _datetime(_walker: _Walker, value: dt.datetime, path: Path, _depth: int) -> Node:
+    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
+        raise StateError(
+            f"{path_text(path)!r} is a datetime in the zone {value.tzinfo!r}",
+            hint="convert it to UTC: value.astimezone(datetime.timezone.utc)",
+        )
+    return ["dm", value.isoformat(), value.fold]
+
+
+def _family(value: object) -> Callable[[_Walker, Any, Path, int], Node] | None:
+    """Return the handler of a value whose class is not listed, but has a listed base."""
+    if isinstance(value, torch.Tensor):
+        return _Walker.on_tensor
+    if isinstance(value, np.ndarray):
+        return _Walker.on_array
+    if isinstance(value, np.generic):
+        return _Walker.on_scalar
+    if isinstance(value, np.dtype):
+        return _Walker.on_numpy_dtype
+    return None
+
+
+_PLAIN: Final = frozenset({type(None), bool, float})
+_FACTORIES: Final = (int, float, str, bool, bytes, list, dict, set, tuple)
+_HANDLERS: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
+    torch.Tensor: _Walker.on_tensor,
+    torch.nn.Parameter: _Walker.on_tensor,
+    dict: _Walker.on_dict,
+    int: _Walker.on_int,
+    str: _Walker.on_str,
+    list: _Walker.on_list,
+    tuple: _Walker.on_tuple,
+    bytes: _Walker.on_bytes,
+    OrderedDict: _Walker.on_ordered,
+    defaultdict: _Walker.on_default,
+    Counter: _Walker.on_counter,
+    deque: _Walker.on_deque,
+    set: _Walker.on_set,
+    frozenset: _Walker.on_set,
+    bytearray: _Walker.on_bytearray,
+    complex: lambda _w, v, _p, _d: ["c", v.real, v.imag],
+    range: _Walker.on_numbers,
+    slice: _Walker.on_numbers,
+    np.ndarray: _Walker.on_array,
+    torch.Generator: _Walker.on_generator,
+    torch.dtype: lambda _w, v, _p, _d: ["dt", str(v).removeprefix("torch.")],
+    torch.device: lambda _w, v, _p, _d: ["dv", str(v)],
+    torch.Size: lambda _w, v, _p, _d: ["sz", *v],
+    pathlib.PosixPath: _file_path,
+    pathlib.WindowsPath: _file_path,
+    pathlib.PurePosixPath: _file_path,
+    pathlib.PureWindowsPath: _file_path,
+    dt.datetime: _datetime,
+    dt.date: lambda _w, v, _p, _d: ["da", v.isoformat()],
+    dt.timedelta: lambda _w, v, _p, _d: ["td", v.days, v.seconds, v.microseconds],
+}

@@ -1,0 +1,158 @@
+"""Quantized tensors: integers, and how to read them.
+
+The scheme of a ``Q`` node is ``tensor`` (parameters: scale, zero point), ``channel`` or ``channel_float``
+(scales and zero points as tensors, axis), or ``none`` for a tensor that was allocated, but not given a
+quantizer (no parameters).
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ckptstore.errors import CorruptObjectError, StateError
+from ckptstore.format.dtypes import QUANTIZED_PER_BYTE
+from ckptstore.tensors.memory import as_integers, dtype_named, dtype_text, offset_of, tensor_over
+
+__all__ = ["Quantized", "build_quantized", "describe_quantized"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Quantized:
+    """A quantized tensor taken apart."""
+
+    integers: torch.Tensor
+    """Same memory; for types packed below a byte, one-dimensional."""
+    dtype: str
+    """The quantized type."""
+    shape: tuple[int, ...] | None
+    """Of the tensor, where `integers` does not have it."""
+    scheme: str
+    """See the module."""
+    parameters: tuple[object, ...]
+    """See the module."""
+
+
+def describe_quantized(tensor: torch.Tensor) -> Quantized:
+    """Take a quantized tensor apart.
+
+    Raises
+    ------
+    StateError
+        It is packed and not contiguous, or its scheme is unknown.
+    """
+    dtype = dtype_text(tensor.dtype)
+    if dtype is None:
+        raise StateError(f"the quantized dtype {tensor.dtype} cannot be stored")
+    scheme, parameters = _scheme(tensor)
+    per_byte = QUANTIZED_PER_BYTE[dtype]
+    if per_byte == 1:
+        integers, shape = as_integers(tensor), None
+    else:
+        if not tensor.is_contiguous() or offset_of(tensor):
+            raise StateError(f"a {dtype} tensor must be contiguous to be stored")
+        shape = tuple(tensor.shape)
+        nbytes = _packed_bytes(shape, per_byte)
+        integers = tensor_over(tensor.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
+    return Quantized(
+        integers=integers, dtype=dtype, shape=shape, scheme=scheme, parameters=parameters
+    )
+
+
+def _packed_bytes(shape: tuple[int, ...], per_byte: int) -> int:
+    rows = 1
+    for size in shape[:-1]:
+        rows *= size
+    return rows * -(-(shape[-1] if shape else 1) // per_byte)
+
+
+def _scheme(tensor: torch.Tensor) -> tuple[str, tuple[object, ...]]:
+    try:
+        scheme = tensor.qscheme()
+    except RuntimeError:  # allocated without a quantizer
+        return "none", ()
+    if scheme == torch.per_tensor_affine:
+        return "tensor", (tensor.q_scale(), tensor.q_zero_point())
+    if scheme in (torch.per_channel_affine, torch.per_channel_affine_float_qparams):
+        name = "channel" if scheme == torch.per_channel_affine else "channel_float"
+        scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+        return name, (scales, zeros, tensor.q_per_channel_axis())
+    raise StateError(f"the quantization scheme {scheme} cannot be stored")
+
+
+def build_quantized(
+    integers: torch.Tensor,
+    dtype: str,
+    shape: tuple[int, ...] | None,
+    scheme: str,
+    parameters: tuple[object, ...],
+) -> torch.Tensor:
+    """Put a quantized tensor together; it shares the memory of `integers` unless it is packed.
+
+    Raises
+    ------
+    CorruptObjectError
+        The parts do not fit together.
+    """
+    sizes = tuple(integers.shape) if shape is None else shape
+    quantized = dtype_named(dtype)
+    item = 4 if dtype == "qint32" else 1
+    if integers.element_size() != item or (shape is None) != (QUANTIZED_PER_BYTE[dtype] == 1):
+        raise CorruptObjectError(f"the record below a {dtype} tensor does not fit it")
+    storage, offset = integers.untyped_storage(), offset_of(integers)
+    if shape is None:
+        if scheme == "none":
+            return tensor_over(storage, quantized, offset, sizes, integers.stride())
+        empty = _empty((0,) * max(len(sizes), 1), quantized, scheme, parameters, integers, sizes)
+        return empty.set_(storage, offset, sizes, integers.stride())
+    nbytes = _packed_bytes(sizes, QUANTIZED_PER_BYTE[dtype])
+    if integers.dim() != 1 or integers.numel() != nbytes or not integers.is_contiguous():
+        raise CorruptObjectError(f"a {dtype} tensor of shape {sizes} does not have {nbytes} bytes")
+    packed = _empty(sizes, quantized, scheme, parameters, integers, sizes)
+    target = tensor_over(packed.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
+    target.copy_(integers)
+    return packed
+
+
+def _empty(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    scheme: str,
+    parameters: tuple[object, ...],
+    like: torch.Tensor,
+    full: tuple[int, ...],
+) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # Making any quantized tensor warns, once, that torch will drop them; reading must go on.
+        warnings.simplefilter("ignore", UserWarning)
+        return _make(shape, dtype, scheme, parameters, like.device, full)
+
+
+def _make(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    scheme: str,
+    parameters: tuple[object, ...],
+    device: torch.device,
+    full: tuple[int, ...],
+) -> torch.Tensor:
+    if scheme == "none":
+        return torch.empty(shape, dtype=dtype, device=device)
+    if scheme == "tensor":
+        scale, zero = parameters
+        if not isinstance(scale, float) or not isinstance(zero, int):
+            raise CorruptObjectError("the scale of a quantized tensor is no number")
+        return torch._empty_affine_quantized(  # what torch.load itself uses
+            shape, scale=scale, zero_point=zero, dtype=dtype, device=device
+        )
+    scales, zeros, axis = parameters
+    if not isinstance(scales, torch.Tensor) or not isinstance(zeros, torch.Tensor):
+        raise CorruptObjectError("the scales of a quantized tensor are no tensors")
+    if not isinstance(axis, int):
+        raise CorruptObjectError("the axis of a quantized tensor is no number")
+    return torch._empty_per_channel_affine_quantized(
+        full, scales=scales.to(device), zero_points=zeros.to(device), axis=axis, dtype=dtype,
+        device=device,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Why a value cannot be stored, and what to do instead."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import types
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptstore.errors import StateError
+from ckptstore.format.paths import Path, path_text
+
+__all__ = ["refusal"]
+
+_ADAPTER = "represent it by plain values, or pass a TypeAdapter for its type"
+
+
+def refusal(value: object, path: Path) -> StateError:
+    """Return the error for a value that has no representation."""
+    kind = type(value)
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+    where = repr(path_text(path)) if path else "the state itself"
+    reason, hint = _why(value)
+    return StateError(f"{where} is a {name}, which cannot be stored{reason}", hint=hint)
+
+
+def _why(value: Any) -> tuple[str, str]:  # noqa: ANN401 - anything at all
+    if isinstance(value, torch.Tensor):
+        return _why_tensor(value)
+    if isinstance(value, torch.nn.Module | torch.optim.Optimizer):
+        return "", "save its state_dict()"
+    if callable(getattr(value, "state_dict", None)):
+        return "", "save its state_dict(), or pass a TypeAdapter for its type"
+    code = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, type)
+    if isinstance(value, code):
+        return (
+            ": code is never stored",
+            "leave it out and set it again after loading (a scheduler's lr_lambda, for example)",
+        )
+    if isinstance(value, np.random.Generator):
+        return "", "save its bit_generator.state"
+    if isinstance(value, np.random.RandomState) or hasattr(value, "getstate"):
+        return "", "save what its get_state() or getstate() returns"
+    if isinstance(value, torch.UntypedStorage | torch.TypedStorage):
+        return "", "save a tensor over it"
+    if isinstance(value, np.ndarray):
+        return ": only plain arrays are", "save numpy.asarray(value), and a mask beside it"
+    if isinstance(value, enum.Enum):
+        return "", "save its value or name, or pass a TypeAdapter for its type"
+    if dataclasses.is_dataclass(value):
+        return "", "save dataclasses.asdict(value), or pass a TypeAdapter for its type"
+    for plain in (dict, tuple, list, str, int, float, bytes):
+        if isinstance(value, plain):
+            return (
+                f": its class would be lost (only {plain.__name__} itself is)",
+                f"save {plain.__name__}(value), or pass a TypeAdapter for its type",
+            )
+    return "", _ADAPTER
+
+
+def _why_tensor(value: torch.Tensor) -> tuple[str, str]:
+    names = {base.__name__ for base in type(value).__mro__}
+    if "DTensor" in names or "ShardedTensor" in names:
+        return (
+            ": it is one shard of a distributed tensor",
+            "save tensor.full_tensor() on one rank, or use the distributed checkpoint writer",
+        )
+    if value.is_meta or "FakeTensor" in names:
+        return ": it has no data", "materialize it first (to_empty, or load its weights)"
+    if "UninitializedTensorMixin" in names:
+        return ": it is not initialized", "run the lazy module once first"
+    if value.is_nested:
+        return ": it is nested", "save its parts: tensor.unbind()"
+    if value.layout == torch._mkldnn:  # type: ignore[attr-defined]
+        return ": it is in an mkldnn layout", "save tensor.to_dense()"
+    if value.layout != torch.strided:
+        return (
+            f": its layout is {value.layout}",
+            "save its parts, or tensor.to_dense()",
+        )
+    return (
+        ": its class is not known",
+        "save its parts (tensor.dequantize() or its inner tensors), or pass a TypeAdapter",
+    )

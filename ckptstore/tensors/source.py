@@ -1,0 +1,213 @@
+"""What a save reads: one tensor's bytes in their stored order, as a whole or piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
+from ckptstore.format.paths import Path
+from ckptstore.tensors.memory import as_integers, memory_of, offset_of, tensor_over
+
+__all__ = ["ArrayBytes", "BlobBytes", "Payload", "SourceTensor", "TensorBytes"]
+
+
+class Payload(Protocol):
+    """The bytes of one tensor, dense, in stored order. Safe to read from several threads."""
+
+    def view(self) -> memoryview | None:
+        """Return the CPU memory itself, without a copy; None if the bytes do not lie there so."""
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Write the bytes from `start` on into `out`, which must not reach past the end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SourceTensor:
+    """One tensor to save. Reads the caller's memory: nobody may change it until the save is done."""
+
+    dtype: str
+    """Torch's name of the element type, without ``torch.``."""
+    shape: tuple[int, ...]
+    """Sizes by dimension."""
+    order: tuple[int, ...] | None
+    """Dimensions from the outermost in memory to the innermost; None is 0, 1, 2, ..."""
+    paths: tuple[Path, ...]
+    """The leaves that read it, in the order of the state; never empty."""
+    payload: Payload
+    """Its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return bytes_of(self.dtype, self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one step of the outermost dimension in memory; at least `itemsize`."""
+        if not self.shape:
+            return self.itemsize
+        outer = self.order[0] if self.order else 0
+        return max(self.nbytes // max(self.shape[outer], 1), self.itemsize)
+
+    def view(self) -> memoryview | None:
+        """Return all bytes as CPU memory without a copy, or None: then use :meth:`copy_into`."""
+        return self.payload.view()
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Write ``len(out)`` bytes from byte `start` on into `out` (writable, contiguous bytes).
+
+        Needs no more extra memory than a few times ``len(out)``.
+        """
+        self.payload.copy_into(start, out)
+
+
+class TensorBytes:
+    """A strided torch tensor on any device.
+
+    Parameters
+    ----------
+    tensor
+        Not quantized; may have gaps, and conjugate or negative bits. Must not overlap itself.
+    order
+        The order in which its dimensions are to be stored.
+    dense
+        Its memory, from its first to its last byte, is exactly what is to be stored.
+    """
+
+    def __init__(self, tensor: torch.Tensor, order: Sequence[int] | None, *, dense: bool) -> None:
+        self._tensor = tensor
+        self._order = order
+        self._dense = dense
+
+    def _flat(self) -> torch.Tensor:
+        tensor = self._tensor
+        item = tensor.element_size()
+        start, size = offset_of(tensor) * item, tensor.numel() * item
+        return tensor_over(tensor.untyped_storage(), torch.uint8, start, (size,), (1,))
+
+    def view(self) -> memoryview | None:
+        """Return the memory of a dense tensor on the CPU."""
+        tensor = self._tensor
+        if not self._dense or tensor.device.type != "cpu":
+            return None
+        item = tensor.element_size()
+        return memory_of(tensor.untyped_storage(), offset_of(tensor) * item, tensor.numel() * item)
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Write a piece of the bytes into `out`."""
+        if not len(out):
+            return
+        if self._dense:
+            piece = self._flat()[start : start + len(out)]
+            torch.frombuffer(out, dtype=torch.uint8).copy_(piece)
+            return
+        tensor = self._tensor.detach()
+        ordered = tensor if self._order is None else tensor.permute(tuple(self._order))
+        if ordered.is_conj() or ordered.is_neg():
+            _copy_rows(ordered, ordered.element_size(), start, out, _put_resolved)
+        else:
+            integers = as_integers(ordered)
+            _copy_rows(integers, integers.element_size(), start, out, _put_integers)
+
+
+class ArrayBytes:
+    """A NumPy array whose elements are plain bytes.
+
+    Parameters
+    ----------
+    array
+        Already transposed to the order in which it is stored; any strides.
+    """
+
+    def __init__(self, array: np.ndarray[Any, Any]) -> None:
+        self._array = array
+
+    def view(self) -> memoryview | None:
+        """Return the memory of a C-contiguous array."""
+        array = self._array
+        if not array.flags.c_contiguous:
+            return None
+        if not array.nbytes:
+            return memoryview(b"")
+        return array.reshape(-1).view(np.uint8).data
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Write a piece of the bytes into `out`."""
+        if len(out):
+            _copy_rows(self._array, self._array.itemsize, start, out, _put_array)
+
+
+class BlobBytes:
+    """Bytes that are kept as a tensor of uint8."""
+
+    def __init__(self, data: bytes | bytearray) -> None:
+        self._data = memoryview(data)
+
+    def view(self) -> memoryview | None:
+        """Return the bytes."""
+        return self._data
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Write a piece of the bytes into `out`."""
+        out[:] = self._data[start : start + len(out)]
+
+
+def _copy_rows(
+    source: Any,  # noqa: ANN401 - a torch tensor or a NumPy array: what both can is used
+    item: int,
+    start: int,
+    out: memoryview,
+    put: Callable[[Any, memoryview], None],
+) -> None:
+    """Write bytes of `source` in C order, from `start` on; `put` writes whole sub-arrays.
+
+    Splits off the incomplete row at either end, down to single elements, and puts the whole rows
+    between them at once.
+    """
+    if source.ndim == 0:
+        element = memoryview(bytearray(item))
+        put(source, element)
+        out[:] = element[start : start + len(out)]
+        return
+    row = item
+    for size in source.shape[1:]:
+        row *= size
+    stop = start + len(out)
+    first, last = -(-start // row), stop // row
+    if first > last:  # inside of one row
+        _copy_rows(source[last], item, start - last * row, out, put)
+        return
+    head = first * row - start
+    tail = stop - last * row
+    if head:
+        _copy_rows(source[first - 1], item, row - head, out[:head], put)
+    if last > first:
+        put(source[first:last], out[head : len(out) - tail])
+    if tail:
+        _copy_rows(source[last], item, 0, out[len(out) - tail :], put)
+
+
+def _put_array(part: np.ndarray[Any, Any], out: memoryview) -> None:
+    np.copyto(np.ndarray(part.shape, part.dtype, buffer=out), part)
+
+
+def _put_integers(part: torch.Tensor, out: memoryview) -> None:
+    if part.device.type == "cpu":
+        _put_array(part.numpy(), out)  # NumPy writes to memory of any alignment
+    else:
+        _put_array(part.contiguous().cpu().numpy(), out)
+
+
+def _put_resolved(part: torch.Tensor, out: memoryview) -> None:
+    plain = part.resolve_conj().resolve_neg().contiguous()
+    _put_integers(as_integers(plain), out)
