@@ -1,0 +1,313 @@
+"""Any other file system that fsspec knows, by fsspec's public methods alone.
+
+What those promise about atomicity and caching varies, so nothing is claimed here: a store on such
+a backend may be shared only where the probe has shown that put-if-absent holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import datetime
+from typing import Any, Final, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import fsspec
+import fsspec.core
+from fsspec.exceptions import FSTimeoutError
+
+from ckptstore.backends.base import (
+    Backend,
+    Buffer,
+    Capabilities,
+    ObjectInfo,
+    ObjectWriter,
+    PutIfAbsent,
+    check_key,
+    check_prefix,
+)
+from ckptstore.backends.buffered_writer import Body, BufferedWriter
+from ckptstore.backends.httperrors import error_for_silence
+from ckptstore.backends.oserrors import translate as translate_os
+from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.scatter import Scatter, wanted_bytes
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    InvalidKeyError,
+    InvalidUrlError,
+    MissingDependencyError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    StoragePermissionError,
+    TransientStorageError,
+    UnsafeBackendError,
+)
+from ckptstore.limits import MIB
+
+__all__ = ["FsspecBackend", "open_fsspec"]
+
+T = TypeVar("T")
+Foreign = Any
+"""A value of fsspec, which ships no types."""
+
+CAPABILITIES: Final = Capabilities(
+    put_if_absent=PutIfAbsent.UNKNOWN,
+    pack_bytes=64 * MIB,  # pipe_file takes an object whole
+    part_bytes=64 * MIB,
+    read_gap_bytes=1 * MIB,
+    read_bytes_max=16 * MIB,
+    concurrency=8,
+    scatter_read=False,
+    lookup_lag_s=10.0,
+)
+
+# Under what names file systems tell the time of last change in ``info``.
+_TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+
+
+class FsspecBackend(Backend):
+    """The files below one path of an fsspec file system.
+
+    Parameters
+    ----------
+    url
+        As fsspec takes it, shown to people without credentials.
+    options
+        For the file system.
+    """
+
+    def __init__(
+        self, url: str, options: Mapping[str, object], *, environment: Environment = SYSTEM
+    ) -> None:
+        self.url = without_credentials(url)
+        self.name = "fsspec"
+        self._client = PerProcess(_ClientFactory(url, dict(options)))
+        self._environment = environment
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Return what may be expected of an unknown file system."""
+        return CAPABILITIES
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write a whole object."""
+        self._pipe(check_key(key), bytes(data))
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create an object by ``pipe_file(mode="create")``, which some file systems ignore."""
+        self._pipe(check_key(key), bytes(data), conditional=True)
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Return a writer that collects in memory."""
+        check_key(key)
+
+        def send(body: Body) -> None:
+            self._pipe(key, body.getvalue())
+
+        return BufferedWriter(send)
+
+    def get(self, key: str, *, bytes_max: int) -> bytes:
+        """Return a whole object, asking for one byte more than is allowed."""
+        data = self._cat(key, 0, bytes_max + 1)
+        if len(data) > bytes_max:
+            msg = f"{key} has more than the {bytes_max} bytes allowed"
+            raise CorruptObjectError(msg)
+        return data
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers` from one ranged read."""
+        wanted = wanted_bytes(buffers)
+        if not wanted:
+            self.stat(key)
+            return
+        data = self._cat(key, offset, offset + wanted)
+        if len(data) < wanted:
+            msg = f"{key} ends before byte {offset + wanted}"
+            raise CorruptObjectError(msg)
+        Scatter(buffers).feed(data)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield objects in order; the whole folder of `prefix` is listed first."""
+        folder = check_prefix(prefix).rpartition("/")[0]
+
+        def find(fs: Foreign, root: str) -> dict[str, dict[str, object]]:
+            top = f"{root}/{folder}".rstrip("/")
+            fs.invalidate_cache()
+            try:
+                found: dict[str, dict[str, object]] = fs.find(top, detail=True)
+            except FileNotFoundError:
+                return {}
+            skip = len(root.strip("/"))
+            return {
+                path.strip("/")[skip:].strip("/"): info
+                for path, info in found.items()
+                if info.get("type") == "file"
+            }
+
+        infos = self._run(f"list {prefix}", find)
+        for key in sorted(infos):
+            if key.startswith(prefix) and key > after and _is_key(key):
+                yield self._info(key, infos[key])
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size and time of one object, past caches."""
+        check_key(key)
+
+        def info(fs: Foreign, root: str) -> dict[str, object]:
+            fs.invalidate_cache()
+            found: dict[str, object] = fs.info(f"{root}/{key}")
+            if found.get("type") != "file":
+                raise FileNotFoundError(key)
+            return found
+
+        return self._info(key, self._run(f"stat {key}", info))
+
+    def delete(self, key: str) -> None:
+        """Remove one object."""
+        check_key(key)
+
+        def remove(fs: Foreign, root: str) -> None:
+            with suppress(FileNotFoundError):
+                fs.rm_file(f"{root}/{key}")
+
+        self._run(f"delete {key}", remove)
+
+    def close(self) -> None:
+        """Let go of this process's file system object."""
+        self._client.take()
+
+    def _cat(self, key: str, start: int, end: int) -> bytes:
+        check_key(key)
+
+        def cat(fs: Foreign, root: str) -> bytes:
+            return bytes(fs.cat_file(f"{root}/{key}", start=start, end=end))
+
+        return self._run(f"get {key}", cat)
+
+    def _pipe(self, key: str, data: bytes, *, conditional: bool = False) -> None:
+        mode = {"mode": "create"} if conditional else {}
+
+        def pipe(fs: Foreign, root: str) -> None:
+            path = f"{root}/{key}"
+            try:
+                fs.pipe_file(path, data, **mode)
+            except FileNotFoundError:  # file systems with real folders want them made
+                fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+                fs.pipe_file(path, data, **mode)
+
+        self._run(f"put {key}", pipe, writing=True, conditional=conditional)
+
+    def _run(
+        self,
+        what: str,
+        call: Callable[[Foreign, str], T],
+        *,
+        writing: bool = False,
+        conditional: bool = False,
+    ) -> T:
+        """Return ``call(fs, root)``, and translate what it raises."""
+        try:
+            fs, root = self._client.get()
+            return call(fs, root)
+        except CkptStoreError:
+            raise
+        except Exception as error:
+            raise translate(error, what, writing=writing, conditional=conditional) from error
+
+    def _info(self, key: str, info: Mapping[str, object]) -> ObjectInfo:
+        size = info.get("size")
+        if not isinstance(size, int):
+            msg = f"{key}: the file system does not tell its size"
+            raise StorageError(msg)
+        return ObjectInfo(key=key, size_bytes=size, modified_at=self._modified_at(info))
+
+    def _modified_at(self, info: Mapping[str, object]) -> float:
+        for name in _TIMES:
+            value = info.get(name)
+            if isinstance(value, str):
+                with suppress(ValueError):
+                    value = datetime.fromisoformat(value)
+            if isinstance(value, datetime):
+                return value.timestamp()
+            if isinstance(value, int | float):
+                return float(value)
+        # Not known: "now" is the answer that makes nobody delete it for its age.
+        return self._environment.now_ms() / 1000
+
+    def __repr__(self) -> str:
+        return f"FsspecBackend({self.url!r})"
+
+
+class _ClientFactory:
+    """Makes the file system object of one process; picklable."""
+
+    def __init__(self, url: str, options: dict[str, Any]) -> None:
+        self._url = url
+        self._options = options
+
+    def __call__(self) -> tuple[Foreign, str]:
+        fs, root = fsspec.core.url_to_fs(
+            self._url, **self._options, use_listings_cache=False, skip_instance_cache=True
+        )
+        return fs, root.rstrip("/")
+
+
+def _is_key(text: str) -> bool:
+    try:
+        return check_key(text) == text
+    except InvalidKeyError:
+        return False
+
+
+def without_credentials(url: str) -> str:
+    """Return `url` without user, password, query and fragment, for people to see."""
+    scheme, mark, rest = url.rpartition("://")
+    parts = urlsplit("x://" + rest)
+    host = parts.netloc.rpartition("@")[2]
+    clean = urlunsplit(("x", host, parts.path, "", ""))
+    return f"{scheme}{mark}{clean.removeprefix('x://').removeprefix('x:')}"
+
+
+def translate(error: Exception, what: str, *, writing: bool, conditional: bool) -> CkptStoreError:
+    """Return the error of our tree for anything that an fsspec file system raised."""
+    msg = f"{what}: {type(error).__name__}"
+    if isinstance(error, FileExistsError) and conditional:
+        return ObjectExistsError(msg)
+    if isinstance(error, FileNotFoundError | IsADirectoryError | NotADirectoryError):
+        return StorageError(msg) if writing else ObjectNotFoundError(msg)
+    if isinstance(error, PermissionError):
+        return StoragePermissionError(msg)
+    if conditional and isinstance(error, NotImplementedError | TypeError):
+        return UnsafeBackendError(msg, hint="this file system cannot create a name if absent")
+    if isinstance(error, TimeoutError | FSTimeoutError | ConnectionError | EOFError):
+        return error_for_silence(msg, conditional=conditional)
+    if isinstance(error, OSError) and error.errno is not None:
+        found = translate_os(error, what, writing=writing)
+        ambiguous = conditional and type(found) in {StorageError, TransientStorageError}
+        return error_for_silence(msg, conditional=True) if ambiguous else found
+    return error_for_silence(msg, conditional=True) if conditional else StorageError(msg)
+
+
+def open_fsspec(url: str, **options: object) -> FsspecBackend:
+    """Return the backend of any URL that fsspec knows; `options` are the file system's.
+
+    Raises
+    ------
+    InvalidUrlError
+        fsspec knows no such scheme.
+    MissingDependencyError
+        It does, but the package that serves it is not installed.
+    """
+    scheme = url.partition("://")[0].partition("::")[0]
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError as error:
+        msg = f"no backend serves {scheme}://"
+        raise InvalidUrlError(msg, hint="a path, or a URL that fsspec knows") from error
+    except ImportError as error:
+        msg = f"{scheme}:// needs a package that is not installed"
+        raise MissingDependencyError(msg, hint=str(error)) from error
+    return FsspecBackend(url, options)

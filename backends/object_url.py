@@ -1,0 +1,56 @@
+"""``scheme://bucket/prefix`` locations of object stores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptstore.backends.base import check_key
+from ckptstore.errors import InvalidKeyError, InvalidUrlError
+
+__all__ = ["BucketLocation", "parse_bucket_url"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLocation:
+    """Where in an object store the keys of one store lie."""
+
+    url: str
+    """As the user would write it."""
+    bucket: str
+    prefix: str
+    """What the object name of every key begins with: empty, or ending in ``/``."""
+
+    def object_name(self, key: str) -> str:
+        """Return the object name of `key` within the bucket."""
+        return self.prefix + check_key(key)
+
+    def key_of(self, object_name: str) -> str | None:
+        """Return the key of a listed object, or None where its name follows no key rule."""
+        try:
+            return check_key(object_name[len(self.prefix) :])
+        except InvalidKeyError:
+            return None
+
+
+def parse_bucket_url(url: str) -> BucketLocation:
+    """Return the bucket and prefix of a URL.
+
+    Raises
+    ------
+    InvalidUrlError
+        Without a bucket, or with something that does not belong into such a URL. A URL with
+        credentials is refused without being repeated.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, path = rest.partition("/")
+    if "@" in bucket or ":" in bucket:
+        msg = f"a {scheme}:// URL with credentials or a port"
+        raise InvalidUrlError(msg, hint="give them as storage options (key=, endpoint_url=)")
+    if "?" in rest or "#" in rest:
+        msg = f"a {scheme}:// URL with a query or fragment"
+        raise InvalidUrlError(msg, hint="give settings as storage options")
+    path = path.strip("/")
+    if not bucket or "//" in path or ".." in path.split("/"):
+        msg = f"not a bucket and a path: {url!r}"
+        raise InvalidUrlError(msg, hint=f"write {scheme}://bucket/path")
+    return BucketLocation(url=url.rstrip("/"), bucket=bucket, prefix=f"{path}/" if path else "")

@@ -1,0 +1,48 @@
+"""A client library's object, made when first needed, once in each process.
+
+Clients hold sockets, threads and event loops, none of which survive a fork or a pickle.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+__all__ = ["PerProcess"]
+
+T = TypeVar("T")
+
+
+class PerProcess(Generic[T]):
+    """Holds one object per process, made by `factory` at the first ``get``.
+
+    Safe from any thread, across a fork, and when pickled (if `factory` is; the object is not
+    carried along). What a forked child inherits is kept, untouched: to finalise the parent's
+    client in the child would wait for threads that are not there.
+    """
+
+    def __init__(self, factory: Callable[[], T]) -> None:
+        self._factory = factory
+        self._objects: dict[int, T] = {}
+        self._locks: dict[int, threading.Lock] = {}
+
+    def get(self) -> T:
+        """Return this process's object."""
+        pid = os.getpid()
+        found = self._objects.get(pid)
+        if found is None:
+            # One lock per process: a thread of the parent may have held its own at the fork.
+            with self._locks.setdefault(pid, threading.Lock()):
+                found = self._objects.get(pid)
+                if found is None:
+                    found = self._objects[pid] = self._factory()
+        return found
+
+    def take(self) -> T | None:
+        """Return this process's object, if it was made, and forget it: the caller closes it."""
+        return self._objects.pop(os.getpid(), None)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._factory,)

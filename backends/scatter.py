@@ -1,0 +1,37 @@
+"""Filling several buffers from one stream of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = ["Scatter", "wanted_bytes"]
+
+
+def wanted_bytes(buffers: Sequence[memoryview]) -> int:
+    """Return how many bytes `buffers` take."""
+    return sum(buffer.nbytes for buffer in buffers)
+
+
+class Scatter:
+    """Fills `buffers` one after another with what it is fed; more than they take is dropped."""
+
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
+        self._buffers = [buffer for buffer in buffers if buffer.nbytes]
+        self._index = 0
+        self._at = 0
+        self.left = wanted_bytes(buffers)
+        """Bytes still missing."""
+
+    def feed(self, data: bytes | memoryview) -> None:
+        """Take the next bytes of the stream."""
+        rest = memoryview(data)[: self.left]
+        self.left -= len(rest)
+        while rest:
+            buffer = self._buffers[self._index]
+            count = min(len(rest), buffer.nbytes - self._at)
+            buffer[self._at : self._at + count] = rest[:count]
+            rest = rest[count:]
+            self._at += count
+            if self._at == buffer.nbytes:
+                self._index += 1
+                self._at = 0
