@@ -1,16 +1,25 @@
-"""Clock, randomness and environment enter here and nowhere else; everything above is passed them."""
+"""Clock, randomness and environment enter here and nowhere else; the rest is passed them."""
 
 from __future__ import annotations
 
+import getpass
 import os
 import secrets
+import socket
 import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckptstore import limits
 
-__all__ = ["SYSTEM", "Environment", "Options", "SystemEnvironment", "workers_default"]
+__all__ = [
+    "SYSTEM",
+    "Environment",
+    "Options",
+    "SystemEnvironment",
+    "workers_default",
+    "writer_identity",
+]
 
 
 class Environment(Protocol):
@@ -63,6 +72,15 @@ def workers_default() -> int:
     """Return the number of worker threads: the usable processors, at most ``WORKERS_MAX``."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, min(usable or 1, limits.WORKERS_MAX))
+
+
+def writer_identity() -> str:
+    """Return who writes, for people who read the log: ``user@host pid``."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError, ImportError):
+        user = str(os.getuid()) if hasattr(os, "getuid") else "unknown"  # a container without names
+    return f"{user}@{socket.gethostname()} {os.getpid()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,8 @@ class Log:
     by
         Who writes, for people who read the log: ``user@host pid``.
     single_writer
-        The storage has no put-if-absent and the user vouches that no one else writes.
+        The storage has no put-if-absent and the user vouches that no one else writes. Also an
+        attribute, for a caller that finds this out in `check_writable`.
     check_writable
         Called before each commit; raises where commits are not allowed.
     """
@@ -82,7 +83,7 @@ class Log:
         self._backend = backend
         self._environment = environment
         self._by = by[: limits.BY_CHARS_MAX]
-        self._single_writer = single_writer
+        self.single_writer = single_writer
         self._check_writable = check_writable
         self._reader = LogReader(backend, environment)
         self._catalog = Catalog()
@@ -96,6 +97,11 @@ class Log:
     def catalog(self) -> Catalog:
         """The catalog as last folded, without looking at the storage; empty before a refresh."""
         return self._catalog
+
+    @property
+    def opened(self) -> bool:
+        """Whether the log has been looked at."""
+        return self._opened
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -215,7 +221,7 @@ class Log:
             for lost in count():
                 catalog = self.refresh()
                 data, commit, after = self._prepare(catalog, build)
-                claim = self._claim_alone if self._single_writer else self._claim
+                claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
                     self._catalog, self._own = after, commit
                     self._snapshot_if_due(after)
@@ -309,7 +315,7 @@ class Log:
     def _snapshot_if_due(self, catalog: Catalog) -> None:
         if not snapshots.due(catalog.number, self._snapshot):
             return
-        if snapshots.write(self._backend, catalog, single_writer=self._single_writer):
+        if snapshots.write(self._backend, catalog, single_writer=self.single_writer):
             self._snapshot = catalog.number
 
     def _pause(self, lost: int) -> None:

@@ -18,7 +18,7 @@ from ckptstore.errors import CkptStoreError, CorruptObjectError, ObjectNotFoundE
 from ckptstore.format.commit import Commit, decode_commit
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number
 
-__all__ = ["LogReader"]
+__all__ = ["LogReader", "wait_until"]
 
 
 class LogReader:
@@ -45,7 +45,7 @@ class LogReader:
             return not numbers or numbers[-1] - after == len(numbers)
 
         # A directory that is read while commits appear may show a later one and miss an earlier.
-        if self._wait_until(look):
+        if self._wait(look):
             return numbers, None
         whole = [n for i, n in enumerate(numbers) if n == after + 1 + i]
         missing = commit_key(after + 1 + len(whole))
@@ -74,7 +74,7 @@ class LogReader:
                 return False
             return True
 
-        if not self._wait_until(open_it):
+        if not self._wait(open_it):
             msg = f"{key} is listed, but cannot be opened"
             raise CorruptObjectError(msg, hint="restore it from a replica or a backup")
         commit = decode_commit(data[0], where=key)
@@ -105,7 +105,10 @@ class LogReader:
             found = takewhile(lambda item: item.key <= key, self._list(number - 1))
             return any(item.key == key for item in found)
 
-        return self.read(number) if (self._wait_until(look) if wait else look()) else None
+        return self.read(number) if (self._wait(look) if wait else look()) else None
+
+    def _wait(self, done: Callable[[], bool]) -> bool:
+        return wait_until(self._backend, self._environment, done)
 
     def _list(self, after: int) -> Iterator[ObjectInfo]:
         return self._backend.list(COMMITS_PREFIX, after=commit_key(after))
@@ -116,18 +119,23 @@ class LogReader:
         except CkptStoreError as error:
             return error
 
-    def _wait_until(self, done: Callable[[], bool]) -> bool:
-        """Call `done` until it is true or the time in which a name may seem absent is over."""
-        lag_s = self._backend.capabilities.lookup_lag_s
-        wait_s = min(limits.VISIBILITY_WAIT_S, max(limits.VISIBILITY_WAIT_MIN_S, 2 * lag_s))
-        end = self._environment.monotonic() + wait_s
-        pause_s = limits.COMMIT_BACKOFF_BASE_S
-        while not done():
-            if self._environment.monotonic() >= end:
-                return False
-            self._environment.sleep(pause_s)
-            pause_s = min(2 * pause_s, limits.COMMIT_BACKOFF_CAP_S)
-        return True
+
+def wait_until(backend: Backend, environment: Environment, done: Callable[[], bool]) -> bool:
+    """Call `done` until it is true, or the time in which a name may seem absent is over.
+
+    The time is what the backend declares, twice, within the bounds of ``VISIBILITY_WAIT_MIN_S``
+    and ``VISIBILITY_WAIT_S``.
+    """
+    lag_s = backend.capabilities.lookup_lag_s
+    wait_s = min(limits.VISIBILITY_WAIT_S, max(limits.VISIBILITY_WAIT_MIN_S, 2 * lag_s))
+    end = environment.monotonic() + wait_s
+    pause_s = limits.COMMIT_BACKOFF_BASE_S
+    while not done():
+        if environment.monotonic() >= end:
+            return False
+        environment.sleep(pause_s)
+        pause_s = min(2 * pause_s, limits.COMMIT_BACKOFF_CAP_S)
+    return True
 
 
 def _until_error(

@@ -1,0 +1,126 @@
+"""The superblock, ``store.json``: what a store is, written once when it is created.
+
+A JSON envelope (:mod:`ckptstore.format.framing`). A reader refuses a higher format, and every
+required feature that it does not know; unknown fields are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.errors import (
+    CorruptObjectError,
+    FormatError,
+    InvalidInputError,
+    UnsupportedFeatureError,
+)
+from ckptstore.format.commit import Id
+from ckptstore.format.framing import decode_envelope, encode_envelope
+
+__all__ = [
+    "FEATURES_KNOWN",
+    "FORMAT",
+    "MAGIC",
+    "Superblock",
+    "decode_superblock",
+    "encode_superblock",
+]
+
+MAGIC: Final = "ckptstore-store"
+FORMAT: Final = 1
+FEATURES_KNOWN: Final[frozenset[str]] = frozenset()
+"""Required features that this version understands."""
+
+Feature = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,63}\Z")]
+
+
+class Superblock(msgspec.Struct, frozen=True, kw_only=True):
+    """What a store is."""
+
+    magic: Literal["ckptstore-store"] = "ckptstore-store"
+    format: Annotated[int, msgspec.Meta(ge=1, le=FORMAT)] = FORMAT
+    features: Annotated[tuple[Feature, ...], msgspec.Meta(max_length=limits.FEATURES_MAX)] = ()
+    """What a reader must understand."""
+    store_id: Id
+    """Random; tells two stores apart that were at the same location."""
+    chunk_bytes: Annotated[
+        int, msgspec.Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_RAW_BYTES_MAX)
+    ]
+    """Size of a chunk before compression, in bytes."""
+    created_at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+    by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
+    backend: Annotated[str, msgspec.Meta(max_length=100)]
+    """The kind of backend through which the probe looked."""
+    put_if_absent: Literal["atomic", "ignored", "refused", "unknown"]
+    """What the probe found; a client of another kind of backend probes for itself."""
+    single_writer: bool
+    """Created by a user who vouched that no one else writes."""
+    probe: dict[str, Any] = {}
+    """The probe's report, for people."""
+
+
+_DECODER: Final = msgspec.json.Decoder(Superblock)
+
+
+def encode_superblock(superblock: Superblock) -> bytes:
+    """Return the object; what was encoded is decoded again.
+
+    Raises
+    ------
+    InvalidInputError
+        If a field is not within its limits.
+    """
+    data = encode_envelope(msgspec.json.encode(superblock))
+    try:
+        decode_superblock(data, where="the superblock")
+    except (CorruptObjectError, FormatError) as error:
+        msg = f"no store can be created so: {error.message}"
+        raise InvalidInputError(msg) from error
+    return data
+
+
+def decode_superblock(data: bytes, *, where: str) -> Superblock:
+    """Check and parse ``store.json``.
+
+    Raises
+    ------
+    CorruptObjectError
+        If the digest, a type or a limit is wrong.
+    UnsupportedFeatureError
+        If the store needs a newer version of ckptstore; the message says what for.
+    FormatError
+        If it is no superblock at all.
+    """
+    if len(data) > limits.SUPERBLOCK_BYTES_MAX:
+        msg = f"{where} has {len(data)} bytes, more than {limits.SUPERBLOCK_BYTES_MAX}"
+        raise CorruptObjectError(msg)
+    raw, _ = decode_envelope(data, where=where)
+    try:
+        superblock = _DECODER.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        _check_newer(raw, where)
+        msg = f"{where} is not a superblock: {error}"
+        raise CorruptObjectError(msg) from error
+    unknown = sorted({*superblock.features} - FEATURES_KNOWN)
+    if unknown:
+        msg = f"{where}: the store requires {', '.join(unknown)}"
+        raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
+    return superblock
+
+
+def _check_newer(raw: bytes, where: str) -> None:
+    """Raise UnsupportedFeatureError if a newer version wrote this body."""
+    try:
+        loose = msgspec.json.decode(raw)
+        magic, version = loose["magic"], loose["format"]
+    except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
+        return
+    if magic != MAGIC:
+        msg = f"{where} is not a store of ckptstore: its magic is {str(magic)[:40]!r}"
+        raise FormatError(msg)
+    if isinstance(version, int) and version > FORMAT:
+        msg = f"{where} has format {version}; this version reads up to {FORMAT}"
+        raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")

@@ -1,0 +1,384 @@
+"""Opens and creates a store at a location, and wires what works on it. Torch-free.
+
+Creating: list the location; refuse what is a store, or remains of one; probe the storage; then
+put-if-absent ``store.json``. Of several creators at once exactly one makes the store, the others
+open it. Anything else at the location is left alone: a store may share its folder or bucket,
+since it touches nothing but ``store.json`` and its four prefixes.
+
+Opening reads one object. Nothing is written, and the log is read when it is first asked for.
+Storage that was probed through another kind of backend (a local store now reached by NFS, say) is
+probed again before the first write, and the finding kept in memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.registry import open_backend
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.log import Log
+from ckptstore.catalog.reading import wait_until
+from ckptstore.config import SYSTEM, Environment, Options, writer_identity
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    InvalidInputError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ReadOnlyError,
+    StorageError,
+    StoreExistsError,
+    StoreNotFoundError,
+    TransientStorageError,
+    UnsafeBackendError,
+)
+from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY
+from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+
+__all__ = ["Finding", "Prober", "Repo", "create_on", "create_repo", "open_on", "open_repo"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What a probe found out about a storage."""
+
+    put_if_absent: PutIfAbsent
+    report: Mapping[str, Any]
+    """JSON values, for people."""
+
+
+Prober = Callable[[Backend, Environment], Finding]
+
+_HINT_UNSAFE: Final = (
+    "open it with single_writer=True if no one else writes at the same time; reading is safe"
+)
+
+
+def probe_backend(backend: Backend, environment: Environment) -> Finding:
+    """Run the probe of :mod:`ckptstore.backends.probe`; writes and deletes a few small objects."""
+    from ckptstore.backends.probe import probe
+
+    report = probe(backend, environment=environment)
+    return Finding(put_if_absent=report.put_if_absent, report=report.to_dict())
+
+
+class Repo:
+    """One opened store: its backend, its superblock, its log. Any thread may use it.
+
+    Made by :func:`open_repo` or :func:`create_repo`; a context manager. What it stands on is
+    closed with it.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        superblock: Superblock,
+        *,
+        environment: Environment = SYSTEM,
+        options: Options | None = None,
+        prober: Prober = probe_backend,
+    ) -> None:
+        self.backend = backend
+        self.superblock = superblock
+        self.environment = environment
+        self.options = options if options is not None else Options()
+        self._prober = prober
+        self._verdict: PutIfAbsent | None = None
+        if superblock.backend == backend.name:
+            self._verdict = PutIfAbsent(superblock.put_if_absent)
+        self._lock = threading.Lock()
+        self.log = Log(
+            backend, environment, by=writer_identity(), check_writable=self.check_writable
+        )
+
+    @property
+    def url(self) -> str:
+        """The location, without credentials."""
+        return self.backend.url
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog as last read; reads the log when asked for the first time.
+
+        Raises
+        ------
+        CkptStoreError
+            As :meth:`ckptstore.catalog.log.Log.refresh`, the first time.
+        """
+        return self.log.catalog if self.log.opened else self.log.refresh()
+
+    def refresh(self) -> Catalog:
+        """Read what was committed meanwhile; see :meth:`ckptstore.catalog.log.Log.refresh`."""
+        return self.log.refresh()
+
+    def put_if_absent(self) -> PutIfAbsent:
+        """Return what is known about the storage; probes it if it was reached otherwise before.
+
+        Raises
+        ------
+        StorageError
+            If the probe cannot write.
+        """
+        with self._lock:
+            if self._verdict is None:
+                self._verdict = self._prober(self.backend, self.environment).put_if_absent
+            return self._verdict
+
+    def check_writable(self) -> None:
+        """Return if this process may commit; called before each commit, and early by savers.
+
+        Raises
+        ------
+        ReadOnlyError
+            If the store was opened read-only.
+        UnsafeBackendError
+            If the storage has no put-if-absent, and the user did not vouch to be alone.
+        """
+        if self.options.read_only:
+            msg = f"{self.url} was opened read-only"
+            raise ReadOnlyError(msg)
+        verdict = self.put_if_absent()
+        safe = verdict is PutIfAbsent.ATOMIC
+        if not (safe or self.options.single_writer):
+            raise _unsafe(self.url, verdict)
+        # Where the storage can tell, it is asked, whatever the user vouched for.
+        self.log.single_writer = not safe
+
+    def close(self) -> None:
+        """Release the backend; idempotent."""
+        self.backend.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open_repo(
+    url: str,
+    *,
+    create: bool = False,
+    options: Options | None = None,
+    environment: Environment = SYSTEM,
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Repo:
+    """Open the store at a location; with `create`, make it where there is none.
+
+    Raises
+    ------
+    StoreNotFoundError
+        If there is none, and `create` is False.
+    UnsupportedFeatureError, FormatError
+        If a newer version made it, or something else.
+    CorruptObjectError
+        If its superblock is damaged.
+    InvalidUrlError, MissingDependencyError, StorageError
+        From the backend.
+    """
+    backend = open_backend(url, environment=environment, **(storage_options or {}))
+    try:
+        if create:
+            return create_on(
+                backend,
+                options=options,
+                environment=environment,
+                chunk_bytes=chunk_bytes,
+                exist_ok=True,
+            )
+        return open_on(backend, options=options, environment=environment)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def create_repo(
+    url: str,
+    *,
+    options: Options | None = None,
+    environment: Environment = SYSTEM,
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Repo:
+    """Create a store at a location that has none; raises as :func:`create_on`."""
+    backend = open_backend(url, environment=environment, **(storage_options or {}))
+    try:
+        return create_on(backend, options=options, environment=environment, chunk_bytes=chunk_bytes)
+    except BaseException:
+        backend.close()
+        raise
+
+
+def open_on(
+    backend: Backend,
+    *,
+    options: Options | None = None,
+    environment: Environment = SYSTEM,
+    prober: Prober = probe_backend,
+) -> Repo:
+    """Open the store on a backend; the backend then belongs to the repo.
+
+    Raises
+    ------
+    StoreNotFoundError
+        If there is none.
+    CorruptObjectError, FormatError, StorageError
+        As :func:`open_repo`.
+    """
+    superblock = _read_superblock(backend)
+    if superblock is None:
+        msg = f"there is no store at {backend.url}"
+        raise StoreNotFoundError(msg, hint=f"create one: ckptstore init {backend.url}")
+    return Repo(backend, superblock, environment=environment, options=options, prober=prober)
+
+
+def create_on(
+    backend: Backend,
+    *,
+    options: Options | None = None,
+    environment: Environment = SYSTEM,
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    exist_ok: bool = False,
+    prober: Prober = probe_backend,
+) -> Repo:
+    """Create a store on a backend; the backend then belongs to the repo.
+
+    Raises
+    ------
+    StoreExistsError
+        If there is one and `exist_ok` is False; or if there are objects of one without its
+        ``store.json``.
+    UnsafeBackendError
+        If the storage has no put-if-absent, and the user did not vouch to be alone.
+    InvalidInputError
+        If the chunk size is not within its limits.
+    ReadOnlyError
+        If the options ask for a read-only store that is not there.
+    """
+    options = options if options is not None else Options()
+    # First what may be left of a store, then the superblock: a creator at work writes it first.
+    remains = _remains(backend)
+    found = _read_superblock(backend)
+    if found is None:
+        if remains:
+            msg = f"{backend.url} holds objects of a store ({remains}) but no {STORE_KEY}"
+            raise StoreExistsError(msg, hint=f"restore {STORE_KEY}, or use an empty location")
+        if options.read_only:
+            msg = f"no store can be created read-only at {backend.url}"
+            raise ReadOnlyError(msg)
+        finding = prober(backend, environment)
+        if finding.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
+            raise _unsafe(backend.url, finding.put_if_absent)
+        wanted = _superblock(backend, finding, options, environment, chunk_bytes)
+        found = _write_superblock(backend, wanted, environment)
+        if found.store_id == wanted.store_id:
+            exist_ok = True
+    if not exist_ok:
+        msg = f"there is a store at {backend.url} already"
+        raise StoreExistsError(msg, hint="open it")
+    return Repo(backend, found, environment=environment, options=options, prober=prober)
+
+
+def _superblock(
+    backend: Backend,
+    finding: Finding,
+    options: Options,
+    environment: Environment,
+    chunk_bytes: int,
+) -> Superblock:
+    if not limits.CHUNK_BYTES_MIN <= chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
+        msg = (
+            f"a chunk size is {limits.CHUNK_BYTES_MIN} to {limits.CHUNK_RAW_BYTES_MAX} bytes, "
+            f"not {chunk_bytes}"
+        )
+        raise InvalidInputError(msg)
+    return Superblock(
+        store_id=environment.random_hex(16),
+        chunk_bytes=chunk_bytes,
+        created_at_ms=environment.now_ms(),
+        by=writer_identity()[: limits.BY_CHARS_MAX],
+        backend=backend.name,
+        put_if_absent=finding.put_if_absent.value,
+        single_writer=finding.put_if_absent is not PutIfAbsent.ATOMIC,
+        probe=dict(finding.report),
+    )
+
+
+def _unsafe(url: str, verdict: PutIfAbsent) -> UnsafeBackendError:
+    what = {
+        PutIfAbsent.IGNORED: "takes no notice of the condition",
+        PutIfAbsent.REFUSED: "refuses the condition",
+    }.get(verdict, "was not seen to keep the condition")
+    msg = f"{url} {what} to create an object only if it is absent: two writers would lose commits"
+    return UnsafeBackendError(msg, hint=_HINT_UNSAFE)
+
+
+def _remains(backend: Backend) -> str:
+    """Return the key of some object below the store's prefixes; empty if there is none."""
+    for prefix in OBJECT_PREFIXES:
+        for info in backend.list(prefix):
+            return info.key
+    return ""
+
+
+def _read_superblock(backend: Backend) -> Superblock | None:
+    """Return the superblock, None where there is none.
+
+    Where a failed lookup may be remembered (NFS), the location is listed instead.
+    """
+    if backend.capabilities.lookup_lag_s > 0 and not _listed(backend):
+        return None
+    try:
+        data = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
+    except ObjectNotFoundError:
+        return None
+    return decode_superblock(data, where=STORE_KEY)
+
+
+def _listed(backend: Backend) -> bool:
+    return any(info.key == STORE_KEY for info in backend.list(STORE_KEY))
+
+
+def _write_superblock(backend: Backend, wanted: Superblock, environment: Environment) -> Superblock:
+    """Put ``store.json`` and return what is there then: `wanted`, or another creator's.
+
+    As with commits, a lost answer is resolved by reading back, and the same bytes are sent again
+    only where nothing is there yet.
+    """
+    data = encode_superblock(wanted)
+    write = backend.put if wanted.single_writer else backend.put_if_absent
+    for sent in range(limits.COMMIT_SENDS_MAX):
+        taken = False
+        cause: Exception | None = None
+        try:
+            write(STORE_KEY, data)
+        except ObjectExistsError as error:
+            taken, cause = True, error
+        except (AmbiguousWriteError, TransientStorageError) as error:
+            cause = error
+        else:
+            return wanted
+        found = _read_back(backend, environment, wait=taken)
+        if found is not None:
+            return found
+        if taken or sent + 1 == limits.COMMIT_SENDS_MAX:
+            msg = f"it is not known whether {STORE_KEY} was written at {backend.url}"
+            raise AmbiguousWriteError(msg, hint="open the location again") from cause
+    raise AssertionError  # pragma: no cover - the loop has no other end
+
+
+def _read_back(backend: Backend, environment: Environment, *, wait: bool) -> Superblock | None:
+    try:
+        if wait:
+            listed = wait_until(backend, environment, lambda: _listed(backend))
+        else:
+            listed = _listed(backend)
+        return _read_superblock(backend) if listed else None
+    except StorageError as error:
+        msg = f"it is not known whether {STORE_KEY} was written at {backend.url}: {error.message}"
+        raise AmbiguousWriteError(msg, hint="open the location again") from error
