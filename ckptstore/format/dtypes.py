@@ -2,7 +2,8 @@
 
 A dtype's text is torch's own name without ``torch.``. Quantized types are absent on purpose: a
 quantized tensor is stored as the integers below it, and the skeleton says how to read them.
-Source of the list: every ``torch.dtype`` of torch 2.13, held equal by ``tests/unit/test_fidelity.py``.
+Source of the list: every ``torch.dtype`` of torch 2.13; ``tests/unit/test_fidelity.py`` holds both
+equal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ ITEM_BYTES: Final[Mapping[str, int]] = MappingProxyType(
 QUANTIZED_PER_BYTE: Final[Mapping[str, int]] = MappingProxyType(
     {"quint8": 1, "qint8": 1, "qint32": 1, "quint4x2": 2, "quint2x4": 4}
 )
-"""Elements that one stored item of a quantized type holds; 2 and 4 are packed along the last dim."""
+"""Elements of a quantized type in one stored item; 2 and 4 are packed along the last dim."""
 
 
 def bytes_of(dtype: str, shape: Sequence[int]) -> int:

@@ -1,9 +1,9 @@
 """Paths of leaves: their text, patterns over them, and finding one leaf.
 
 A path is the tuple of dict keys and sequence positions that lead to a leaf. Its text joins them
-with dots: ``("optimizer", "state", 0, "exp_avg")`` is ``optimizer.state.0.exp_avg``. The text is for
-people and patterns. Keys that hold dots, or a key ``0`` beside a key ``"0"``, can give two leaves one
-text; a lookup by that text is refused and lists the tuples, a lookup by tuple always works.
+with dots: ``("optimizer", "state", 0, "exp_avg")`` is ``optimizer.state.0.exp_avg``. The text is
+for people and patterns. Keys that hold dots, or a key ``0`` beside a key ``"0"``, can give two
+leaves one text; a lookup by that text is refused and lists the tuples, one by tuple always works.
 
 A pattern is text or a tuple. Text is matched as in a shell, case-sensitively: ``*`` any characters
 (dots too), ``?`` one, ``[ab]`` a choice. A pattern also takes everything below what it names:

@@ -2,7 +2,8 @@
 
 A node is None, a bool, an int of 64 bits, a float, a str or bytes, which stand for themselves, or a
 list ``[tag, ...]``. "node" below is any node, "key" one of the nodes that a dict key may be (None,
-bool, int, float, str, bytes, ``i``, ``u``, and ``t`` of these). ``?`` marks what may be left out at the end.
+bool, int, float, str, bytes, ``i``, ``u``, and ``t`` of these). ``?`` marks what may be left out at
+the end.
 
 ======  ===================================  ====================================================
 tag     fields                               stands for
@@ -43,11 +44,11 @@ tag     fields                               stands for
 ``G``   device, T                            torch.Generator with its state
 ======  ===================================  ====================================================
 
-flags: 1 requires_grad, 2 Parameter, 4 Buffer, 8 Buffer that is not persistent. object: leaves of one
-tensor with equal flags and object number are one Python object, others share the memory only.
+flags: 1 requires_grad, 2 Parameter, 4 Buffer, 8 Buffer that is not persistent. object: leaves of
+one tensor with equal flags and object number are one Python object, others share the memory only.
 device: where the tensor was, if not on the CPU. A NumPy dtype is its ``str`` or ``["f", itemsize,
-aligned, [[name, title, dtype, offset, shape], ...]]``. Views refer to tensors, never to views: there
-are no cycles. Scheme and node of ``Q`` are those of :mod:`ckptstore.tensors.quantized`.
+aligned, [[name, title, dtype, offset, shape], ...]]``. Views refer to tensors, never to views:
+there are no cycles. Scheme and node of ``Q`` are those of :mod:`ckptstore.tensors.quantized`.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class Leaf:
     path: Path
     """Keys and positions that lead there."""
     kind: str
-    """``tensor``, ``parameter``, ``buffer``, ``view``, ``quantized``, ``numpy``, ``bytes``, ``generator``."""
+    """``tensor``, ``parameter``, ``buffer``, ``view``, ``quantized``, ``numpy``, ``bytes`` or
+    ``generator``."""
     index: int
     """The record, from 0; for a view, the record of its base."""
     node: Node
@@ -121,7 +123,7 @@ def encode(node: Node) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Node:
-    """Return the node of `data`; only :func:`ckptstore.format.skeleton_check.validate` makes it trusted.
+    """Return the node of `data`; it is hostile until ``skeleton_check.validate`` has passed it.
 
     Raises
     ------
@@ -148,7 +150,7 @@ def _check_size(data: bytes | memoryview) -> None:
         containers = len(data) - len(bytes(data).translate(None, _CONTAINER_BYTES))
         if containers > limits.STATE_NODES_MAX:
             raise LimitError(
-                f"the skeleton may hold {containers} containers, more than {limits.STATE_NODES_MAX}",
+                f"the skeleton may have {containers} containers, limit {limits.STATE_NODES_MAX}",
                 hint="keep long lists of numbers as tensors or NumPy arrays",
             )
 
@@ -224,10 +226,10 @@ def prune(node: Node, wanted: Callable[[Path], bool]) -> Node:
     """Return the part of a skeleton whose leaves are wanted.
 
     A leaf here is everything that is not a dict, list, tuple or deque, and an empty one of these.
-    Dict entries that are not wanted go; a container left with nothing goes too. In a list, tuple or
-    deque that keeps at least one element, the others become ``MISSING``, so that positions stand.
-    An object of an adapter is kept whole if its path, or a tensor in it, is wanted. Attributes of an
-    OrderedDict stay with it. If nothing is wanted, the result is an empty dict.
+    Dict entries that are not wanted go; a container left with nothing goes too. In a list, tuple
+    or deque that keeps at least one element, the others become ``MISSING``, so that positions
+    stand. An object of an adapter is kept whole if its path, or a tensor in it, is wanted.
+    Attributes of an OrderedDict stay with it. If nothing is wanted, the result is an empty dict.
     """
     kept = _prune(node, (), wanted)
     return ["d"] if kept is _GONE else kept  # type: ignore[return-value]

@@ -1,6 +1,6 @@
 """Holds a skeleton against its grammar before anything is built from it; the input is hostile.
 
-:func:`validate` is called on what was just written, too: what passes when saving passes when loading.
+:func:`validate` is called on what is about to be written, too: what passes there loads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ _FACTORIES: Final = frozenset(
 _INT64_MAX: Final = (1 << 63) - 1
 _FLAGS_MAX: Final = 15
 _NAME_CHARS_MAX: Final = 1000
-# Of a tensor; a view has these two at the end as well.
 _SCHEMES: Final = frozenset({"none", "tensor", "channel", "channel_float"})
 
 

@@ -1,4 +1,4 @@
-"""How objects of other types enter a state: by adapters that the caller names, and in no other way."""
+"""How objects of other types enter a state: by adapters that the caller passes, in no other way."""
 
 from __future__ import annotations
 

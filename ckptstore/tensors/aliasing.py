@@ -3,12 +3,12 @@
 Leaves of one storage are grouped by the bytes that they really touch:
 
 - same place, shape and strides: one tensor, many leaves (tied);
-- bytes in common, but not the same view: one base tensor, and views of it; the base is the leaf that
-  holds the others, or else the run of bytes from the first to the last one;
+- bytes in common, but not the same view: one base tensor, and views of it; the base is the leaf
+  that holds the others, or else the run of bytes from the first to the last one;
 - nothing in common: tensors of their own, whatever lies between them in the storage.
 
-A tensor with gaps is stored densely. Dimensions of stride 0 are stored once. A tensor whose elements
-overlap each other otherwise (``unfold``) is stored as the run of bytes below it.
+A tensor with gaps is stored densely. Dimensions of stride 0 are stored once. A tensor whose
+elements overlap each other otherwise (``unfold``) is stored as the run of bytes below it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from ckptstore import limits
 from ckptstore.errors import StateError
 from ckptstore.format.dtypes import strides_of
-from ckptstore.format.paths import Path, path_text
+from ckptstore.format.paths import Path
 from ckptstore.format.skeleton import Node
 from ckptstore.tensors.memory import dtype_text, offset_of, tensor_over
 from ckptstore.tensors.source import Payload, SourceTensor, TensorBytes
@@ -113,6 +113,12 @@ def resolve_storage(occurrences: Sequence[Occurrence]) -> list[Pending]:
     StateError
         A dtype is unknown to the format; names the path.
     """
+    if len(occurrences) == 1:
+        tensor = occurrences[0].tensor
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            shape = tuple(tensor.shape)
+            if tensor.stride() == strides_of(shape, None):  # the common case, made fast
+                return [_whole(occurrences, tensor, None, dense=True)]
     by_view: dict[tuple[object, ...], list[Occurrence]] = {}
     for occurrence in occurrences:
         tensor = occurrence.tensor
@@ -130,8 +136,8 @@ def resolve_storage(occurrences: Sequence[Occurrence]) -> list[Pending]:
             pending.append(_alone(place))
         else:
             shared.append(place)
-    for group in _overlapping(shared):
-        pending.append(_alone(group[0]) if len(group) == 1 else _together(group))
+    groups = _overlapping(shared)
+    pending += [_alone(group[0]) if len(group) == 1 else _together(group) for group in groups]
     return pending
 
 
@@ -152,11 +158,10 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in pairs)
 
 
-def _name(place: _Place) -> str:
-    name = dtype_text(place.tensor.dtype)
-    if name is None:
-        path = path_text(place.leaves[0].path)
-        raise StateError(f"{path!r} has the dtype {place.tensor.dtype}, which cannot be stored")
+def _name(tensor: torch.Tensor) -> str:
+    name = dtype_text(tensor.dtype)
+    if name is None:  # refused by name while walking the state
+        raise StateError(f"the dtype {tensor.dtype} cannot be stored")
     return name
 
 
@@ -172,7 +177,7 @@ def _alone(place: _Place) -> Pending:
     shape, strides = tuple(tensor.shape), tensor.stride()
     plain = not (tensor.is_conj() or tensor.is_neg())
     if tensor.is_contiguous() and strides == strides_of(shape, None):
-        return _whole(place, tensor, None, dense=plain)
+        return _whole(place.leaves, tensor, None, dense=plain)
     once = tuple(1 if step == 0 else size for size, step in zip(shape, strides, strict=True))
     if once != shape and 0 not in shape:
         tensor = tensor.as_strided(once, [step or 1 for step in strides])
@@ -181,9 +186,11 @@ def _alone(place: _Place) -> Pending:
         return _together([place])
     dense_strides = strides_of(once, order)
     dense = plain and _same_strides(once, tensor.stride(), dense_strides)
-    pending = _whole(place, tensor, order, dense=dense)
-    if once != shape and 0 not in shape:
-        view = [0 if step == 0 else new for step, new in zip(strides, dense_strides, strict=True)]
+    pending = _whole(place.leaves, tensor, order, dense=dense)
+    steps = zip(strides, dense_strides, strict=True)
+    view = [old if dense or old == 0 else new for old, new in steps]
+    if (once, view) != (shape, list(dense_strides)):
+        # Dimensions of stride 0, or odd strides of dimensions of size 1, which torch may look at.
         pending.whole = []
         entry: list[Node] = [pending.dtype, 0, list(shape), list(view)]
         pending.views = [(leaf, entry) for leaf in place.leaves]
@@ -191,16 +198,20 @@ def _alone(place: _Place) -> Pending:
 
 
 def _whole(
-    place: _Place, tensor: torch.Tensor, order: tuple[int, ...] | None, *, dense: bool
+    leaves: Sequence[Occurrence],
+    tensor: torch.Tensor,
+    order: tuple[int, ...] | None,
+    *,
+    dense: bool,
 ) -> Pending:
     return Pending(
-        position=place.leaves[0].position,
-        dtype=_name(place),
+        position=leaves[0].position,
+        dtype=_name(tensor),
         shape=tuple(tensor.shape),
         order=order,
         payload=TensorBytes(tensor, order, dense=dense),
-        paths=[leaf.path for leaf in place.leaves],
-        whole=place.leaves,
+        paths=[leaf.path for leaf in leaves],
+        whole=list(leaves),
     )
 
 
@@ -234,7 +245,7 @@ def _together(group: list[_Place]) -> Pending:
                 return _add_views(pending, rest, low)
     first = min(group, key=lambda place: place.leaves[0].position)
     if all(place.tensor.dtype == first.tensor.dtype for place in group):
-        dtype, name, item = first.tensor.dtype, _name(first), first.item
+        dtype, name, item = first.tensor.dtype, _name(first.tensor), first.item
     else:
         dtype, name, item = torch.uint8, "uint8", 1
         low -= low % largest  # offsets of views are whole elements of their own
@@ -254,7 +265,7 @@ def _together(group: list[_Place]) -> Pending:
 def _add_views(pending: Pending, places: Sequence[_Place], low: int) -> Pending:
     for place in places:
         shape, strides = list(place.tensor.shape), list(place.tensor.stride())
-        entry: list[Node] = [_name(place), place.start - low, [*shape], [*strides]]
+        entry: list[Node] = [_name(place.tensor), place.start - low, [*shape], [*strides]]
         pending.views += [(leaf, entry) for leaf in place.leaves]
         pending.paths += [leaf.path for leaf in place.leaves]
         pending.position = min(pending.position, place.leaves[0].position)

@@ -97,7 +97,7 @@ def build_dtype(node: Node) -> np.dtype[Any]:
     else:
         raise CorruptObjectError("a NumPy dtype is not valid")
     try:
-        dtype = np.dtype(spec)
+        dtype: np.dtype[Any] = np.dtype(spec)
     except (TypeError, ValueError, OverflowError) as error:
         raise CorruptObjectError(f"a NumPy dtype is not valid: {error}") from error
     if dtype.hasobject:

@@ -1,9 +1,10 @@
 """From a nested state to a skeleton and a list of tensors; nothing is pickled, nothing is guessed.
 
-What is kept: values, order, types of containers, which tensors share memory and which are one object,
-dtype, shape, memory order, Parameter and Buffer, ``requires_grad``. What is not: the autograd graph,
-``.grad``, hooks and attributes set on tensors; that one plain container occurs twice; that a NumPy
-array shares memory with anything but itself; gaps between elements (stored densely).
+What is kept: values, order, types of containers, which tensors share memory and which are one
+object, dtype, shape, memory order, Parameter and Buffer, ``requires_grad``. What is not: the
+autograd graph, ``.grad``, hooks and attributes set on tensors; that one plain container occurs
+twice; that a NumPy array shares memory with anything but itself; gaps between elements (stored
+densely); that a NumPy array is read-only or a memory map.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ckptstore.tensors.adapters import TypeAdapter, adapters_by_type
 from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolve_storage
 from ckptstore.tensors.arrays import TWINS, describe_dtype, scalar_bytes
 from ckptstore.tensors.memory import dtype_text
+from ckptstore.tensors.plain import datetime_node, file_path_node, int_node, key_node, str_node
 from ckptstore.tensors.quantized import describe_quantized
 from ckptstore.tensors.refusals import refusal
 from ckptstore.tensors.source import ArrayBytes, BlobBytes, SourceTensor
@@ -130,7 +132,7 @@ class _Walker:
         self._enter(value, path, depth)
         entries: list[Node] = []
         for key, item in value.items():
-            entries.append(key if type(key) is str and key.isascii() else _key(key, path))
+            entries.append(key if type(key) is str and key.isascii() else key_node(key, path))
             entries.append(self.walk(item, (*path, key), depth + 1))
         self._open.discard(id(value))
         return entries
@@ -176,7 +178,7 @@ class _Walker:
 
     def on_set(self, value: Iterable[Any], path: Path, _depth: int) -> Node:
         tag = "s" if isinstance(value, set) else "fs"
-        nodes = [_key(item, path, "the set") for item in value]
+        nodes = [key_node(item, path, "the set") for item in value]
         nodes.sort(key=repr)  # sets have no order; equal sets get equal bytes
         return [tag, *nodes]
 
@@ -198,13 +200,15 @@ class _Walker:
     # --- plain values -----------------------------------------------------------------------
 
     def on_int(self, value: int, path: Path, _depth: int) -> Node:
-        return _int(value, path)
+        return int_node(value, path)
 
     def on_str(self, value: str, path: Path, _depth: int) -> Node:
         if len(value) < limits.INLINE_BYTES_MAX // 4:
-            return _str(value)
+            return str_node(value)
         raw = value.encode("utf-8", "surrogatepass")
-        return _str(value) if len(raw) < limits.INLINE_BYTES_MAX else self._blob(raw, "str", path)
+        return (
+            str_node(value) if len(raw) < limits.INLINE_BYTES_MAX else self._blob(raw, "str", path)
+        )
 
     def on_bytes(self, value: bytes, path: Path, _depth: int) -> Node:
         return value if len(value) < limits.INLINE_BYTES_MAX else self._blob(value, "bytes", path)
@@ -332,55 +336,6 @@ def _flags(tensor: torch.Tensor, path: Path) -> int:
     return flags
 
 
-def _int(value: int, path: Path) -> Node:
-    if -(1 << 63) <= value < (1 << 63):
-        return value
-    if value.bit_length() > limits.INT_DIGITS_MAX * 3:
-        raise StateError(
-            f"{path_text(path)!r} is an integer of {value.bit_length()} bits",
-            hint="keep it as bytes (int.to_bytes)",
-        )
-    return ["i", str(value)]
-
-
-def _str(value: str) -> Node:
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return ["u", value.encode("utf-8", "surrogatepass")]
-    return value
-
-
-def _key(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: ANN401 - anything hashable
-    kind = type(key)
-    if kind is str:
-        return _str(key)
-    if kind is int:
-        return _int(key, path)
-    if (kind is float and key == key) or kind is bool or kind is bytes or key is None:
-        return key  # type: ignore[no-any-return]
-    if kind is tuple:
-        return ["t", *(_key(item, path, where) for item in key)]
-    raise StateError(
-        f"{path_text(path)!r}: {where} it is {key!r}, a {kind.__module__}.{kind.__qualname__}",
-        hint="keys and set elements are str, int, float (not NaN), bool, None, bytes or tuples",
-    )
-
-
-def _file_path(_walker: _Walker, value: pathlib.PurePath, _path: Path, _depth: int) -> Node:
-    kind = "purewindows" if isinstance(value, pathlib.PureWindowsPath) else "pureposix"
-    return ["p", "path" if isinstance(value, pathlib.Path) else kind, _str(str(value))]
-
-
-def _datetime(_walker: _Walker, value: dt.datetime, path: Path, _depth: int) -> Node:
-    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
-        raise StateError(
-            f"{path_text(path)!r} is a datetime in the zone {value.tzinfo!r}",
-            hint="convert it to UTC: value.astimezone(datetime.timezone.utc)",
-        )
-    return ["dm", value.isoformat(), value.fold]
-
-
 def _family(value: object) -> Callable[[_Walker, Any, Path, int], Node] | None:
     """Return the handler of a value whose class is not listed, but has a listed base."""
     if isinstance(value, torch.Tensor):
@@ -420,11 +375,11 @@ _HANDLERS: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
     torch.dtype: lambda _w, v, _p, _d: ["dt", str(v).removeprefix("torch.")],
     torch.device: lambda _w, v, _p, _d: ["dv", str(v)],
     torch.Size: lambda _w, v, _p, _d: ["sz", *v],
-    pathlib.PosixPath: _file_path,
-    pathlib.WindowsPath: _file_path,
-    pathlib.PurePosixPath: _file_path,
-    pathlib.PureWindowsPath: _file_path,
-    dt.datetime: _datetime,
+    pathlib.PosixPath: lambda _w, v, _p, _d: file_path_node(v),
+    pathlib.WindowsPath: lambda _w, v, _p, _d: file_path_node(v),
+    pathlib.PurePosixPath: lambda _w, v, _p, _d: file_path_node(v),
+    pathlib.PureWindowsPath: lambda _w, v, _p, _d: file_path_node(v),
+    dt.datetime: lambda _w, v, path, _d: datetime_node(v, path),
     dt.date: lambda _w, v, _p, _d: ["da", v.isoformat()],
     dt.timedelta: lambda _w, v, _p, _d: ["td", v.days, v.seconds, v.microseconds],
 }

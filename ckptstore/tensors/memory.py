@@ -1,4 +1,4 @@
-"""The bytes of tensors: dtypes by name, strided tensors over given bytes, and views of their memory."""
+"""The bytes of tensors: dtypes by name, tensors over given bytes, and views of their memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Quantized tensors: integers, and how to read them.
 
-The scheme of a ``Q`` node is ``tensor`` (parameters: scale, zero point), ``channel`` or ``channel_float``
-(scales and zero points as tensors, axis), or ``none`` for a tensor that was allocated, but not given a
-quantizer (no parameters).
+The scheme of a ``Q`` node is ``tensor`` (parameters: scale, zero point), ``channel`` or
+``channel_float`` (scales and zero points as tensors, axis), or ``none`` for a tensor that was
+allocated, but not given a quantizer (no parameters).
 """
 
 from __future__ import annotations

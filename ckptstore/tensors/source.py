@@ -28,7 +28,7 @@ class Payload(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SourceTensor:
-    """One tensor to save. Reads the caller's memory: nobody may change it until the save is done."""
+    """One tensor to save. It reads the caller's memory, which must not change until it is saved."""
 
     dtype: str
     """Torch's name of the element type, without ``torch.``."""
