@@ -101,6 +101,11 @@ class Repo:
         return self.backend.url
 
     @property
+    def chunk_bytes(self) -> int:
+        """Size of a chunk before compression, in bytes."""
+        return self.superblock.chunk_bytes
+
+    @property
     def catalog(self) -> Catalog:
         """The catalog as last read; reads the log when asked for the first time.
 
