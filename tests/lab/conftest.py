@@ -1,0 +1,38 @@
+"""The lab: collected only by ``make test-lab``, which sets ``CKPTSTORE_LAB=1``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+ENABLED = os.environ.get("CKPTSTORE_LAB") == "1"
+collect_ignore_glob = [] if ENABLED else ["*"]
+
+sys.path.insert(0, str(HERE))
+pytest.register_assert_rewrite("labkit")
+
+from labkit.systems import LabPool, pool  # noqa: E402 - found through the line above
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark everything in this folder."""
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.lab)
+
+
+@pytest.fixture(scope="session")
+def lab_pool() -> Iterator[LabPool]:
+    """Start systems on demand, one at a time; the last one is ended with the session.
+
+    ``run.sh`` names the folder, and ends what is left there should pytest itself be killed.
+    """
+    folder = Path(os.environ["CKPTSTORE_LAB_FOLDER"])
+    folder.mkdir(parents=True, exist_ok=True)
+    with pool(folder) as running:
+        yield running

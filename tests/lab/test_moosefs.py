@@ -1,0 +1,27 @@
+"""MooseFS, mounted twice through FUSE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from labkit.systems import MooseFs, LabPool
+from labkit.two_clients import Clients, TwoClientTests, clients_of_mounts
+
+
+@pytest.fixture(scope="module")
+def system(lab_pool: LabPool) -> MooseFs:
+    """Return the running file system."""
+    return lab_pool.get(MooseFs)
+
+
+@pytest.fixture(scope="module")
+def clients(system: MooseFs) -> Iterator[Clients]:
+    """Open a folder through both mounts."""
+    with clients_of_mounts(system) as both:
+        yield both
+
+
+class TestTwoMounts(TwoClientTests):
+    """What two MooseFS clients see of each other."""
