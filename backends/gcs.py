@@ -126,6 +126,9 @@ class GcsBackend(Backend):
             return
 
         async def fetch(answer: Foreign) -> None:
+            if not answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
+                msg = f"get {key}: the storage ignores ranges"
+                raise StorageError(msg)
             if answer.content_length is not None and answer.content_length < wanted:
                 msg = f"{key} ends before byte {offset + wanted}"
                 raise CorruptObjectError(msg)

@@ -27,6 +27,7 @@ from ckptstore.backends.base import (
 from ckptstore.backends.mounts import find_mount
 from ckptstore.backends.oserrors import ABSENT, translate
 from ckptstore.backends.posix_publish import Folders, TempFile, publish
+from ckptstore.backends.posix_relist import is_listed
 from ckptstore.backends.posix_settings import SETTINGS, PosixSettings, settings_for
 from ckptstore.backends.posix_stream import PosixWriter
 from ckptstore.backends.posix_walk import walk
@@ -128,7 +129,7 @@ class PosixBackend(Backend):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield objects in order, reading only the folders that can hold them."""
-        return walk(self._root, check_prefix(prefix), after)
+        return walk(self._root, check_prefix(prefix), after, relist=self._settings.relist)
 
     def stat(self, key: str) -> ObjectInfo:
         """Return size and time, from an open file and not from a cache."""
@@ -196,13 +197,7 @@ class PosixBackend(Backend):
 
     def _is_absent(self, path: str) -> bool:
         """Tell whether a name that could not be opened is really not there."""
-        if not self._settings.relist:
-            return True
-        folder, name = os.path.split(path)
-        try:
-            return name not in os.listdir(folder)  # noqa: PTH208
-        except OSError:
-            return True
+        return not (self._settings.relist and is_listed(path))
 
     def __repr__(self) -> str:
         return f"PosixBackend({self.url!r}, name={self.name!r}, fs_type={self.fs_type!r})"

@@ -6,18 +6,25 @@ import os
 import stat
 from collections.abc import Iterator
 
+from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo, check_key
 from ckptstore.backends.oserrors import ABSENT, translate
+from ckptstore.backends.posix_relist import forget_listing, is_listed
 from ckptstore.errors import InvalidKeyError
 
 __all__ = ["walk"]
 
 
-def walk(root: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
+def walk(root: str, prefix: str, after: str, *, relist: bool = False) -> Iterator[ObjectInfo]:
     """Yield the objects under `root` whose key begins with `prefix` and sorts after `after`.
 
     Each folder is read at once when the walk comes to it. Symbolic links, special files, and
     names that no key may have are left out; so is what vanishes meanwhile.
+
+    Parameters
+    ----------
+    relist
+        Trust no cached listing and no cached absence of a folder (see posix_relist).
 
     Raises
     ------
@@ -25,21 +32,36 @@ def walk(root: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
         A folder could not be read.
     """
     above = prefix.rpartition("/")[0]
-    yield from _folder(root, f"{above}/" if above else "", prefix, after)
+    yield from _folder(root, f"{above}/" if above else "", prefix, after, relist)
 
 
-def _folder(root: str, base: str, prefix: str, after: str) -> Iterator[ObjectInfo]:
-    for name, entry in _entries(f"{root}/{base}".rstrip("/"), base):
+def _folder(root: str, base: str, prefix: str, after: str, relist: bool) -> Iterator[ObjectInfo]:
+    path = f"{root}/{base}".rstrip("/")
+    for name, entry in _fresh_entries(path, base) if relist else _entries(path, base):
         key = base + name
         if name.endswith("/"):
             # All keys below begin with `key`: skip it when none can qualify.
             wanted = key.startswith(prefix) or prefix.startswith(key)
             if wanted and (after < key or after.startswith(key)):
-                yield from _folder(root, key, prefix, after)
+                yield from _folder(root, key, prefix, after, relist)
         elif key > after and key.startswith(prefix):
             info = _info(entry, key)
             if info is not None:
                 yield info
+
+
+def _fresh_entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:
+    """Return the entries as the server has them now, not as this client remembers them."""
+    for _ in range(limits.STALE_TRIES):
+        try:
+            forget_listing(path)
+            break
+        except OSError as error:
+            if error.errno not in ABSENT:
+                raise translate(error, f"list {base}") from error
+            if not is_listed(path):
+                return []
+    return _entries(path, base)
 
 
 def _entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:

@@ -130,6 +130,9 @@ class S3Backend(Backend):
             answer = await fs._call_s3("get_object", **request)
             scatter = Scatter(buffers)
             async with answer["Body"] as body:
+                if not answer.get("ContentRange", "").startswith(f"bytes {offset}-"):
+                    msg = f"get {key}: the storage ignores ranges"
+                    raise StorageError(msg)
                 if answer["ContentLength"] < wanted:
                     msg = f"{key} ends before byte {offset + wanted}"
                     raise CorruptObjectError(msg)
@@ -204,7 +207,7 @@ class S3Backend(Backend):
         return {"Bucket": self._location.bucket, "Key": self._location.object_name(key)}
 
     def _call(
-        self, what: str, method: str, *, conditional: bool = False, **kwargs: object
+        self, what: str, method: str, request: dict[str, Any], *, conditional: bool = False
     ) -> Foreign:
         """Return the answer of one call of the S3 API."""
 

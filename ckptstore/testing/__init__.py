@@ -1,1 +1,6 @@
-"""See the modules."""
+"""What shows whether a storage backend can be trusted; for backends of your own too.
+
+Subclass :class:`~ckptstore.testing.conformance.BackendConformance` in a pytest module, give it a
+``backend`` fixture and a side door, and run it. ``FaultyBackend`` makes a good backend fail on
+purpose. The suite needs pytest, which ckptstore itself does not.
+"""

@@ -1,0 +1,53 @@
+"""What a conformance suite needs from its subclass: a backend, and a way around it."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = ["SideDoor", "pattern"]
+
+
+def pattern(size_bytes: int, seed: int = 0) -> bytes:
+    """Return bytes of which any shift or swap shows: a fixed sequence of period 251."""
+    period = bytes((7 * i + 31 * seed) % 251 for i in range(251))
+    return (period * (size_bytes // 251 + 1))[:size_bytes]
+
+
+class SideDoor:
+    """Looks at the storage, and changes it, without the backend under test.
+
+    A subclass sets what the three ``raw_`` methods need in its ``backend`` fixture::
+
+        class TestMine(BackendConformance):
+            backend_name = "mine"
+
+            @pytest.fixture
+            def backend(self, tmp_path):
+                self.root = tmp_path
+                backend = MyBackend(tmp_path)
+                yield backend
+                backend.close()
+
+            def raw_read(self, key): ...
+            def raw_write(self, key, data): ...
+            def raw_keys(self): ...
+    """
+
+    backend_name: ClassVar[str]
+    """``Backend.name`` of what is tested."""
+    secrets: ClassVar[tuple[str, ...]] = ()
+    """Credentials that the fixture gives to the backend; they must not show anywhere."""
+    clock_skew_s: ClassVar[float] = 120.0
+    """How far the storage's clock may be from this machine's, in seconds."""
+
+    def raw_read(self, key: str) -> bytes | None:
+        """Return the stored bytes of an object, None where there is none."""
+        raise NotImplementedError
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        """Store an object, or replace it; `key` may break the key rules."""
+        raise NotImplementedError
+
+    def raw_keys(self) -> set[str]:
+        """Return the names of everything stored, temporary files included."""
+        raise NotImplementedError

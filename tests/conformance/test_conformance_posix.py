@@ -1,0 +1,90 @@
+"""Every kind of settings of the POSIX backend keeps the contract, on a disk and in memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptstore.backends.base import Backend
+from ckptstore.backends.posix import PosixBackend, open_posix
+from ckptstore.testing.conformance import BackendConformance
+
+
+class PosixSuite(BackendConformance):
+    """Looks at the files themselves."""
+
+    root: Path
+
+    def raw_read(self, key: str) -> bytes | None:
+        """Read the file."""
+        path = self.root / key
+        return path.read_bytes() if path.is_file() else None
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        """Write the file."""
+        path = self.root / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def raw_keys(self) -> set[str]:
+        """Walk the tree, hidden files included."""
+        return {
+            os.path.relpath(Path(folder) / name, self.root)
+            for folder, _, names in os.walk(self.root)
+            for name in names
+        }
+
+
+class TestLocal(PosixSuite):
+    """A file system on a disk."""
+
+    backend_name = "local"
+    kind = ""
+
+    @pytest.fixture
+    def backend(self, tmp_path: Path) -> Iterator[Backend]:
+        """A backend on a folder that is not there yet."""
+        self.root = tmp_path / "not" / "yet"
+        backend = open_posix(str(self.root), kind=self.kind)
+        yield backend
+        backend.close()
+
+    def test_file_system_is_told(self, backend: Backend) -> None:
+        """The file system's type is known, for doctor."""
+        assert isinstance(backend, PosixBackend)
+        assert backend.fs_type not in {"", "unknown"}
+
+
+class TestTmpfs(PosixSuite):
+    """A file system in memory, without fsync worth the name and with O_DIRECT of its own."""
+
+    backend_name = "local"
+
+    @pytest.fixture
+    def backend(self) -> Iterator[Backend]:
+        """A backend in /dev/shm."""
+        self.root = Path(tempfile.mkdtemp(dir="/dev/shm"))  # noqa: S108
+        backend = open_posix(f"file://{self.root}")
+        assert backend.fs_type == "tmpfs"
+        yield backend
+        backend.close()
+        shutil.rmtree(self.root)
+
+
+class TestNfsSettingsOnDisk(TestLocal):
+    """The settings for NFS, on a disk; on real NFS they run in the lab."""
+
+    backend_name = "nfs"
+    kind = "nfs"
+
+
+class TestParallelSettingsOnDisk(TestLocal):
+    """The settings for parallel file systems, on a disk; on real ones they run in the lab."""
+
+    backend_name = "parallel"
+    kind = "parallel"

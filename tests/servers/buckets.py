@@ -1,0 +1,125 @@
+"""Side doors to buckets: other clients than those under test."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any, Self
+from urllib.parse import quote
+
+import boto3
+import requests
+from botocore.client import Config
+from botocore.exceptions import ClientError
+from local_servers import SECRET
+
+__all__ = ["PREFIX", "GcsBucket", "S3Bucket"]
+
+PREFIX = "some/Place/"
+"""Where in a bucket the tested store lies; upper case, which keys may not have."""
+
+
+class S3Bucket:
+    """A bucket through boto3."""
+
+    def __init__(self, endpoint_url: str) -> None:
+        self.endpoint_url = endpoint_url
+        self.name = f"bucket-{uuid.uuid4().hex[:12]}"
+        self.url = f"s3://{self.name}/{PREFIX.rstrip('/')}"
+        self._client: Any = boto3.client(
+            "s3",
+            endpoint_url=endpoint_url,
+            aws_access_key_id="labaccess",
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+            config=Config(
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3={"addressing_style": "path"},
+            ),
+        )
+        self._client.create_bucket(Bucket=self.name)
+
+    def options(self, endpoint_url: str = "") -> dict[str, object]:
+        """Return storage options for the backend under test, perhaps through a proxy."""
+        return {
+            "key": "labaccess",
+            "secret": SECRET,
+            "endpoint_url": endpoint_url or self.endpoint_url,
+            "client_kwargs": {"region_name": "us-east-1"},
+        }
+
+    def read(self, key: str) -> bytes | None:
+        """Return the stored bytes, None where there is no object."""
+        try:
+            answer = self._client.get_object(Bucket=self.name, Key=PREFIX + key)
+        except ClientError as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+                return None
+            raise
+        data: bytes = answer["Body"].read()
+        return data
+
+    def write(self, key: str, data: bytes) -> None:
+        """Store an object."""
+        self._client.put_object(Bucket=self.name, Key=PREFIX + key, Body=data)
+
+    def keys(self) -> set[str]:
+        """Return the keys of all objects; none may lie outside the prefix."""
+        found = set()
+        for page in self._client.get_paginator("list_objects_v2").paginate(Bucket=self.name):
+            for item in page.get("Contents", ()):
+                assert item["Key"].startswith(PREFIX)
+                found.add(item["Key"].removeprefix(PREFIX))
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+
+class GcsBucket:
+    """A bucket through plain HTTP."""
+
+    def __init__(self, endpoint_url: str) -> None:
+        self.endpoint_url = endpoint_url
+        self.name = f"bucket-{uuid.uuid4().hex[:12]}"
+        self.url = f"gs://{self.name}/{PREFIX.rstrip('/')}"
+        self._session = requests.Session()
+        self._call("POST", "/storage/v1/b", json={"name": self.name})
+
+    def options(self, endpoint_url: str = "") -> dict[str, object]:
+        """Return storage options for the backend under test, perhaps through a proxy."""
+        return {"token": "anon", "endpoint_url": endpoint_url or self.endpoint_url}
+
+    def read(self, key: str) -> bytes | None:
+        """Return the stored bytes, None where there is no object."""
+        path = f"/storage/v1/b/{self.name}/o/{quote(PREFIX + key, safe='')}?alt=media"
+        answer = self._session.get(self.endpoint_url + path, timeout=30)
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+        return answer.content
+
+    def write(self, key: str, data: bytes) -> None:
+        """Store an object."""
+        path = f"/upload/storage/v1/b/{self.name}/o?uploadType=media"
+        self._call("POST", f"{path}&name={quote(PREFIX + key, safe='')}", data=data)
+
+    def keys(self) -> set[str]:
+        """Return the keys of all objects; none may lie outside the prefix."""
+        items = self._call("GET", f"/storage/v1/b/{self.name}/o").json().get("items", [])
+        assert all(item["name"].startswith(PREFIX) for item in items)
+        return {item["name"].removeprefix(PREFIX) for item in items}
+
+    def _call(self, method: str, path: str, **request: Any) -> requests.Response:  # noqa: ANN401
+        answer = self._session.request(method, self.endpoint_url + path, timeout=30, **request)
+        answer.raise_for_status()
+        return answer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._session.close()

