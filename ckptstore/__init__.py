@@ -1,1 +1,64 @@
-"""ckptstore."""
+"""ckptstore: a content-addressed, verified store for the checkpoints of deep-learning training.
+
+Only names that cost nothing are imported here; the rest is loaded when it is first used, so that
+``import ckptstore`` and the command line stay quick and do not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from ckptstore.errors import CkptStoreError
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint.lazy import LazyTensor, LazyVersion
+    from ckptstore.events import Progress
+    from ckptstore.model import RoleBytes, RunInfo, Version
+    from ckptstore.store import Run, Store
+    from ckptstore.store import open_store as open
+    from ckptstore.tensors.adapters import TypeAdapter
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CkptStoreError",
+    "LazyTensor",
+    "LazyVersion",
+    "Progress",
+    "RoleBytes",
+    "Run",
+    "RunInfo",
+    "Store",
+    "TypeAdapter",
+    "Version",
+    "open",
+]
+
+_LAZY = {
+    "LazyTensor": ("ckptstore.checkpoint.lazy", "LazyTensor"),
+    "LazyVersion": ("ckptstore.checkpoint.lazy", "LazyVersion"),
+    "Progress": ("ckptstore.events", "Progress"),
+    "RoleBytes": ("ckptstore.model", "RoleBytes"),
+    "Run": ("ckptstore.store", "Run"),
+    "RunInfo": ("ckptstore.model", "RunInfo"),
+    "Store": ("ckptstore.store", "Store"),
+    "TypeAdapter": ("ckptstore.tensors.adapters", "TypeAdapter"),
+    "Version": ("ckptstore.model", "Version"),
+    "open": ("ckptstore.store", "open_store"),
+}
+
+if not TYPE_CHECKING:  # so that type checkers still report misspelled names
+
+    def __getattr__(name: str) -> object:
+        """Import the module behind a lazily exported name (PEP 562)."""
+        if name in _LAZY:
+            module, attribute = _LAZY[name]
+            return getattr(importlib.import_module(module), attribute)
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)
+
+
+def __dir__() -> list[str]:
+    """List the public names, lazy ones included."""
+    return sorted(__all__)

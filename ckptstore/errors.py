@@ -7,7 +7,8 @@
     |   |-- InvalidKeyError             a storage key breaks the key rules
     |   |-- InvalidRefError             text that is not a ref
     |   |-- InvalidUrlError             a location that no backend serves
-    |   `-- StateError (TypeError)      the state holds something that cannot be represented
+    |   |-- StateError (TypeError)      the state holds something that cannot be represented
+    |   `-- TensorIndexError (IndexError)  an index outside a tensor, or of a kind it does not take
     |-- NotFoundError (LookupError)     what was named is not there
     |   |-- StoreNotFoundError
     |   |-- RunNotFoundError
@@ -71,6 +72,7 @@ __all__ = [
     "StoragePermissionError",
     "StoreExistsError",
     "StoreNotFoundError",
+    "TensorIndexError",
     "TensorNotFoundError",
     "TransientStorageError",
     "UnsafeBackendError",
@@ -140,6 +142,12 @@ class StateError(InvalidInputError, TypeError):
     """The state holds something that cannot be represented; the message names its path."""
 
     kind = "state"
+
+
+class TensorIndexError(InvalidInputError, IndexError):
+    """An index outside a stored tensor, or of a kind that it does not take."""
+
+    kind = "tensor_index"
 
 
 class NotFoundError(CkptStoreError, LookupError):

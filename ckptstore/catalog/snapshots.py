@@ -20,7 +20,7 @@ from ckptstore.errors import CkptStoreError, CorruptObjectError, ObjectExistsErr
 from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_key, snapshot_number
 from ckptstore.format.snapshot import decode_snapshot, encode_snapshot
 
-__all__ = ["due", "period", "read_newest_first", "warn_unconfirmed", "write"]
+__all__ = ["due", "period", "read_newest_first", "read_one", "warn_unconfirmed", "write"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -53,18 +53,31 @@ def read_newest_first(backend: Backend) -> Iterator[Catalog]:
     """
     numbers = _numbers(backend)
     for number in sorted(numbers, reverse=True)[: limits.SNAPSHOT_TRIES_MAX]:
-        key = snapshot_key(number)
         try:
-            data = backend.get(key, bytes_max=limits.SNAPSHOT_STORED_BYTES_MAX)
-            body = decode_snapshot(data, where=key)
-            if body.number != number:
-                msg = f"{key} holds the catalog after commit {body.number}"
-                raise CorruptObjectError(msg)
-            catalog = Catalog.from_snapshot(body, where=key)
+            catalog = read_one(backend, number)
         except CkptStoreError as error:
             _log.warning("skipped a catalog snapshot, the log is read instead: %s", error)
             continue
         yield catalog
+
+
+def read_one(backend: Backend, number: int) -> Catalog:
+    """Return the catalog in one snapshot.
+
+    Raises
+    ------
+    CorruptObjectError
+        It is damaged, or of another number than its name says.
+    ObjectNotFoundError, StorageError
+        It cannot be read.
+    """
+    key = snapshot_key(number)
+    data = backend.get(key, bytes_max=limits.SNAPSHOT_STORED_BYTES_MAX)
+    body = decode_snapshot(data, where=key)
+    if body.number != number:
+        msg = f"{key} holds the catalog after commit {body.number}"
+        raise CorruptObjectError(msg)
+    return Catalog.from_snapshot(body, where=key)
 
 
 def warn_unconfirmed(number: int) -> None:

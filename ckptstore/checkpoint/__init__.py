@@ -1,1 +1,1 @@
-"""See the modules."""
+"""One version's tensors: writing a state, reading it back whole, in part, or lazily."""

@@ -34,8 +34,18 @@ from ckptstore.objects.packs import PackSink
 __all__ = ["Source", "Written", "write_pieces"]
 
 
+class Payload(Protocol):
+    """The bytes of one tensor, dense, in stored order."""
+
+    def view(self) -> memoryview | None:
+        """Return the bytes in place, or None where they are not in host memory as stored."""
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on. Called from several threads at once."""
+
+
 class Source(Protocol):
-    """The bytes of one tensor, wherever they are."""
+    """One tensor to write, wherever its bytes are."""
 
     @property
     def nbytes(self) -> int:
@@ -46,18 +56,16 @@ class Source(Protocol):
         """Return torch's name of the dtype, without ``torch.``."""
 
     @property
-    def item_bytes(self) -> int:
+    def itemsize(self) -> int:
         """Return the bytes of one element; 1 where elements are smaller than a byte."""
 
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one step of the outermost dimension in memory order."""
 
-    def view(self) -> memoryview | None:
-        """Return the bytes in place, or None where they are not in host memory as stored."""
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on. Called from several threads at once."""
+    @property
+    def payload(self) -> Payload:
+        """Return where its bytes are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +78,7 @@ class Written:
     is_new: npt.NDArray[np.bool_]
     """``bool[pieces]``: written by this save, not shared."""
     stored_new: npt.NDArray[np.int64]
-    """``int64[pieces]``: bytes that this save stored for the piece, its share of headers included."""
+    """``int64[pieces]``: bytes this save stored for the piece, its share of the header included."""
     pack_bytes: int
     """Bytes of all packs that were written."""
     packs_count: int
@@ -223,7 +231,7 @@ def _plan(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...],
         layout = layout_of(source.dtype)
         slot = first[-1]
         if source.nbytes >= limits.SMALL_TENSOR_BYTES:
-            length = piece_bytes(source.row_bytes, source.item_bytes, chunk_bytes)
+            length = piece_bytes(source.row_bytes, source.itemsize, chunk_bytes)
             for start, size in cut(source.nbytes, length):
                 jobs.append(_large(source, slot, start, size, layout))
                 slot += 1
@@ -317,7 +325,7 @@ class _Run:
     ) -> bool:
         """Write one piece as a chunk of its own, unless it is known; return whether it was."""
         source = job.sources[0]
-        if shared and (view := source.view()) is not None:
+        if shared and (view := source.payload.view()) is not None:
             # Digest in place: nothing is stored from these bytes, so no copy is needed to keep
             # them still.
             piece = view[job.start : job.start + job.length]
@@ -399,9 +407,9 @@ class _Run:
 
 def _stage(source: Source, start: int, out: memoryview) -> None:
     """Copy bytes of a tensor into host memory that no one else writes."""
-    view = source.view()
+    view = source.payload.view()
     if view is None:
-        source.copy_into(start, out)
+        source.payload.copy_into(start, out)
     else:
         np.copyto(
             np.frombuffer(out, np.uint8), np.frombuffer(view[start : start + len(out)], np.uint8)

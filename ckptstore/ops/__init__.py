@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Maintenance of a store: verify, usage. No torch."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeAlias
 
 import torch
@@ -102,6 +102,7 @@ class Destination:
         self._record = record
         self._device = device
         self._into = into
+        self._done: torch.Tensor | None = None
         self.view: memoryview
         """Writable CPU memory for the tensor's bytes, in stored order."""
         if into is not None:
@@ -118,9 +119,16 @@ class Destination:
         self.view = memory_of(self._storage, 0, record.nbytes)
 
     def finish(self) -> torch.Tensor:
-        """Return the tensor, moved to its device. `view` must have been filled."""
-        if self._into is not None:
-            return self._into
+        """Return the tensor, moved to its device. `view` must have been filled.
+
+        May be called again; the host memory of other devices is given back at the first call.
+        """
+        if self._done is None:
+            self._done = self._into if self._into is not None else self._tensor()
+            del self.view, self._storage
+        return self._done
+
+    def _tensor(self) -> torch.Tensor:
         record, storage = self._record, self._storage
         if self._device.type != "cpu":
             memory = tensor_over(storage, torch.uint8, 0, (record.nbytes,), (1,))
@@ -202,6 +210,28 @@ class Restorer:
         if into is not None:
             self._plan_into(into)
         self._finished: dict[int, Destination] = {}
+
+    def batches(self, host_bytes: int) -> Iterator[list[int]]:
+        """Yield the needed indices in batches, to be read and finished one after another.
+
+        Tensors for the CPU are decoded where they stay, and make one batch; those for other
+        devices pass through host memory, `host_bytes` at a time (one tensor at least).
+        """
+        stay = [i for i in self.needed if self._devices.get(i, _CPU).type == "cpu"]
+        if stay:
+            yield stay
+        batch: list[int] = []
+        filled = 0
+        for index in self.needed:
+            if self._devices.get(index, _CPU).type == "cpu":
+                continue
+            if batch and filled + self._records[index].nbytes > host_bytes:
+                yield batch
+                batch, filled = [], 0
+            batch.append(index)
+            filled += self._records[index].nbytes
+        if batch:
+            yield batch
 
     def destination(self, index: int) -> Destination:
         """Return the memory for record `index`; call it once an index. Allocates."""

@@ -1,0 +1,72 @@
+"""Manifests of one store, checked when read; the last few are kept."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from ckptstore import limits
+from ckptstore.errors import CorruptObjectError, ObjectNotFoundError
+from ckptstore.format import manifest as manifests
+from ckptstore.format.manifest import Manifest
+from ckptstore.hashing import blake3_hex
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["Manifests"]
+
+# Manifests kept in memory. Source: a run needs its head (to share with) and what it loads; one of
+# 1 TB takes some 16 MB.
+_KEPT = 4
+
+
+class Manifests:
+    """Reads manifests of a store. Safe to use from any thread; what it returns is immutable."""
+
+    def __init__(self, repo: Repo) -> None:
+        self._repo = repo
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Manifest] = OrderedDict()
+
+    def load(self, version: Version) -> Manifest:
+        """Return the manifest of a version.
+
+        Raises
+        ------
+        CorruptObjectError
+            It is missing, or not what the commit says; the message names version and object.
+        StorageError
+            The storage failed.
+        """
+        with self._lock:
+            if version.id in self._kept:
+                self._kept.move_to_end(version.id)
+                return self._kept[version.id]
+        manifest = self._read(version)
+        self.keep(manifest)
+        return manifest
+
+    def keep(self, manifest: Manifest) -> None:
+        """Remember a manifest, because the next save shares with it."""
+        with self._lock:
+            self._kept[manifest.version] = manifest
+            self._kept.move_to_end(manifest.version)
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+
+    def _read(self, version: Version) -> Manifest:
+        key = version.manifest_key
+        named = f"{key} of version {version.run}@{version.step} (#{version.id[:8]})"
+        hint = "run ckptstore verify; other versions are not affected"
+        if version.manifest_bytes > limits.MANIFEST_STORED_BYTES_MAX:
+            msg = f"manifest {named}: {version.manifest_bytes} bytes are over the limit"
+            raise CorruptObjectError(msg, hint=hint)
+        try:
+            data = self._repo.backend.get(key, bytes_max=version.manifest_bytes)
+        except ObjectNotFoundError as error:
+            msg = f"manifest {named} is gone"
+            raise CorruptObjectError(msg, hint=hint) from error
+        if len(data) != version.manifest_bytes or blake3_hex(data) != version.manifest_digest:
+            msg = f"manifest {named} does not match the digest in commit {version.commit}"
+            raise CorruptObjectError(msg, hint=hint)
+        return manifests.decode(data, where=named, version=version.id)

@@ -1,0 +1,93 @@
+"""How many bytes a store takes, and what for: by run, version and role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY
+from ckptstore.model import RoleBytes, Version
+from ckptstore.repo import Repo
+
+__all__ = ["ObjectTotals", "StoreStats", "VersionUsage", "store_stats", "sum_roles", "usage"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionUsage:
+    """What one version took when it was saved."""
+
+    version: Version
+    total: RoleBytes
+    """Over all roles."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectTotals:
+    """The objects of one kind."""
+
+    count: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """A store as a whole."""
+
+    runs_count: int
+    versions_count: int
+    commits_count: int
+    total: RoleBytes
+    """Over all versions: what they hold, what was new, what that took."""
+    roles: dict[str, RoleBytes] = field(default_factory=dict)
+    objects: dict[str, ObjectTotals] = field(default_factory=dict)
+    """By kind (``packs``, ``manifests``, ``commits``, ``snapshots``, ``store.json``), as listed."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all objects that were listed."""
+        return sum(totals.size_bytes for totals in self.objects.values())
+
+
+def sum_roles(parts: Iterable[RoleBytes]) -> RoleBytes:
+    """Return the sum of byte counts."""
+    logical = new = stored = 0
+    for part in parts:
+        logical, new, stored = logical + part.logical, new + part.new, stored + part.stored
+    return RoleBytes(logical=logical, new=new, stored=stored)
+
+
+def usage(catalog: Catalog, run: str | None = None) -> list[VersionUsage]:
+    """Return what each version took, oldest first; reads nothing but the catalog."""
+    return [
+        VersionUsage(version=version, total=sum_roles(version.roles.values()))
+        for version in catalog.versions(run)
+    ]
+
+
+def store_stats(repo: Repo) -> StoreStats:
+    """Return the totals of a store; lists every object.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    catalog = repo.refresh()
+    versions = list(catalog.versions())
+    roles: dict[str, list[RoleBytes]] = {}
+    for version in versions:
+        for role, part in version.roles.items():
+            roles.setdefault(role, []).append(part)
+    objects = {}
+    for prefix in (STORE_KEY, *OBJECT_PREFIXES):
+        sizes = [info.size_bytes for info in repo.backend.list(prefix)]
+        objects[prefix.rstrip("/")] = ObjectTotals(count=len(sizes), size_bytes=sum(sizes))
+    return StoreStats(
+        runs_count=len(catalog.runs()),
+        versions_count=len(versions),
+        commits_count=catalog.number,
+        total=sum_roles(part for version in versions for part in version.roles.values()),
+        roles={role: sum_roles(parts) for role, parts in roles.items()},
+        objects=objects,
+    )

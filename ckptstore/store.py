@@ -1,0 +1,520 @@
+"""The facade: what users hold. It delegates and holds no algorithm.
+
+Importing this module does not import torch: what needs tensors is imported when it is first used,
+so that the command line stays quick.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+from ckptstore import limits
+from ckptstore.catalog import changes
+from ckptstore.catalog.metrics import check_directions
+from ckptstore.catalog.refs import parse_ref, resolve
+from ckptstore.config import Options, workers_default
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.names import check_run_name
+from ckptstore.model import RunInfo, Version
+from ckptstore.repo import open_repo
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint.lazy import LazyVersion
+    from ckptstore.checkpoint.manifests import Manifests
+    from ckptstore.format.commit import Commit, Direction
+    from ckptstore.format.paths import Pattern
+    from ckptstore.format.superblock import Superblock
+    from ckptstore.ops.usage import StoreStats, VersionUsage
+    from ckptstore.ops.verify import Level, VerifyReport
+    from ckptstore.repo import Repo
+    from ckptstore.tensors.adapters import TypeAdapter
+    from ckptstore.tensors.restore import MapLocation
+
+__all__ = ["Run", "Store", "open_store"]
+
+
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    read_only: bool = False,
+    single_writer: bool = False,
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    host_bytes: int = limits.HOST_BYTES_DEFAULT,
+    workers: int | None = None,
+    codec: str = "auto",
+    **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
+) -> Store:
+    """Open the store at a location. Exported as ``ckptstore.open``.
+
+    Parameters
+    ----------
+    url
+        A path, or any fsspec URL: ``/data/ckpts``, ``s3://bucket/ckpts``, ``gs://bucket/ckpts``,
+        ``memory://name``.
+    create
+        Make a store where there is none; opens it where there is one.
+    read_only
+        Refuse every write.
+    single_writer
+        You vouch that no one else writes while this store is open. Needed only on storage that
+        cannot create an object conditionally (see ``ckptstore doctor``).
+    chunk_bytes
+        Size of chunks of a new store, in bytes.
+    host_bytes
+        Host memory for chunks in flight, in bytes, of one save or load.
+    workers
+        Threads that hash, encode and decode; by default the usable processors, at most 8.
+    codec
+        ``auto``, ``raw`` or ``zstd``; see :data:`ckptstore.codecs.registry.CODEC_CHOICES`.
+    storage_options
+        Handed to the storage library (s3fs, gcsfs, ...), such as ``endpoint_url`` or ``profile``.
+        Credentials belong into their usual chains, not here.
+
+    Raises
+    ------
+    StoreNotFoundError
+        There is no store, and `create` is False.
+    UnsafeBackendError
+        A store is to be created where several writers would lose commits.
+    StorageError
+        The storage failed, or refused the credentials.
+    """
+    options = Options(
+        host_bytes=host_bytes,
+        workers=workers_default() if workers is None else workers,
+        codec=codec,
+        read_only=read_only,
+        single_writer=single_writer,
+    )
+    repo = open_repo(
+        os.fspath(url),
+        create=create,
+        options=options,
+        chunk_bytes=chunk_bytes,
+        storage_options=storage_options,
+    )
+    return Store(repo)
+
+
+class Store:
+    """One location with everything in it; made by :func:`ckptstore.open`.
+
+    A context manager. Any thread may use it. Close it when no save or load is running.
+    """
+
+    def __init__(self, repo: Repo) -> None:
+        self._repo = repo
+        self._kept: Manifests | None = None
+
+    def __repr__(self) -> str:
+        """Return the location, without credentials."""
+        return f"<Store {self.url}>"
+
+    def __enter__(self) -> Self:
+        """Return the store itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the store."""
+        self.close()
+
+    def close(self) -> None:
+        """Release connections; idempotent. Nothing is lost: every save was durable on return."""
+        self._repo.close()
+
+    @property
+    def url(self) -> str:
+        """The location, without credentials."""
+        return self._repo.url
+
+    @property
+    def info(self) -> Superblock:
+        """Format, features, chunk size, and what the probe found."""
+        return self._repo.superblock
+
+    @property
+    def repo(self) -> Repo:
+        """The opened location, for maintenance and integrations."""
+        return self._repo
+
+    @property
+    def _manifests(self) -> Manifests:
+        if self._kept is None:
+            from ckptstore.checkpoint.manifests import Manifests
+
+            self._kept = Manifests(self._repo)
+        return self._kept
+
+    # --- looking ------------------------------------------------------------------------------
+
+    def run(self, name: str, *, metrics: Mapping[str, str] | None = None) -> Run:
+        """Return a run to save to or load from; it appears in the catalog with its first save.
+
+        Parameters
+        ----------
+        metrics
+            Metric to ``"min"`` or ``"max"``: which way it gets better. Needed for ``best:METRIC``.
+
+        Raises
+        ------
+        InvalidInputError
+            The name is not accepted.
+        """
+        return Run(self, check_run_name(name), check_directions(metrics or {}))
+
+    def runs(self) -> list[RunInfo]:
+        """Return all runs, by name.
+
+        Raises
+        ------
+        StorageError, CorruptObjectError
+            The log cannot be read.
+        """
+        return self._repo.refresh().runs()
+
+    def versions(self, run: str | None = None) -> list[Version]:
+        """Return all versions of a run, or of the store, oldest first.
+
+        Raises
+        ------
+        RunNotFoundError
+            There is no such run.
+        """
+        return list(self._repo.refresh().versions(run))
+
+    def resolve(self, ref: str) -> Version:
+        """Return the version that a ref names: ``run@1200``, ``run@best:val_loss``, ``#3fa9`` ...
+
+        Raises
+        ------
+        InvalidRefError
+            The text is not a ref.
+        RunNotFoundError, VersionNotFoundError
+            It names nothing.
+        """
+        return resolve(self._repo.refresh(), parse_ref(ref))
+
+    def version(self, ref: str) -> LazyVersion:
+        """Return a version to be read lazily; reads its manifest and no data.
+
+        Raises
+        ------
+        CorruptObjectError
+            The manifest is damaged. Else as :meth:`resolve`.
+        """
+        return self._lazy(self.resolve(ref))
+
+    def _lazy(self, version: Version) -> LazyVersion:
+        from ckptstore.checkpoint.content import read_content
+        from ckptstore.checkpoint.lazy import LazyVersion
+
+        return LazyVersion(self._repo, version, read_content(self._manifests.load(version)))
+
+    def log(self, *, first: int = 1) -> list[Commit]:
+        """Return the commits from number `first` on, oldest first; reads each of them.
+
+        Raises
+        ------
+        CorruptObjectError
+            A commit is damaged or the history was changed; the message names it.
+        """
+        return list(self._repo.log.commits(first))
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def load(
+        self,
+        ref: str,
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        map_location: MapLocation = None,
+        into: object = None,
+        adapters: Sequence[TypeAdapter] = (),
+        progress: ProgressCallback = silent,
+    ) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return the state of a version, every byte checked.
+
+        Parameters
+        ----------
+        ref
+            Names the version; see :meth:`resolve`.
+        include, exclude
+            Patterns of paths, such as ``"model.*"``; ``*`` also crosses dots, and a path stands
+            for everything below it. Only the chunks that are needed are fetched.
+        map_location
+            As in ``torch.load``, but None means the CPU.
+        into
+            A state whose tensors are filled in place (``model.state_dict()``, say) and returned.
+            After an error they may hold anything.
+        adapters
+            For objects that were saved through a :class:`ckptstore.TypeAdapter`.
+        progress
+            Called with the bytes done.
+
+        Raises
+        ------
+        VersionNotFoundError, TensorNotFoundError
+            The ref or a pattern names nothing.
+        CorruptTensorError
+            A stored tensor is damaged; names it. Other tensors can still be loaded.
+        StorageError
+            The storage failed.
+        """
+        return self.version(ref).load(
+            include=include,
+            exclude=exclude,
+            map_location=map_location,
+            into=into,
+            adapters=adapters,
+            progress=progress,
+        )
+
+    # --- changing -----------------------------------------------------------------------------
+
+    def tag(self, ref: str, tag: str) -> Version:
+        """Give a version a tag in its run; a tag of this name moves. Return the version.
+
+        Raises
+        ------
+        InvalidInputError
+            The tag is not accepted (digits only, ``latest``, ``best:...`` and ``~...`` are refs).
+        ReadOnlyError, UnsafeBackendError, StorageError
+            It could not be committed.
+        """
+        version = self.resolve(ref)
+        self._repo.log.append(lambda now: changes.tag(now, version.run, version.id, tag))
+        return self._repo.catalog.version(version.id)
+
+    def annotate(self, ref: str, metrics: Mapping[str, float]) -> Version:
+        """Add metrics to a version, or replace their values; return the version.
+
+        Raises
+        ------
+        InvalidInputError
+            A metric is not a number.
+        ReadOnlyError, UnsafeBackendError, StorageError
+            It could not be committed.
+        """
+        version = self.resolve(ref)
+        self._repo.log.append(lambda now: changes.annotate(now, version.id, metrics))
+        return self._repo.catalog.version(version.id)
+
+    # --- maintenance --------------------------------------------------------------------------
+
+    def usage(self, run: str | None = None) -> list[VersionUsage]:
+        """Return the bytes of each version, oldest first, from the catalog alone.
+
+        Raises
+        ------
+        RunNotFoundError
+            There is no such run.
+        """
+        from ckptstore.ops.usage import usage
+
+        return usage(self._repo.refresh(), run)
+
+    def stats(self) -> StoreStats:
+        """Return the totals of the store; lists every object.
+
+        Raises
+        ------
+        StorageError
+            The storage failed.
+        """
+        from ckptstore.ops.usage import store_stats
+
+        return store_stats(self._repo)
+
+    def verify(
+        self,
+        refs: Sequence[str] | None = None,
+        *,
+        level: Level = "full",
+        progress: ProgressCallback = silent,
+    ) -> VerifyReport:
+        """Check that what the catalog names is there and is what was written; change nothing.
+
+        Parameters
+        ----------
+        refs
+            Versions to check; all, and the log itself, if None.
+        level
+            ``full`` reads every byte, ``records`` only records and sizes.
+
+        Returns
+        -------
+        VerifyReport
+            Its ``ok`` says whether anything was found.
+
+        Raises
+        ------
+        CorruptObjectError
+            The log itself is damaged.
+        StorageError
+            The storage failed, so that the check is not complete.
+        """
+        from ckptstore.ops.verify import verify
+
+        versions = None if refs is None else [self.resolve(ref) for ref in refs]
+        return verify(
+            self._repo, self._manifests, versions=versions, level=level, progress=progress
+        )
+
+
+class Run:
+    """A named line of training in a store; made by :meth:`Store.run`. Any thread may use it."""
+
+    def __init__(self, store: Store, name: str, directions: Mapping[str, Direction]) -> None:
+        self._store = store
+        self._directions = directions
+        self.name = name
+
+    def __repr__(self) -> str:
+        """Return name and location."""
+        return f"<Run {self.name} of {self._store.url}>"
+
+    @property
+    def info(self) -> RunInfo:
+        """The run as the catalog knows it; raises RunNotFoundError before its first save."""
+        return self._store.repo.refresh().run(self.name)
+
+    @property
+    def head(self) -> Version | None:
+        """The version that the next save continues; None before the first save."""
+        catalog = self._store.repo.refresh()
+        return catalog.head(self.name) if catalog.has_run(self.name) else None
+
+    def versions(self) -> list[Version]:
+        """Return the versions of the run, oldest first; none before its first save."""
+        catalog = self._store.repo.refresh()
+        return list(catalog.versions(self.name)) if catalog.has_run(self.name) else []
+
+    def save(
+        self,
+        state: object,
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        roles: Mapping[Pattern, str] | None = None,
+        codec: str | None = None,
+        adapters: Sequence[TypeAdapter] = (),
+        progress: ProgressCallback = silent,
+    ) -> Version:
+        """Save a state; return when it is durable and visible.
+
+        Tensors that the run's head holds already cost a digest and no bytes. Nothing is pickled.
+
+        Parameters
+        ----------
+        state
+            Nested dicts and lists of tensors, NumPy arrays and plain values; no other thread may
+            change it meanwhile.
+        step
+            Of the training, from 0 on. A step that was saved before gets a further version.
+        metrics
+            Name to number; NaN is allowed and never best.
+        tags
+            Names for this version within the run.
+        metadata
+            A JSON object of the user's own.
+        roles
+            Pattern of paths to ``weights``, ``optimizer``, ``rng``, ``data`` or ``extra``, where
+            the conventions (the top-level keys) do not fit.
+        codec
+            Overrides the store's for this save.
+        adapters
+            Ways to represent objects of other types.
+        progress
+            Called with the bytes done.
+
+        Raises
+        ------
+        StateError
+            The state holds something that cannot be represented; names its path. Nothing was
+            written.
+        InvalidInputError
+            A name, metric or step is not accepted. Nothing was written.
+        ReadOnlyError, UnsafeBackendError
+            The store cannot be written to. Nothing was written.
+        StorageError
+            The storage failed; no version appeared.
+        AmbiguousWriteError
+            The storage gave no clear answer to the commit itself, and none when asked again: the
+            version may appear. ``versions()`` tells, once the storage answers.
+        """
+        from ckptstore.checkpoint.save import SaveRequest, save_version
+
+        request = SaveRequest(
+            run=self.name,
+            step=step,
+            directions=self._directions,
+            metrics=metrics or {},
+            tags=tags,
+            metadata=metadata or {},
+            roles=roles or {},
+            codec=codec or self._store.repo.options.codec,
+            adapters=adapters,
+            progress=progress,
+        )
+        return save_version(self._store.repo, self._store._manifests, state, request)
+
+    def resolve(self, ref: str | int = "latest") -> Version:
+        """Return a version of this run: ``latest``, a step, a tag, ``best:METRIC`` or ``~N``.
+
+        Raises
+        ------
+        InvalidRefError, RunNotFoundError, VersionNotFoundError
+            As :meth:`Store.resolve`.
+        """
+        catalog = self._store.repo.refresh()
+        parsed = parse_ref(str(ref), run=self.name)
+        return resolve(catalog, parsed, directions=self._directions)
+
+    def version(self, ref: str | int = "latest") -> LazyVersion:
+        """Return a version to be read lazily; see :meth:`Store.version`."""
+        return self._store._lazy(self.resolve(ref))
+
+    def load(
+        self,
+        ref: str | int = "latest",
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        map_location: MapLocation = None,
+        into: object = None,
+        adapters: Sequence[TypeAdapter] = (),
+        progress: ProgressCallback = silent,
+    ) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return the state of a version of this run; see :meth:`Store.load`."""
+        return self.version(ref).load(
+            include=include,
+            exclude=exclude,
+            map_location=map_location,
+            into=into,
+            adapters=adapters,
+            progress=progress,
+        )
+
+    def tag(self, ref: str | int, tag: str) -> Version:
+        """Give a version of this run a tag; see :meth:`Store.tag`."""
+        return self._store.tag(f"#{self.resolve(ref).id}", tag)
+
+    def untag(self, tag: str) -> None:
+        """Take a tag away.
+
+        Raises
+        ------
+        VersionNotFoundError
+            The run has no such tag.
+        """
+        self._store.repo.log.append(lambda now: changes.untag(now, self.name, tag))
+
+    def annotate(self, ref: str | int, metrics: Mapping[str, float]) -> Version:
+        """Add metrics to a version of this run; see :meth:`Store.annotate`."""
+        return self._store.annotate(f"#{self.resolve(ref).id}", metrics)
