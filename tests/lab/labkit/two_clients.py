@@ -47,7 +47,7 @@ class TwoClientTests:
     def test_new_object_is_read_at_once(self, clients: Clients, folder: str) -> None:
         """What one client has created, the other reads and lists at once."""
         one, two = clients
-        for n in range(10):
+        for n in range(30):
             one.ask("put_if_absent", key=f"{folder}{n}", text=f"content {n}")
             assert two.ask("get", key=f"{folder}{n}") == f"content {n}"
             assert two.ask("list", prefix=folder) == [f"{folder}{m}" for m in range(n + 1)]
