@@ -112,7 +112,7 @@ def _format(node: Node, shape: Sequence[int]) -> object:
 
 def scalar_bytes(value: np.generic) -> bytes:
     """Return the bytes of a NumPy scalar."""
-    return np.asarray(value).tobytes()
+    return np.asarray(value).tobytes() if value.dtype.itemsize else b""
 
 
 def build_scalar(dtype: np.dtype[Any], data: bytes) -> object:
@@ -126,7 +126,7 @@ def build_scalar(dtype: np.dtype[Any], data: bytes) -> object:
     if len(data) != dtype.itemsize:
         raise CorruptObjectError(f"a NumPy scalar of {dtype} has {len(data)} bytes")
     if not data:
-        return dtype.type()
+        return np.zeros((), dtype)[()]
     array: np.ndarray[Any, Any] = np.ndarray((), dtype, buffer=bytearray(data))
     return array[()]
 

@@ -14,7 +14,7 @@ import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import torch
@@ -40,6 +40,9 @@ from ckptstore.tensors.refusals import refusal
 from ckptstore.tensors.source import ArrayBytes, BlobBytes, SourceTensor
 
 __all__ = ["FlatState", "flatten"]
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -271,7 +274,7 @@ class _Walker:
         return node
 
     def _quantized(self, value: torch.Tensor, flags: int, path: Path, depth: int) -> Node:
-        parts = describe_quantized(value)
+        parts = _at(path, describe_quantized, value)
         self._kept.append(parts)
         inner = self._occurrence(parts.integers, id(value), flags, path)
         shape: Node = None if parts.shape is None else [*parts.shape]
@@ -315,8 +318,13 @@ class _Walker:
 
 
 def _numpy_dtype(dtype: np.dtype[Any], path: Path) -> Node:
+    return _at(path, describe_dtype, dtype)
+
+
+def _at(path: Path, describe: Callable[[_T], _R], value: _T) -> _R:
+    """Return the description of `value`; an error gets the path."""
     try:
-        return describe_dtype(dtype)
+        return describe(value)
     except StateError as error:
         raise StateError(f"{path_text(path)!r}: {error.message}", hint=error.hint) from error
 

@@ -130,7 +130,8 @@ class ArrayBytes:
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array
+        # As raw bytes, so that padding is copied and no byte order is interpreted.
+        self._array = array.view(np.dtype((np.void, array.itemsize))) if array.itemsize else array
 
     def view(self) -> memoryview | None:
         """Return the memory of a C-contiguous array."""
@@ -185,16 +186,16 @@ def _copy_rows(
     stop = start + len(out)
     first, last = -(-start // row), stop // row
     if first > last:  # inside of one row
-        _copy_rows(source[last], item, start - last * row, out, put)
+        _copy_rows(source[last, ...], item, start - last * row, out, put)
         return
     head = first * row - start
     tail = stop - last * row
     if head:
-        _copy_rows(source[first - 1], item, row - head, out[:head], put)
+        _copy_rows(source[first - 1, ...], item, row - head, out[:head], put)
     if last > first:
         put(source[first:last], out[head : len(out) - tail])
     if tail:
-        _copy_rows(source[last], item, 0, out[len(out) - tail :], put)
+        _copy_rows(source[last, ...], item, 0, out[len(out) - tail :], put)
 
 
 def _put_array(part: np.ndarray[Any, Any], out: memoryview) -> None:
