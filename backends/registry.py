@@ -29,6 +29,8 @@ ENTRY_POINTS: Final = "ckptstore.backends"
 FACTORIES: Final[dict[str, str]] = {
     "": "ckptstore.backends.posix:open_posix",
     "file": "ckptstore.backends.posix:open_posix",
+    # fsspec's name for the same; its own local files look before they create.
+    "local": "ckptstore.backends.posix:open_posix",
     "memory": "ckptstore.backends.memory:open_memory",
     "s3": "ckptstore.backends.s3:open_s3",
     "s3a": "ckptstore.backends.s3:open_s3",

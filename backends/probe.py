@@ -1,0 +1,329 @@
+"""Finds out what a storage really does, by doing it: never trust a claim of put-if-absent.
+
+Everything happens under ``probe/<random>/`` and is removed again. A store is created only on what
+was found here, and ``ckptstore doctor`` prints the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any, Final, Self
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CorruptObjectError,
+    FormatError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    TransientStorageError,
+    UnsafeBackendError,
+)
+from ckptstore.events import Progress, ProgressCallback, silent
+
+__all__ = ["Check", "ProbeReport", "probe"]
+
+_BODY_BYTES: Final = 64 * limits.KIB
+_RACER_S: Final = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One thing that was tried."""
+
+    name: str
+    passed: bool
+    detail: str
+    """What was seen, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReport:
+    """What was found out about a storage; goes into the superblock as JSON."""
+
+    backend: str
+    """``Backend.name`` of what was probed."""
+    put_if_absent: PutIfAbsent
+    """``atomic`` only if everything else passed too: a log needs fresh listings as well."""
+    checks: tuple[Check, ...]
+    clock_offset_s: float
+    """The storage's clock minus ours, in seconds."""
+    latencies_ms: Mapping[str, float]
+    """Median time of each operation on a small object, in milliseconds."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether a store with many writers can live here."""
+        return self.put_if_absent is PutIfAbsent.ATOMIC
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "backend": self.backend,
+            "put_if_absent": self.put_if_absent.value,
+            "checks": [asdict(check) for check in self.checks],
+            "clock_offset_s": self.clock_offset_s,
+            "latencies_ms": dict(self.latencies_ms),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Return the report that ``to_dict`` gave.
+
+        Raises
+        ------
+        FormatError
+            If it is none.
+        """
+        try:
+            return cls(
+                backend=str(values["backend"]),
+                put_if_absent=PutIfAbsent(values["put_if_absent"]),
+                checks=tuple(
+                    Check(name=str(c["name"]), passed=bool(c["passed"]), detail=str(c["detail"]))
+                    for c in values["checks"]
+                ),
+                clock_offset_s=float(values["clock_offset_s"]),
+                latencies_ms={str(k): float(v) for k, v in values["latencies_ms"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            msg = f"not a probe report: {error}"
+            raise FormatError(msg) from error
+
+
+def probe(
+    backend: Backend,
+    *,
+    environment: Environment = SYSTEM,
+    progress: ProgressCallback = silent,
+) -> ProbeReport:
+    """Try out a storage; writes, reads and deletes about a hundred small objects.
+
+    Parameters
+    ----------
+    backend
+        With its retry wrapper, so that a busy moment is not taken for a finding.
+
+    Raises
+    ------
+    StorageError
+        The storage could not be written or read at all (permissions, no such bucket, no space).
+    """
+    run = _Probe(backend, environment, progress)
+    try:
+        return run.report()
+    finally:
+        run.clean()
+
+
+class _Probe:
+    """One probe under way."""
+
+    def __init__(
+        self, backend: Backend, environment: Environment, progress: ProgressCallback
+    ) -> None:
+        self._backend = backend
+        self._environment = environment
+        self._progress = progress
+        self._root = f"probe/{environment.random_hex(8)}/"
+        self._body = bytes(i * 37 % 251 for i in range(_BODY_BYTES))
+        self._checks: list[Check] = []
+        self._seconds: dict[str, list[float]] = {}
+        self._offset = 0.0
+
+    def report(self) -> ProbeReport:
+        """Run all checks in order."""
+        steps: list[tuple[str, Callable[[], tuple[bool, str]]]] = [
+            ("read after write", self._read_after_write),
+            ("ranged read", self._ranged_read),
+            ("list after write", self._list_after_write),
+            ("storage clock", self._clock),
+            ("delete", self._delete),
+        ]
+        verdict = self._create_twice()
+        if verdict is PutIfAbsent.ATOMIC:
+            verdict = self._race()
+        for name, step in steps:
+            passed, detail = step()
+            self._note(name, detail, passed=passed)
+            if not passed and verdict is PutIfAbsent.ATOMIC:
+                verdict = PutIfAbsent.UNKNOWN
+        return ProbeReport(
+            backend=self._backend.name,
+            put_if_absent=verdict,
+            checks=tuple(self._checks),
+            clock_offset_s=round(self._offset, 3),
+            latencies_ms={
+                name: round(median(seconds) * 1000, 3) for name, seconds in self._seconds.items()
+            },
+        )
+
+    def clean(self) -> None:
+        """Remove everything; what a failing storage makes impossible is left behind."""
+        for info in list(self._backend.list(self._root)):
+            self._backend.delete(info.key)
+
+    def _create_twice(self) -> PutIfAbsent:
+        key = f"{self._root}twice"
+        try:
+            with self._timed("create"):
+                self._backend.put_if_absent(key, b"first")
+        except UnsafeBackendError as error:
+            self._note("create twice", f"refused: {error.message}", passed=False)
+            return PutIfAbsent.REFUSED
+        except AmbiguousWriteError as error:
+            self._note("create twice", f"no clear answer: {error.message}", passed=False)
+            return PutIfAbsent.UNKNOWN
+        told = False
+        try:
+            self._backend.put_if_absent(key, b"second")
+        except ObjectExistsError:
+            told = True
+        except (UnsafeBackendError, AmbiguousWriteError) as error:
+            self._note("create twice", f"no clear answer: {error.message}", passed=False)
+            return PutIfAbsent.UNKNOWN
+        kept = self._backend.get(key, bytes_max=100) == b"first"
+        answer = "told" if told else "not told"
+        fate = "stands" if kept else "is lost"
+        detail = f"the second was {answer}, the first {fate}"
+        self._note("create twice", detail, passed=told and kept)
+        return PutIfAbsent.ATOMIC if told and kept else PutIfAbsent.IGNORED
+
+    def _race(self) -> PutIfAbsent:
+        """Let several threads create one name at once, over and over.
+
+        Storage that makes no claim is raced for longer: one that looks first and writes then gets
+        most rounds right.
+        """
+        creators, rounds, unclear = limits.PROBE_CREATORS, 0, 0
+        claimed = self._backend.capabilities.put_if_absent is PutIfAbsent.ATOMIC
+        more_s = 0.0 if claimed else limits.PROBE_RACE_S
+        end = self._environment.monotonic() + more_s
+        with ThreadPoolExecutor(creators) as pool:
+            while rounds < limits.PROBE_ROUNDS or (
+                rounds < limits.PROBE_ROUNDS_MAX and self._environment.monotonic() < end
+            ):
+                winners, owner = self._round(pool, f"{self._root}race-{rounds}", creators)
+                rounds += 1
+                if owner is None:
+                    unclear += 1
+                elif winners != {owner}:
+                    detail = (
+                        f"{len(winners)} of {creators} creators were told that they won"
+                        f" in round {rounds}"
+                    )
+                    self._note("race", detail, passed=False)
+                    return PutIfAbsent.IGNORED
+        detail = f"one winner in {rounds - unclear} of {rounds} rounds of {creators} creators"
+        self._note("race", detail, passed=not unclear)
+        return PutIfAbsent.UNKNOWN if unclear else PutIfAbsent.ATOMIC
+
+    def _round(
+        self, pool: ThreadPoolExecutor, key: str, creators: int
+    ) -> tuple[set[int], int | None]:
+        """Return who won or may have won, and whose bytes stand; None if that is nobody's."""
+        gate = threading.Barrier(creators)
+
+        def create(who: int) -> bool | None:
+            gate.wait(_RACER_S)
+            try:
+                self._backend.put_if_absent(key, self._racer_body(who))
+            except ObjectExistsError:
+                return False
+            except (AmbiguousWriteError, TransientStorageError):
+                return None
+            return True
+
+        told = list(pool.map(create, range(creators)))
+        try:
+            body = self._backend.get(key, bytes_max=_BODY_BYTES)
+        except ObjectNotFoundError:
+            return set(), None
+        owners = [who for who in range(creators) if body == self._racer_body(who)]
+        winners = {who for who, answer in enumerate(told) if answer}
+        if not owners:
+            return winners, None
+        # A creator who heard nothing, or heard "exists" from its own second try, may own it.
+        return winners or {owners[0]}, owners[0]
+
+    def _racer_body(self, who: int) -> bytes:
+        return f"racer {who} ".encode() * 200
+
+    def _read_after_write(self) -> tuple[bool, str]:
+        for index in range(limits.PROBE_ROUNDS):
+            key = f"{self._root}read-{index}"
+            with self._timed("put"):
+                self._backend.put(key, self._body)
+            try:
+                with self._timed("get"):
+                    found = self._backend.get(key, bytes_max=_BODY_BYTES)
+            except ObjectNotFoundError:
+                return False, "a written object was not found"
+            if found != self._body:
+                return False, "a written object came back changed"
+        return True, f"{limits.PROBE_ROUNDS} objects were there at once"
+
+    def _ranged_read(self) -> tuple[bool, str]:
+        key = f"{self._root}read-0"
+        parts = [memoryview(bytearray(size)) for size in (1000, 1, 3000)]
+        try:
+            with self._timed("ranged get"):
+                self._backend.read_into(key, 12345, parts)
+        except (CorruptObjectError, ObjectNotFoundError) as error:
+            return False, error.message
+        if b"".join(parts) != self._body[12345 : 12345 + 4001]:
+            return False, "other bytes came back"
+        try:
+            self._backend.read_into(key, _BODY_BYTES - 1, [memoryview(bytearray(2))])
+        except CorruptObjectError:
+            return True, "ranges are exact, and an end of the object is noticed"
+        return False, "a read beyond the end was not noticed"
+
+    def _list_after_write(self) -> tuple[bool, str]:
+        expected = [f"{self._root}read-{index}" for index in range(limits.PROBE_ROUNDS)]
+        with self._timed("list"):
+            found = [info.key for info in self._backend.list(f"{self._root}read-")]
+        rest = [i.key for i in self._backend.list(f"{self._root}read-", after=expected[2])]
+        if found != sorted(expected) or rest != sorted(expected)[3:]:
+            return False, f"{len(found)} of {len(expected)} new objects were listed"
+        return True, f"all {len(expected)} new objects were listed at once"
+
+    def _clock(self) -> tuple[bool, str]:
+        key = f"{self._root}clock"
+        self._backend.put(key, b"")
+        now = self._environment.now_ms() / 1000
+        with self._timed("stat"):
+            info = self._backend.stat(key)
+        self._offset = info.modified_at - now
+        return True, f"{self._offset:+.1f} s from ours"
+
+    def _delete(self) -> tuple[bool, str]:
+        key = f"{self._root}read-1"
+        with self._timed("delete"):
+            self._backend.delete(key)
+        try:
+            self._backend.get(key, bytes_max=_BODY_BYTES)
+        except ObjectNotFoundError:
+            listed = key in {info.key for info in self._backend.list(self._root)}
+            return not listed, "it is still listed" if listed else "gone at once"
+        return False, "a deleted object could still be read"
+
+    def _note(self, name: str, detail: str, *, passed: bool) -> None:
+        self._checks.append(Check(name=name, passed=passed, detail=detail))
+        self._progress(
+            Progress(stage="probe", done=len(self._checks), total=7, unit="checks", detail=name)
+        )
+
+    @contextmanager
+    def _timed(self, operation: str) -> Iterator[None]:
+        start = self._environment.monotonic()
+        yield
+        seconds = self._environment.monotonic() - start
+        self._seconds.setdefault(operation, []).append(seconds)
