@@ -32,6 +32,7 @@ from ckptstore.objects.writer import Written, write_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.flatten import FlatState, flatten
+from ckptstore.tensors.source import settle
 
 __all__ = ["SaveRequest", "save_version"]
 
@@ -83,6 +84,7 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     _build(catalog, request, version, pointer=_NOWHERE, content="0" * 64, roles={}, receipt={})
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
     known = KnownPieces([cache.load(parent).pieces] if parent is not None else [])
+    settle(flat.tensors)
     staged = environment.monotonic()
     written = write_pieces(
         flat.tensors,

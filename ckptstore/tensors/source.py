@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,11 +13,17 @@ from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.paths import Path
 from ckptstore.tensors.memory import as_integers, memory_of, offset_of, tensor_over
 
-__all__ = ["ArrayBytes", "BlobBytes", "Payload", "SourceTensor", "TensorBytes"]
+__all__ = ["ArrayBytes", "BlobBytes", "Payload", "SourceTensor", "TensorBytes", "settle"]
+
+_CPU = torch.device("cpu")
 
 
 class Payload(Protocol):
     """The bytes of one tensor, dense, in stored order. Safe to read from several threads."""
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the bytes are."""
 
     def view(self) -> memoryview | None:
         """Return the CPU memory itself, without a copy; None if the bytes do not lie there so."""
@@ -71,6 +77,17 @@ class SourceTensor:
         self.payload.copy_into(start, out)
 
 
+def settle(tensors: Iterable[SourceTensor]) -> None:
+    """Wait until what was queued on the devices before this call has been done.
+
+    Work that the calling thread has queued on its current stream is then in the tensors' memory,
+    so that worker threads, which have streams of their own, read what the caller sees.
+    """
+    devices = {tensor.payload.device for tensor in tensors} - {_CPU}
+    for device in devices:
+        torch.accelerator.current_stream(device).synchronize()
+
+
 class TensorBytes:
     """A strided torch tensor on any device.
 
@@ -88,6 +105,11 @@ class TensorBytes:
         self._tensor = tensor
         self._order = order
         self._dense = dense
+
+    @property
+    def device(self) -> torch.device:
+        """Return the tensor's device."""
+        return self._tensor.device
 
     def _flat(self) -> torch.Tensor:
         tensor = self._tensor
@@ -129,6 +151,8 @@ class ArrayBytes:
         Already transposed to the order in which it is stored; any strides.
     """
 
+    device = _CPU
+
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
         # As raw bytes, so that padding is copied and no byte order is interpreted.
         self._array = array.view(np.dtype((np.void, array.itemsize))) if array.itemsize else array
@@ -150,6 +174,8 @@ class ArrayBytes:
 
 class BlobBytes:
     """Bytes that are kept as a tensor of uint8."""
+
+    device = _CPU
 
     def __init__(self, data: bytes | bytearray) -> None:
         self._data = memoryview(data)
