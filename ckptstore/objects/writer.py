@@ -88,6 +88,8 @@ class Written:
 class _Job:
     """One piece of a large tensor, or a batch of small tensors of one layout."""
 
+    small: bool
+    """A batch. The length does not tell: the last piece of a large tensor may be short."""
     sources: tuple[Source, ...]
     slot: int
     """Row of the first piece; the pieces of a batch are listed in `slots`."""
@@ -249,13 +251,20 @@ def _plan(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...],
 
 def _large(source: Source, slot: int, start: int, length: int, layout: Layout) -> _Job:
     return _Job(
-        sources=(source,), slot=slot, slots=(slot,), start=start, length=length, layout=layout
+        small=False,
+        sources=(source,),
+        slot=slot,
+        slots=(slot,),
+        start=start,
+        length=length,
+        layout=layout,
     )
 
 
 def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> _Job:
     members = tuple(members)
     return _Job(
+        small=True,
         sources=tuple(source for source, _ in members),
         slot=members[0][1],
         slots=tuple(slot for _, slot in members),
@@ -311,10 +320,10 @@ class _Run:
         shared = True  # whether the last piece was shared: the next one then is, most likely
         try:
             while (job := take()) is not None:
-                if len(job.sources) == 1 and job.length >= limits.SMALL_TENSOR_BYTES:
-                    shared = self._large_piece(turn, job, buffer, sink, shared=shared)
-                else:
+                if job.small:
                     self._small_pieces(turn, job, buffer, sink)
+                else:
+                    shared = self._large_piece(turn, job, buffer, sink, shared=shared)
                 self._advance(job.length)
         except BaseException:
             self.stop.set()
