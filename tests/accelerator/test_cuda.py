@@ -1,7 +1,6 @@
 """States that live on a CUDA device: saved from it, loaded to it, and never read too early.
 
-Skipped as a whole on a machine without such a device; ``docs/concepts/performance.md`` says where
-it was run last.
+Skipped as a whole on a machine without such a device: run this folder on one before a release.
 """
 
 from __future__ import annotations
