@@ -54,9 +54,7 @@ class _Checker:
         self._nodes = 0
 
     def check(self, node: object, path: Path, depth: int) -> None:
-        self._nodes += 1
-        if self._nodes > limits.STATE_NODES_MAX:
-            raise LimitError(f"the state has more than {limits.STATE_NODES_MAX} values")
+        self._count()
         if type(node) in _PLAIN:
             return
         if type(node) is not list or not node or type(node[0]) is not str:
@@ -84,6 +82,11 @@ class _Checker:
                 raise _bad(path, f"unknown tag {tag[:40]!r}")
             rule(self, node, path, depth)
 
+    def _count(self) -> None:
+        self._nodes += 1
+        if self._nodes > limits.STATE_NODES_MAX:
+            raise LimitError(f"the state has more than {limits.STATE_NODES_MAX} values")
+
     def _map(self, tag: str, node: list[object], path: Path, depth: int) -> None:
         start = MAPS[tag]
         _require(len(node) >= start and (len(node) - start) % 2 == 0, path, "a key has no value")
@@ -93,7 +96,8 @@ class _Checker:
             names = node[1][1::2] if isinstance(node[1], list) else []
             _require(all(type(name) is str for name in names), path, "an attribute has no name")
         if tag == "dd":
-            _require(node[1] is None or node[1] in _FACTORIES, path, "unknown default factory")
+            known = node[1] is None or (type(node[1]) is str and node[1] in _FACTORIES)
+            _require(known, path, "unknown default factory")
         seen: set[Key] = set()
         for at in range(start, len(node), 2):
             key = self._key(node[at], path, depth)
@@ -102,6 +106,7 @@ class _Checker:
             self.check(node[at + 1], (*path, key), depth + 1)
 
     def _key(self, node: object, path: Path, depth: int) -> Key:
+        self._count()
         if type(node) is list:
             _require(depth < limits.STATE_DEPTH_MAX, path, "a key is nested too deep")
             _require(len(node) > 0 and node[0] in ("t", "i", "u"), path, "not a dict key")
@@ -115,7 +120,6 @@ class _Checker:
     def members(self, node: list[object], path: Path, depth: int) -> None:
         seen: set[Key] = set()
         for item in node[1:]:
-            self._nodes += 1
             key = self._key(item, path, depth + 1)
             _require(key not in seen, path, "a set has an element twice")
             seen.add(key)

@@ -193,7 +193,9 @@ class Builder:
         if target is not None:
             source = self._plain_tensor(node)
             mine, theirs = as_integers(target), as_integers(source)
-            if mine.data_ptr() != theirs.data_ptr() or mine.stride() != theirs.stride():
+            if target.is_conj() or target.is_neg():
+                target.detach().copy_(source)
+            elif mine.data_ptr() != theirs.data_ptr() or mine.stride() != theirs.stride():
                 mine.copy_(theirs)
             return target
         name = repr(node)

@@ -1,0 +1,233 @@
+"""A hostile skeleton gets a typed error and bounded memory; nothing is built from it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import pickle
+import random  # noqa: TID251 - seeded below
+from collections import deque
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from ckptstore.errors import CkptStoreError, CorruptObjectError, LimitError
+from ckptstore.format.skeleton import decode, encode
+from ckptstore.format.skeleton_check import validate
+from ckptstore.tensors.flatten import flatten
+from ckptstore.tensors.restore import Destination, Restorer
+
+SIZES = [64, 0]
+
+DAMAGED: list[Any] = [
+    # shape of nodes
+    [], [3], [None, 1], ["nope"], [["d"]], {"a": 1}, msgspec.msgpack.Ext(5, b"x"),
+    ["d", "a"], ["d", "a", 1, "a", 2], ["d", 1, 1, True, 2], ["d", float("nan"), 1],
+    ["d", ["l"], 1], ["d", ["t", ["d"]], 1], ["d", ["u", b"\xff\xfe"], 1], ["d", ["u", "a"], 1],
+    ["d", ["i"], 1], ["d", ["t", float("nan")], 1], ["d", {}, 1],
+    ["o"], ["o", 1], ["o", ["l"]], ["o", ["d", 1, 2]], ["o", None, "a"],
+    ["dd"], ["dd", "eval"], ["dd", ["l"]], ["dd", "int", 1], ["ct", 1],
+    ["q"], ["q", -1], ["q", "a"], ["q", 1, 2, 3], ["s", 1, 1], ["s", ["l"]], ["s", ["T", 0]],
+    # plain values
+    ["c", 1.0], ["c", 1, 2], ["c", 1.0, 2.0, 3.0], ["i"], ["i", 5], ["i", "1e5"], ["i", "-"],
+    ["i", "9" * 5000], ["i", "٣"], ["i", "1_0"], ["u", "text"], ["u", b"\xff"], ["ba", "x"],
+    ["r", 1, 2], ["r", 1, 2, 0], ["r", "a", 1, 1], ["r", 1, 2, ["d"]], ["sl", 1],
+    ["p", "path"], ["p", "eval", "x"], ["p", "path", 3], ["p", "path", ["i", "3"]],
+    ["dt", 3], ["dv"], ["sz", -1], ["sz", "a"], ["sz", *[1] * 65], ["sz", 2**62, 4],
+    ["da", 1], ["dm", "x"], ["td", 1.0, 2, 3], ["m", 1], ["x", "n"], ["x", 3, None], ["x", "", 1],
+    ["nd"], ["nd", 3], ["nd", ["f", 1]], ["nd", ["f", -1, True, []]], ["nd", "x" * 2000],
+    ["nd", ["f", 1, True, [["a"]]]], ["nd", ["f", 1, True, [["a", None, "|u1", -1, []]]]],
+    ["nd", ["f", 1, True, [["a", None, "|u1", 0, [-1]]]]], ["ns", "|u1", "a"], ["ns", "|u1"],
+    # tensors
+    ["T"], ["T", 2], ["T", -1], ["T", "0"], ["T", True], ["T", 0, 16], ["T", 0, -1],
+    ["T", 0, 0, -1], ["T", 0, 0, 0, 5], ["T", 0, 0, 0, "cpu", 1], ["T", 0, None],
+    ["V", 0], ["V", 2, "uint8", 0, [1], [1]], ["V", 0, "qint8", 0, [1], [1]],
+    ["V", 0, "uint8", 0, [65], [1]], ["V", 0, "uint8", 64, [1], [1]], ["V", 0, "uint8", 65, [0],
+    [1]],
+    ["V", 0, "uint8", -1, [1], [1]], ["V", 0, "float32", 2, [1], [1]], ["V", 0, "uint8", 0, [-1],
+    [1]],
+    ["V", 0, "uint8", 0, [2], [-1]], ["V", 0, "uint8", 0, [2], [64]], ["V", 0, "uint8", 0, [2],
+    [1, 1]],
+    ["V", 0, "uint8", 0, [2**62, 4], [0, 0]], ["V", 0, "uint8", 0, [2**63], [0]],
+    ["V", 0, "uint8", 0, [2**40, 2**20], [2**40, 2**20]], ["V", 0, "uint8", 0, "ab", [1]],
+    ["V", 0, "uint8", 0, [1] * 65, [1] * 65], ["V", 0, "uint8", 1.0, [1], [1]],
+    ["V", 1, "uint8", 0, [], []],
+    ["V", ["V", 0, "uint8", 0, [1], [1]], "uint8", 0, [1], [1]],
+    ["Q", ["T", 0]], ["Q", 3, "qint8", None, "none", ["t"]],
+    ["Q", ["d"], "qint8", None, "none", ["t"]],
+    ["Q", ["T", 0], "float32", None, "none", ["t"]], ["Q", ["T", 0], "qint8", [-1], "none", ["t"]],
+    ["Q", ["T", 0], "qint8", None, "eval", ["t"]], ["Q", ["T", 9], "qint8", None, "none", ["t"]],
+    ["Q", [], "qint8", None, "none", ["t"]],
+    ["N"], ["N", 5], ["N", 0, 5], ["N", 0, "|u1", 1], ["B", 0], ["B", 0, "eval"], ["B", 7, "str"],
+    ["G", "cpu"], ["G", "cpu", ["d"]], ["G", 3, ["T", 0]], ["G", "cpu", ["V", 0, "uint8", 0, [1],
+    [1]]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", DAMAGED, ids=map(str, range(len(DAMAGED))))
+def test_damaged_nodes(node: Any) -> None:  # noqa: ANN401
+    """Each breach of the grammar is refused, and the message has the path."""
+    states: list[Any] = [node, ["d", "key", ["l", 1, node]]]
+    for state in states:
+        with pytest.raises(CorruptObjectError) as caught:
+            validate(state, SIZES)
+    assert "'key" in str(caught.value)
+
+
+def _nested(depth: int) -> list[Any]:
+    node: list[Any] = ["l"]
+    for _ in range(depth):
+        node = ["l", node]
+    return node
+
+
+def test_nesting() -> None:
+    """Deep nesting is refused by the checker, and very deep nesting by the decoder."""
+    with pytest.raises(LimitError):
+        validate(_nested(100), [])
+    with pytest.raises(CkptStoreError):
+        validate(["d", ["t", ["t", *_nested(80)[1:]]], 1], [])
+    with pytest.raises(CorruptObjectError):
+        decode(b"\x91" * 1_000_000 + b"\xc0")
+
+
+def test_keys_cannot_nest_without_end() -> None:
+    """Tuples as keys are limited in depth like everything else."""
+    key: list[Any] = ["t"]
+    for _ in range(100):
+        key = ["t", key]
+    with pytest.raises(CkptStoreError):
+        validate(["d", key, 1], [])
+    with pytest.raises(CkptStoreError):
+        validate(["s", key], [])
+
+
+def test_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More nodes, containers or bytes than a state may have are refused before they are built."""
+    monkeypatch.setattr("ckptstore.limits.STATE_NODES_MAX", 1000)
+    with pytest.raises(LimitError, match="values"):
+        validate(["l", *range(2000)], [])
+    with pytest.raises(LimitError, match="values"):
+        validate(["s", *range(2000)], [])
+    with pytest.raises(LimitError, match="containers"):
+        decode(encode(["l"])[:-2] + b"\xdd\x00\x00\x10\x00" + b"\x90" * 4096)
+    monkeypatch.setattr("ckptstore.limits.SKELETON_BYTES_MAX", 100)
+    with pytest.raises(LimitError, match="bytes"):
+        decode(b"\xc0" * 101)
+    with pytest.raises(LimitError, match="bytes"):
+        encode("x" * 101)
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", b"\x92\x01", b"\xa5ab", b"\xa1\xff", b"\x01\x01"])
+def test_not_msgpack(data: bytes) -> None:
+    """Truncated, overlong and invalid bytes are refused."""
+    with pytest.raises(CorruptObjectError):
+        decode(data)
+
+
+def test_pickles_are_only_bytes() -> None:
+    """A pickle in the place of a skeleton, or in it, is never run."""
+
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return os.abort, ()
+
+    data = pickle.dumps(Bomb())
+    with pytest.raises(CkptStoreError):
+        validate(decode(data), [])
+    validate(decode(encode(["l", data])), [])
+
+
+class _Record:
+    def __init__(self, dtype: str, shape: Any, nbytes: int, order: Any = None) -> None:  # noqa: ANN401
+        self.dtype, self.shape, self.order, self.nbytes = dtype, shape, order, nbytes
+        self.role = "weights"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        _Record("float32", (4,), 15),
+        _Record("float99", (4,), 16),
+        _Record("qint8", (4,), 4),
+        _Record("float32", (-4,), -16),
+        _Record("float32", (2, 2), 16, (0, 0)),
+        _Record("float32", (2, 2), 16, (0,)),
+        _Record("float32", (2, 2), 16, (2, 1)),
+    ],
+    ids=map(str, range(7)),
+)
+def test_damaged_records(record: Any) -> None:  # noqa: ANN401
+    """Records whose size, dtype or order is wrong get no memory."""
+    with pytest.raises(CorruptObjectError):
+        Restorer(["T", 0], [record])
+    with pytest.raises(CorruptObjectError):
+        Destination(record)
+
+
+def test_records_beyond_memory() -> None:
+    """A record of more bytes than there are is a typed error."""
+    with pytest.raises(LimitError, match="no memory"):
+        Destination(_Record("uint8", (1 << 60,), 1 << 60))
+
+
+def _load(node: Any, *records: _Record) -> Any:  # noqa: ANN401
+    validate(node, [record.nbytes for record in records])
+    restorer = Restorer(node, records)
+    for index in restorer.needed:
+        view = restorer.destination(index).view
+        view[:] = b"\x81" * len(view)
+    return restorer.build()
+
+
+U8 = _Record("uint8", (8,), 8)
+MISFITS: list[Any] = [
+    ["da", "not a date"], ["dm", "2020-13-01", 0], ["dm", "2020-01-01", 7], ["td", 10**12, 0, 0],
+    ["dv", "nowhere"], ["nd", "O"], ["nd", "f4,O"], ["nd", "|O8"], ["nd", "<M8[what]"],
+    ["nd", ["f", 8, False, [["a", None, "|O8", 0, []]]]], ["ns", "<i4", b"abc"],
+    ["ns", "|O8", b"a" * 8],
+    ["nd", ["f", 1, False, [["a", None, "<i8", 0, []]]]], ["N", 0, "<i4"], ["N", 0, "|V3"],
+    ["nd", ["f", 8, False, [["a", None, "<i4", 0, []], ["a", None, "<i4", 4, []]]]],
+    ["B", 0, "str"], ["G", "cpu", ["T", 0]], ["G", "what", ["T", 0]], ["T", 0, 1],
+    ["Q", ["T", 0], "qint32", None, "none", ["t"]],
+    ["Q", ["T", 0], "quint4x2", None, "none", ["t"]],
+    ["Q", ["T", 0], "quint4x2", [3, 3], "none", ["t"]],
+    ["Q", ["T", 0], "qint8", [8], "none", ["t"]],
+    ["Q", ["T", 0], "qint8", None, "tensor", ["t"]],
+    ["Q", ["T", 0], "qint8", None, "tensor", ["t", "a", 1]],
+    ["Q", ["T", 0], "qint8", None, "channel", ["t", 1, 2, 3]],
+    ["Q", ["T", 0], "qint8", None, "tensor", 5],
+    ["Q", ["T", 0], "qint8", None, "channel", ["t", ["T", 0], ["T", 0], 99]],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", MISFITS, ids=map(str, range(len(MISFITS))))
+def test_values_that_cannot_be_made(node: Any) -> None:  # noqa: ANN401
+    """What the grammar allows and the libraries refuse arrives as a typed error with the path."""
+    with pytest.raises(CkptStoreError):
+        _load(["d", "key", node], U8)
+
+
+def test_random_damage() -> None:
+    """Random changes of a real skeleton's bytes give some state or a typed error, nothing else."""
+    flat = torch.randn(30)
+    state: dict[str, Any] = {"a": flat, "b": flat[3:9], "c": {"x": (1, 2.5, "y", {3}, 10**30)}}
+    state["d"] = [torch.zeros(2), np.zeros(2, "<M8[s]"), np.float32(1), range(3), {1: b"x"}]
+    state["e"] = [dt.timedelta(1), torch.device("cpu"), torch.float16, deque([1], maxlen=2)]
+    taken = flatten(state)
+    good = encode(taken.skeleton)
+    records = [_Record(t.dtype, t.shape, t.nbytes, t.order) for t in taken.tensors]
+    chance = random.Random(5)
+    refused = 0
+    for _ in range(3000):
+        data = bytearray(good)
+        for _ in range(chance.randint(1, 3)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        try:
+            _load(decode(bytes(data)), *records)
+        except CkptStoreError:
+            refused += 1
+    assert refused > 1000
