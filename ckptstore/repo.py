@@ -3,7 +3,7 @@
 Creating: list the location; refuse what is a store, or remains of one; probe the storage; then
 put-if-absent ``store.json``. Of several creators at once exactly one makes the store, the others
 open it. Anything else at the location is left alone: a store may share its folder or bucket,
-since it touches nothing but ``store.json`` and its four prefixes.
+since it touches nothing but ``store.json``, its four prefixes, and ``probe/`` while it probes.
 
 Opening reads one object. Nothing is written, and the log is read when it is first asked for.
 Storage that was probed through another kind of backend (a local store now reached by NFS, say) is
