@@ -200,6 +200,10 @@ class LazyTensor:
             raise TensorIndexError(msg, hint="read it with .load()")
         return self.shape[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the first dimension, one fetch a step; slices of many rows cost less."""
+        return (self[place] for place in range(len(self)))
+
     def load(self) -> Any:  # noqa: ANN401 - a tensor, or a NumPy array where that was saved
         """Return the whole leaf, as it was saved.
 

@@ -1,0 +1,293 @@
+"""The facade, end to end on memory: save, load, refs, tags, metrics, usage, verify."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.errors import (
+    InvalidInputError,
+    ReadOnlyError,
+    RunNotFoundError,
+    StateError,
+    StoreNotFoundError,
+    TensorNotFoundError,
+    VersionNotFoundError,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
+    """Return a new local store."""
+    with ckptstore.open(tmp_path / "store", create=True) as opened:
+        yield opened
+
+
+def _training() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Linear(300, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 40)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def _assert_same(expected: object, found: object) -> None:
+    assert type(expected) is type(found)
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(found, torch.Tensor)
+        assert expected.dtype == found.dtype
+        assert torch.equal(expected, found)
+    elif isinstance(expected, dict):
+        assert isinstance(found, dict)
+        assert list(expected) == list(found)
+        for key, value in expected.items():
+            _assert_same(value, found[key])
+    elif isinstance(expected, list | tuple):
+        assert isinstance(found, list | tuple)
+        for mine, theirs in zip(expected, found, strict=True):
+            _assert_same(mine, theirs)
+    else:
+        assert expected == found
+
+
+def test_a_training_state_comes_back_and_trains_on_alike(store: ckptstore.Store) -> None:
+    """Model, optimizer and generator states are equal after a load, and so is the next step."""
+    model, optimizer = _training()
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": {"torch": torch.get_rng_state()},
+        "data": {"epoch": 3, "position": 1234},
+    }
+    store.run("small").save(state, step=3)
+    loaded = store.load("small")
+    _assert_same(state, loaded)
+
+    def one_more(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.randn(8, 40)).square().sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    torch.set_rng_state(loaded["rng"]["torch"])
+    expected = one_more(model, optimizer)
+    other, other_optimizer = _training()
+    other.load_state_dict(loaded["model"])
+    other_optimizer.load_state_dict(loaded["optimizer"])
+    torch.set_rng_state(loaded["rng"]["torch"])
+
+    assert torch.equal(expected, one_more(other, other_optimizer))
+
+
+def test_refs_name_versions(store: ckptstore.Store) -> None:
+    """Latest, steps, best, tags, steps back and ids all name the version that they should."""
+    run = store.run("r", metrics={"loss": "min", "acc": "max"})
+    ids = {}
+    for step, loss, acc in ((1, 3.0, 0.1), (2, 1.0, 0.9), (3, math.nan, 0.5), (4, 2.0, 0.9)):
+        tags = ["keep"] if step == 3 else []
+        version = run.save(
+            {"x": torch.tensor(step)}, step=step, metrics={"loss": loss, "acc": acc}, tags=tags
+        )
+        ids[step] = version.id
+    named = {
+        "r": 4,
+        "r@latest": 4,
+        "r@2": 2,
+        "r@best:loss": 2,
+        "r@best:acc": 2,
+        "r@keep": 3,
+        "r@~1": 3,
+        f"#{ids[1][:12]}": 1,
+    }
+
+    assert named == {ref: store.resolve(ref).step for ref in named}
+    assert [run.resolve(ref).step for ref in ("latest", 2, "keep")] == [4, 2, 3]
+    assert ids[3] == store.resolve("r@4").parent
+    assert store.load("r@best:loss")["x"].item() == 2
+
+
+def test_tags_move_and_go(store: ckptstore.Store) -> None:
+    """A tag names one version at a time, and nothing once it is taken away."""
+    run = store.run("r")
+    for step in (1, 2):
+        run.save({"x": step}, step=step)
+    run.tag(1, "release")
+    assert run.resolve(1).tags == ("release",)
+    run.tag("latest", "release")
+    assert (run.resolve(1).tags, run.resolve(2).tags) == ((), ("release",))
+    run.untag("release")
+    with pytest.raises(VersionNotFoundError, match="release"):
+        run.resolve("release")
+
+
+def test_metrics_arrive_later(store: ckptstore.Store) -> None:
+    """Annotations add to what the save brought, replace by name, and count for best."""
+    run = store.run("r", metrics={"bleu": "max"})
+    for step in (1, 2):
+        run.save({"x": step}, step=step, metrics={"loss": 1.0 / step})
+    run.annotate(1, {"bleu": 31.0})
+    run.annotate(2, {"bleu": 30.0, "loss": 0.25})
+
+    assert dict(run.resolve(1).metrics) == {"loss": 1.0, "bleu": 31.0}
+    assert dict(run.resolve(2).metrics) == {"loss": 0.25, "bleu": 30.0}
+    assert run.resolve("best:bleu").step == 1
+
+
+def test_an_unchanged_state_costs_no_pack(store: ckptstore.Store) -> None:
+    """A second save of the same state shares every piece; its content digest is the same."""
+    run = store.run("r")
+    state = {"w": torch.randn(500, 500), "small": [torch.randn(5) for _ in range(10)]}
+    first, second = (run.save(state, step=step) for step in (1, 2))
+
+    assert first.content == second.content
+    assert sum(part.new + part.stored for part in second.roles.values()) == 0
+    assert store.stats().objects["packs"].count == 1
+
+
+def test_equal_tensors_in_one_save_are_stored_once(store: ckptstore.Store) -> None:
+    """Equal bytes under two names cost the bytes once, and stay two tensors after a load."""
+    weight = torch.randn(400, 400)
+    version = store.run("r").save({"a": weight, "b": weight.clone(), "tied": weight}, step=1)
+    loaded = store.load("r")
+
+    assert weight.nbytes == sum(part.new for part in version.roles.values())
+    assert loaded["a"].data_ptr() == loaded["tied"].data_ptr()
+    assert loaded["a"].data_ptr() != loaded["b"].data_ptr()
+
+
+def test_partial_loads(store: ckptstore.Store) -> None:
+    """Patterns choose leaves; a pattern that matches nothing is an error that helps."""
+    model, optimizer = _training()
+    store.run("r").save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=1)
+
+    assert list(store.load("r", include=["model.*"])) == ["model"]
+    assert "optimizer" not in store.load("r", exclude=["optimizer"])
+    with pytest.raises(TensorNotFoundError, match="modle"):
+        store.load("r", include=["modle.*"])
+
+
+def test_loading_into_existing_tensors(store: ckptstore.Store) -> None:
+    """The tensors given are filled in place; a shape that differs is refused by name."""
+    model, _ = _training()
+    store.run("r").save({"model": model.state_dict()}, step=1)
+    torch.manual_seed(9)
+    other = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.Linear(300, 4))
+    target = other.state_dict()
+    store.load("r", into={"model": target})
+
+    _assert_same(model.state_dict(), other.state_dict())
+    with pytest.raises(InvalidInputError, match=r"0\.weight"):
+        store.load("r", into={"model": {"0.weight": torch.zeros(3, 3)}})
+
+
+def test_lazy_slices_equal_real_ones(store: ckptstore.Store) -> None:
+    """Any index of a lazy tensor gives what the same index of the tensor gives."""
+    big = torch.arange(3000 * 700, dtype=torch.float32).reshape(3000, 700)
+    channels = torch.randn(6, 3, 50, 60).to(memory_format=torch.channels_last)
+    store.run("r").save({"big": big, "ch": channels, "scalar": torch.tensor(2.5)}, step=1)
+    lazy = store.version("r")
+    rows = torch.tensor([1, 2999])
+    indices: list[Any] = [
+        0,
+        -1,
+        slice(10, 20),
+        slice(None, None, 7),
+        (5, slice(3, 9)),
+        (slice(0, 5), 3),
+    ]
+    indices += [(2, 3), ..., (..., 4), slice(5, 5), slice(2990, 9999), (-3, -4), rows, None]
+    for index in indices:
+        assert torch.equal(big[index], lazy["big"][index]), index
+    several: list[Any] = [2, slice(1, 3), (1, slice(None), 4), (..., 7)]
+    for index in several:
+        assert torch.equal(channels[index], lazy["ch"][index]), index
+
+    assert lazy["scalar"].load().item() == 2.5
+    assert lazy["big"].shape == (3000, 700)
+    assert len(lazy["big"]) == 3000
+    wrongs: list[Any] = [3000, -3001, (0, 700), "x", slice(None, None, -1)]
+    for wrong in wrongs:
+        with pytest.raises(IndexError) as caught:
+            lazy["big"][wrong]
+        assert isinstance(caught.value, ckptstore.CkptStoreError)
+
+
+def test_lazy_tensors_can_be_iterated(store: ckptstore.Store) -> None:
+    """Iteration ends where the tensor ends."""
+    store.run("r").save({"t": torch.arange(5)}, step=1)
+
+    assert [row.item() for row in store.version("r")["t"]] == [0, 1, 2, 3, 4]
+
+
+def test_bad_states_and_names_write_nothing(store: ckptstore.Store) -> None:
+    """What cannot be saved raises before a byte is written, and names what is wrong."""
+    run = store.run("r")
+    before = store.stats().objects
+    with pytest.raises(StateError, match=r"model\.hook"):
+        run.save({"model": {"hook": lambda: 1}}, step=1)
+    for arguments in ({"step": -1}, {"step": 1, "tags": ["12"]}, {"step": 1, "codec": "lzma"}):
+        with pytest.raises(InvalidInputError):
+            run.save({"x": torch.ones(9)}, **arguments)
+
+    assert before == store.stats().objects
+    assert store.versions() == []
+
+
+def test_missing_things_have_their_own_errors(store: ckptstore.Store, tmp_path: Path) -> None:
+    """No store, no run, no version: three errors, each with the next step."""
+    with pytest.raises(StoreNotFoundError, match="ckptstore init"):
+        ckptstore.open(tmp_path / "nothing")
+    with pytest.raises(RunNotFoundError):
+        store.load("nobody")
+    store.run("r").save({"x": 1}, step=1)
+    with pytest.raises(VersionNotFoundError):
+        store.load("r@7")
+
+
+def test_a_read_only_store_refuses_writes(tmp_path: Path) -> None:
+    """Read-only stores load and refuse saves, tags and annotations."""
+    with ckptstore.open(tmp_path, create=True) as writer:
+        writer.run("r").save({"x": torch.ones(3)}, step=1)
+    with ckptstore.open(tmp_path, read_only=True) as reader:
+        assert reader.load("r")["x"].sum().item() == 3
+        writes: list[Callable[[], object]] = [
+            lambda: reader.run("r").save({"x": 2}, step=2),
+            lambda: reader.tag("r", "t"),
+            lambda: reader.annotate("r", {"m": 1.0}),
+        ]
+        for write in writes:
+            with pytest.raises(ReadOnlyError):
+                write()
+
+
+def test_verify_finds_a_sound_store_sound(store: ckptstore.Store) -> None:
+    """Both levels check all versions and report nothing; shared chunks are read once."""
+    run = store.run("r")
+    state = {"w": torch.randn(700, 700)}
+    for step in (1, 2, 3):
+        run.save(state, step=step)
+    full, records = store.verify(), store.verify(level="records")
+
+    assert (True, 3, state["w"].nbytes) == (full.ok, full.versions_count, full.read_bytes)
+    assert (records.ok, records.read_bytes) == (True, 0)
+
+
+def test_empty_states_are_versions_too(store: ckptstore.Store) -> None:
+    """A state without tensors, or with empty ones, is saved without a pack."""
+    run = store.run("r")
+    run.save({}, step=0)
+    run.save({"e": torch.empty(0, 5), "n": None}, step=1)
+
+    assert run.load(0) == {}
+    assert run.load(1)["e"].shape == (0, 5)
+    assert store.stats().objects["packs"].count == 0
