@@ -1,0 +1,89 @@
+# What there is to do here: make help
+#
+# Needs make and Python 3.11 or newer with venv (on Debian and Ubuntu the package python3-venv).
+# Everything else goes into $(VENV); a second run finds it there.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# The first of these that is new enough makes the environment.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+# For pip when it installs torch: where the default build (with CUDA, 3 GB) is not wanted, the
+# option that leads to the index with the CPU build.
+TORCH_FROM ?=
+# Test processes.
+JOBS ?= 2
+# What pytest runs, and how: make test TESTS="tests/unit -k refs"
+TESTS ?= tests
+# Where the demo keeps its store: a path, or a URL such as s3://bucket/demo.
+STORE ?= demo-store
+
+PIP := $(BIN)/python -m pip install --quiet -c constraints-dev.txt
+TIMED = @began=$$(date +%s); $(1); echo "== $@: $$(($$(date +%s) - began)) s"
+
+.PHONY: help demo test test-lab soak coverage lint format bench docs clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+# --- the environment ----------------------------------------------------------------------------
+
+$(VENV)/.made:
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade 'pip>=25.1'
+	@touch $@
+
+# torch comes first and alone: it is most of the bytes, and nothing else decides its version.
+$(VENV)/.run: $(VENV)/.made pyproject.toml constraints-dev.txt
+	$(PIP) $(TORCH_FROM) torch
+	$(PIP) -e '.[all]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) --group dev
+	@touch $@
+
+$(VENV)/.bench: $(VENV)/.run
+	$(PIP) --group bench
+	@touch $@
+
+# --- what to do with it -------------------------------------------------------------------------
+
+demo: $(VENV)/.run ## train, save, kill -9, resume bit for bit (STORE=path or URL); 2-3 minutes
+	@if [ "$(STORE)" = demo-store ]; then rm -rf demo-store; fi
+	@$(BIN)/python docs/demo/demo.py "$(STORE)"
+
+test: lint ## checks and tests; no root, no network
+	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --durations=10 $(TESTS))
+
+test-lab: $(VENV)/.dev ## tests on real storage systems; root on Debian 12, 10 minutes
+	@PYTHON=$(abspath $(BIN))/python tests/lab/run.sh
+
+soak: $(VENV)/.dev ## the long form of the campaigns: kills, faults, power cuts
+	$(call TIMED,$(BIN)/python -m pytest -m soak --durations=10 $(TESTS))
+
+coverage: $(VENV)/.dev ## tests, and which lines and branches they miss
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --cov --cov-report=term:skip-covered $(TESTS)
+
+lint: $(VENV)/.dev ## style, types and layers
+	$(call TIMED,$(BIN)/ruff check; $(BIN)/ruff format --check; $(BIN)/mypy; $(BIN)/lint-imports)
+
+format: $(VENV)/.dev ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(VENV)/.bench ## compare with other tools; several minutes on an idle machine
+	$(BIN)/python -m benchmarks
+
+docs: $(VENV)/.dev ## run every block of the documentation, follow its links
+	@$(BIN)/python -m pytest tests/docs
+
+clean: ## remove the environment, caches, builds and the demo's store
+	rm -rf $(VENV) build dist demo-store *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage .import_linter_cache
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
