@@ -1,0 +1,1 @@
+"""What the tests of faults share: states, stores, and ways to damage them."""
