@@ -6,22 +6,27 @@ from collections.abc import Iterator
 
 import pytest
 
+from labkit.mount_suite import MountSuite
 from labkit.systems import Gluster, LabPool
 from labkit.two_clients import Clients, TwoClientTests, clients_of_mounts
 
 
 @pytest.fixture(scope="module")
-def system(lab_pool: LabPool) -> Gluster:
+def mounted(lab_pool: LabPool) -> Gluster:
     """Return the running file system."""
     return lab_pool.get(Gluster, LAYOUT="replica")
 
 
 @pytest.fixture(scope="module")
-def clients(system: Gluster) -> Iterator[Clients]:
+def clients(mounted: Gluster) -> Iterator[Clients]:
     """Open a folder through both mounts."""
-    with clients_of_mounts(system) as both:
+    with clients_of_mounts(mounted) as both:
         yield both
 
 
 class TestTwoMounts(TwoClientTests):
     """What two GlusterFS clients see of each other."""
+
+
+class TestConformance(MountSuite):
+    """The backend's contract, kept here too."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from labkit.peers import guest_peer
+from labkit.peers import PROGRAMS, guest_peer
 from labkit.systems import LabPool, Nfs
 from labkit.two_clients import Clients, TwoClientTests
+
+ROOT = Path(__file__).parent.parent.parent
+SUITE_TESTS_MIN = 30  # so that a suite which collects nothing does not pass
 
 
 @pytest.fixture(scope="module", params=["4.2", "3"])
@@ -30,3 +36,23 @@ def clients(nfs: Nfs) -> Iterator[Clients]:
 
 class TestTwoHosts(TwoClientTests):
     """What two NFS clients on different hosts see of each other."""
+
+
+class TestConformance:
+    """The backend's contract on a real NFS mount."""
+
+    backend_name = "nfs"
+
+    def test_suite_passes_on_a_client(self, nfs: Nfs) -> None:
+        """The whole conformance suite passes inside a client, and none of it is skipped."""
+        said = nfs.tell(
+            "exec",
+            "c1",
+            *(sys.executable, "-m", "pytest", str(PROGRAMS / "nfs_conformance.py")),
+            *("--noconftest", "-q", "--tb=short", "-p", "no:cacheprovider"),
+            *("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")),
+            *("-o", "python_files=nfs_conformance.py", "--basetemp=/dev/shm/pytest"),
+        )
+        summary = re.search(r"^(\d+) passed in [\d.]+s", said, re.MULTILINE)
+        assert summary, said
+        assert int(summary[1]) >= SUITE_TESTS_MIN, said

@@ -19,7 +19,7 @@ from typing import Any
 
 from labkit.systems import LabSystem
 
-__all__ = ["Call", "Peer", "PeerError", "guest_peer", "local_peer"]
+__all__ = ["PROGRAMS", "Call", "Peer", "PeerError", "guest_peer", "local_peer"]
 
 PROGRAMS = Path(__file__).parent.parent / "programs"
 Event = dict[str, Any]

@@ -1,0 +1,76 @@
+"""S3 as Ceph's gateway speaks it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from buckets import S3Bucket
+from local_servers import SECRET
+
+from ckptstore.backends.base import Backend
+from ckptstore.backends.registry import open_backend
+from ckptstore.testing.conformance import BackendConformance
+from labkit.peers import local_peer
+from labkit.systems import Ceph, LabPool
+from labkit.two_clients import Clients, TwoClientTests
+
+
+@pytest.fixture(scope="module")
+def ceph(lab_pool: LabPool) -> Ceph:
+    """Return the running cluster."""
+    return lab_pool.get(Ceph)
+
+
+@pytest.fixture
+def bucket(ceph: Ceph) -> Iterator[S3Bucket]:
+    """Make a bucket through boto3."""
+    with S3Bucket(ceph.options()["endpoint_url"]) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def clients(ceph: Ceph) -> Iterator[Clients]:
+    """Open one bucket in two processes."""
+    program = "backend_peer.py"
+    with (
+        S3Bucket(ceph.options()["endpoint_url"]) as bucket,
+        local_peer(program) as one,
+        local_peer(program) as two,
+    ):
+        for peer in (one, two):
+            peer.ask("open", url=bucket.url, options=bucket.options())
+        yield one, two
+
+
+class TestConformance(BackendConformance):
+    """The backend's contract on Ceph; the side door is boto3."""
+
+    backend_name = "s3"
+    secrets = (SECRET, "labaccess")
+
+    @pytest.fixture
+    def backend(self, bucket: S3Bucket) -> Iterator[Backend]:
+        """Open a prefix of a new bucket, without retries."""
+        self.bucket = bucket
+        backend = open_backend(bucket.url, retry=False, **bucket.options())
+        yield backend
+        backend.close()
+
+    def raw_read(self, key: str) -> bytes | None:
+        """Read by boto3."""
+        return self.bucket.read(key)
+
+    def raw_write(self, key: str, data: bytes) -> None:
+        """Write by boto3."""
+        self.bucket.write(key, data)
+
+    def raw_keys(self) -> set[str]:
+        """List by boto3."""
+        return self.bucket.keys()
+
+
+class TestTwoClients(TwoClientTests):
+    """What two processes see of each other's objects."""
+
+    race_rounds = 40
