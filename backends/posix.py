@@ -24,6 +24,7 @@ from ckptstore.backends.base import (
     check_key,
     check_prefix,
 )
+from ckptstore.backends.lustre import stripe_folder
 from ckptstore.backends.mounts import find_mount
 from ckptstore.backends.oserrors import ABSENT, translate
 from ckptstore.backends.posix_publish import Folders, TempFile, publish
@@ -76,7 +77,7 @@ class PosixBackend(Backend):
         self._root = root
         self._settings = settings
         self._environment = environment
-        self._folders = Folders(root)
+        self._folders = Folders(root, self._prepare)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -175,6 +176,10 @@ class PosixBackend(Backend):
     def path_of(self, key: str) -> str:
         """Return the path of the file that holds `key`."""
         return self._path(check_key(key))
+
+    def _prepare(self, root: str) -> None:
+        if self.fs_type == "lustre":
+            stripe_folder(root, self._settings.stripe_count)
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"

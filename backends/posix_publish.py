@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -206,11 +207,13 @@ def sync_folder(path: str) -> None:
 class Folders:
     """Makes folders durably, and remembers which ones need no more care.
 
-    Safe from any thread: two threads may make the same folder, which does no harm.
+    Safe from any thread: two threads may make the same folder, which does no harm. `prepare` is
+    called with the root once that was made.
     """
 
-    def __init__(self, root: str) -> None:
+    def __init__(self, root: str, prepare: Callable[[str], None] = lambda _root: None) -> None:
         self._root = root
+        self._prepare = prepare
         self._durable: set[str] = set()
 
     def ensure(self, folder: str) -> None:
@@ -244,3 +247,5 @@ class Folders:
             with suppress(FileExistsError):
                 os.mkdir(folder)  # noqa: PTH102
             sync_folder(str(folder.parent))
+        if missing:
+            self._prepare(self._root)

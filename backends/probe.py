@@ -167,8 +167,9 @@ class _Probe:
 
     def clean(self) -> None:
         """Remove everything; what a failing storage makes impossible is left behind."""
-        for info in list(self._backend.list(self._root)):
-            self._backend.delete(info.key)
+        keys = [info.key for info in self._backend.list(self._root)]
+        with ThreadPoolExecutor(limits.PROBE_CREATORS) as pool:
+            list(pool.map(self._backend.delete, keys))
 
     def _create_twice(self) -> PutIfAbsent:
         key = f"{self._root}twice"

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Final
 
 from ckptstore.backends.base import Backend
@@ -89,6 +88,9 @@ def open_backend(
 def _factory(scheme: str) -> Factory:
     target = FACTORIES.get(scheme)
     if target is None:
+        # Slow to import, and of use to third parties' schemes only.
+        from importlib.metadata import entry_points
+
         for point in entry_points(group=ENTRY_POINTS, name=scheme):
             found: Factory = point.load()
             return found

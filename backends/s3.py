@@ -1,7 +1,9 @@
 """S3 and what speaks its protocol, through s3fs: its sessions, credentials and event loop.
 
-Every request is one plain call of the S3 API, tried once: retries belong to the retry wrapper,
-and a create-if-absent that a library repeats on its own would lose the answer of the first try.
+Every request is one plain call of the S3 API; s3fs and botocore try it once, since retries belong
+to the retry wrapper. Below them, aiohttp sends a request again when a kept-alive connection turns
+out to be broken: a create whose answer was lost then finds its own object and is told that it
+exists, which the contract allows.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+import aiohttp
 import botocore.exceptions as boto
 import s3fs
 from botocore.config import Config
@@ -57,8 +60,6 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=0.0,  # strongly consistent since December 2020
 )
 
-# The request was never sent: not even an ambiguous outcome.
-_NOT_SENT = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
 _NO_CREDENTIALS = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,
@@ -276,11 +277,22 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, _NO_CREDENTIALS):
         return StoragePermissionError(msg, hint="no usable credentials were found")
-    if isinstance(error, _NOT_SENT):
+    if _not_sent(error):
         return TransientStorageError(msg)
     if isinstance(error, boto.ParamValidationError | TypeError | ValueError | ImportError):
         return StorageError(msg, hint="check the storage options")
     return error_for_silence(msg, conditional=conditional)
+
+
+def _not_sent(error: Exception) -> bool:
+    """Tell whether no connection was made, so that the outcome is not even ambiguous.
+
+    aiobotocore calls any broken connection an ``EndpointConnectionError``; what aiohttp said is
+    inside.
+    """
+    if isinstance(error, boto.EndpointConnectionError):
+        return isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorError)
+    return isinstance(error, boto.ConnectTimeoutError | boto.ProxyConnectionError)
 
 
 def open_s3(url: str, **options: object) -> S3Backend:

@@ -23,7 +23,7 @@ from local_servers import Server, start_gcs, start_moto, start_rclone  # noqa: E
 
 @pytest.fixture(scope="session")
 def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """S3 that honours conditions; 0.6 s to start, once a session."""
+    """Start S3 that honours conditions; 0.6 s to start, once a session."""
     server = start_moto(tmp_path_factory.mktemp("moto"))
     yield server
     server.stop()
@@ -31,7 +31,7 @@ def moto_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """S3 that silently ignores conditions."""
+    """Start S3 that silently ignores conditions."""
     server = start_rclone(tmp_path_factory.mktemp("rclone"))
     yield server
     server.stop()
@@ -39,7 +39,7 @@ def rclone_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """GCS that honours ``ifGenerationMatch=0`` on multipart uploads."""
+    """Start GCS that honours ``ifGenerationMatch=0`` on multipart uploads."""
     server = start_gcs(tmp_path_factory.mktemp("gcs"))
     yield server
     server.stop()
@@ -47,34 +47,34 @@ def gcs_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def s3_bucket(moto_server: Server) -> Iterator[S3Bucket]:
-    """A new bucket on moto, with a client that is not the one under test."""
+    """Return a new bucket on moto, with a client that is not the one under test."""
     with S3Bucket(moto_server.url) as bucket:
         yield bucket
 
 
 @pytest.fixture
 def careless_bucket(rclone_server: Server) -> Iterator[S3Bucket]:
-    """A new bucket on the server that ignores conditions."""
+    """Return a new bucket on the server that ignores conditions."""
     with S3Bucket(rclone_server.url) as bucket:
         yield bucket
 
 
 @pytest.fixture
 def gcs_bucket(gcs_server: Server) -> Iterator[GcsBucket]:
-    """A new bucket on fake-gcs-server, with a client that is not the one under test."""
+    """Return a new bucket on fake-gcs-server, with a client that is not the one under test."""
     with GcsBucket(gcs_server.url) as bucket:
         yield bucket
 
 
 @pytest.fixture
 def s3_proxy(moto_server: Server) -> Iterator[FaultProxy]:
-    """A proxy in front of moto that misbehaves when told to."""
+    """Return a proxy in front of moto that misbehaves when told to."""
     with FaultProxy(moto_server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def gcs_proxy(gcs_server: Server) -> Iterator[FaultProxy]:
-    """A proxy in front of fake-gcs-server that misbehaves when told to."""
+    """Return a proxy in front of fake-gcs-server that misbehaves when told to."""
     with FaultProxy(gcs_server.port) as proxy:
         yield proxy

@@ -26,7 +26,7 @@ class TestFsspecMemory(ObjectConformance, ListingConformance):
 
     @pytest.fixture
     def backend(self) -> Iterator[Backend]:
-        """A backend on a folder of the one memory that fsspec has."""
+        """Return a backend on a folder of the one memory that fsspec has."""
         self.root = f"/{uuid.uuid4().hex}"
         self.fs = fsspec.filesystem("memory")
         backend = open_fsspec(f"memory:/{self.root}")
@@ -57,7 +57,7 @@ class TestFsspecLocal(ObjectConformance, ListingConformance):
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
-        """A backend on a folder, through fsspec and not through ours."""
+        """Return a backend on a folder, through fsspec and not through ours."""
         self.root = tmp_path
         backend = open_fsspec(f"local://{tmp_path}")
         yield backend

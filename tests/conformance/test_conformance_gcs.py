@@ -19,7 +19,7 @@ class TestGcs(BackendConformance):
 
     @pytest.fixture
     def backend(self, gcs_bucket: GcsBucket) -> Iterator[Backend]:
-        """A backend on a prefix of a new bucket, without retries."""
+        """Return a backend on a prefix of a new bucket, without retries."""
         self.bucket = gcs_bucket
         backend = open_backend(gcs_bucket.url, retry=False, **gcs_bucket.options())
         yield backend

@@ -19,7 +19,7 @@ class TestMemory(ObjectConformance, ListingConformance, CreateConformance):
 
     @pytest.fixture
     def backend(self) -> Iterator[Backend]:
-        """A backend on a space that nobody else has."""
+        """Return a backend on a space that nobody else has."""
         self.space = MemoryBackend(uuid.uuid4().hex)
         yield MemoryBackend(self.space.url.partition("://")[2])
         self.space.close()

@@ -48,7 +48,7 @@ class TestLocal(PosixSuite):
 
     @pytest.fixture
     def backend(self, tmp_path: Path) -> Iterator[Backend]:
-        """A backend on a folder that is not there yet."""
+        """Return a backend on a folder that is not there yet."""
         self.root = tmp_path / "not" / "yet"
         backend = open_posix(str(self.root), kind=self.kind)
         yield backend
@@ -67,8 +67,8 @@ class TestTmpfs(PosixSuite):
 
     @pytest.fixture
     def backend(self) -> Iterator[Backend]:
-        """A backend in /dev/shm."""
-        self.root = Path(tempfile.mkdtemp(dir="/dev/shm"))  # noqa: S108
+        """Return a backend in /dev/shm."""
+        self.root = Path(tempfile.mkdtemp(dir="/dev/shm"))
         backend = open_posix(f"file://{self.root}")
         assert backend.fs_type == "tmpfs"
         yield backend

@@ -21,7 +21,7 @@ class TestS3(BackendConformance):
 
     @pytest.fixture
     def backend(self, s3_bucket: S3Bucket) -> Iterator[Backend]:
-        """A backend on a prefix of a new bucket, without retries."""
+        """Return a backend on a prefix of a new bucket, without retries."""
         self.bucket = s3_bucket
         backend = open_backend(s3_bucket.url, retry=False, **s3_bucket.options())
         yield backend

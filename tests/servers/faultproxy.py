@@ -13,7 +13,7 @@ from typing import BinaryIO, Self
 
 __all__ = ["Fault", "FaultProxy", "Kind"]
 
-_BUSY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>slow down</Message></Error>"
+_ERROR = "<?xml version='1.0'?><Error><Code>{}</Code><Message>a fault on purpose</Message></Error>"
 _IDLE_S = 30.0
 
 
@@ -48,6 +48,8 @@ class Fault:
     times: int = 1
     """How many are hit then; 0 for all."""
     status: int = 503
+    code: str = "SlowDown"
+    """Of S3; what it is with GCS does not matter, which knows only the status."""
     seconds: float = 0.0
     seen: int = 0
     hits: int = 0
@@ -152,7 +154,7 @@ def _before(fault: Fault, client: socket.socket) -> bool:
         _reset(client)
         return False
     if fault.kind is Kind.STATUS:
-        client.sendall(_answer(fault.status))
+        client.sendall(_answer(fault))
         return False
     if fault.kind is Kind.DELAY:
         time.sleep(fault.seconds)
@@ -165,7 +167,7 @@ def _after(fault: Fault, client: socket.socket, answer: _Message) -> bool:
         _reset(client)
         return False
     if fault.kind is Kind.STATUS_AFTER:
-        client.sendall(_answer(fault.status))
+        client.sendall(_answer(fault))
         return False
     if fault.kind is Kind.CUT:
         client.sendall(answer.head + answer.body[: len(answer.body) // 2])
@@ -173,9 +175,10 @@ def _after(fault: Fault, client: socket.socket, answer: _Message) -> bool:
     return True
 
 
-def _answer(status: int) -> bytes:
-    head = f"HTTP/1.1 {status} Fault\r\nContent-Type: application/xml\r\nConnection: close\r\n"
-    return head.encode() + b"Content-Length: %d\r\n\r\n" % len(_BUSY) + _BUSY
+def _answer(fault: Fault) -> bytes:
+    body = _ERROR.format(fault.code).encode() if fault.code else b""
+    head = f"HTTP/1.1 {fault.status} Fault\r\nContent-Type: application/xml\r\n"
+    return head.encode() + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
 
 def _reset(client: socket.socket) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -39,11 +40,8 @@ class Server:
 
 def start_moto(folder: Path) -> Server:
     """Start moto's S3, which honours conditions and checks no credentials."""
-    return _start(
-        "moto",
-        folder,
-        lambda port: [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
-    )
+    program = str(Path(__file__).with_name("atomic_moto.py"))
+    return _start("moto", folder, lambda port: [sys.executable, program, str(port)])
 
 
 def start_rclone(folder: Path) -> Server:
@@ -76,9 +74,8 @@ def start_gcs(folder: Path) -> Server:
     return _start("fake-gcs-server", folder, command)
 
 
-def _start(name: str, folder: Path, command: object) -> Server:
+def _start(name: str, folder: Path, command: Callable[[int], list[str]]) -> Server:
     """Start a server on a free port; another one if somebody else took it meanwhile."""
-    assert callable(command)
     for _ in range(3):
         port = _free_port()
         with (folder / f"{name}.log").open("ab") as log:
@@ -103,7 +100,7 @@ def _answers(port: int, process: subprocess.Popen[bytes]) -> bool:
     end = time.monotonic() + _START_S
     while time.monotonic() < end and process.poll() is None:
         try:
-            with urlopen(f"http://127.0.0.1:{port}/", timeout=1):  # noqa: S310 - loopback
+            with urlopen(f"http://127.0.0.1:{port}/", timeout=1):
                 return True
         except HTTPError as error:
             error.close()

@@ -1,0 +1,263 @@
+"""Object stores behind a network that resets, loses, cuts and delays: typed errors, no false claim."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from buckets import GcsBucket, S3Bucket
+from faultproxy import Fault, FaultProxy, Kind
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.backends.registry import open_backend
+from ckptstore.backends.retrying import RetryingBackend
+from ckptstore.config import SystemEnvironment
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CkptStoreError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    TransientStorageError,
+    UnsafeBackendError,
+)
+
+
+class Patient(SystemEnvironment):
+    """Waits no time, and remembers how long it should have."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        """Remember."""
+        self.slept.append(seconds)
+
+
+class Place:
+    """A bucket, the backend that reaches it through the proxy, and the proxy."""
+
+    def __init__(self, bucket: S3Bucket | GcsBucket, proxy: FaultProxy) -> None:
+        self.bucket = bucket
+        self.proxy = proxy
+        self.write = "POST" if isinstance(bucket, GcsBucket) else "PUT"
+        options = bucket.options(f"http://127.0.0.1:{proxy.port}")
+        self.backend = open_backend(bucket.url, retry=False, **options)
+        self.backend.put("warm", b"")
+        self.patient = Patient()
+        self.retrying: Backend = RetryingBackend(self.backend, environment=self.patient)
+
+
+@pytest.fixture(params=["s3", "gcs"])
+def place(request: pytest.FixtureRequest) -> Iterator[Place]:
+    """Return S3 and GCS in turn, each behind its proxy."""
+    bucket = request.getfixturevalue(f"{request.param}_bucket")
+    proxy = request.getfixturevalue(f"{request.param}_proxy")
+    found = Place(bucket, proxy)
+    yield found
+    proxy.set()
+    found.backend.close()
+
+
+ANSWERS: list[tuple[int, type[CkptStoreError], type[CkptStoreError], type[CkptStoreError]]] = [
+    # status, put_if_absent, put, get
+    (400, StorageError, StorageError, StorageError),
+    (401, StoragePermissionError, StoragePermissionError, StoragePermissionError),
+    (403, StoragePermissionError, StoragePermissionError, StoragePermissionError),
+    (409, TransientStorageError, TransientStorageError, TransientStorageError),
+    (412, ObjectExistsError, StorageError, StorageError),
+    (429, TransientStorageError, TransientStorageError, TransientStorageError),
+    (500, AmbiguousWriteError, TransientStorageError, TransientStorageError),
+    (501, UnsafeBackendError, StorageError, StorageError),
+    (502, AmbiguousWriteError, TransientStorageError, TransientStorageError),
+    (503, TransientStorageError, TransientStorageError, TransientStorageError),
+    (504, AmbiguousWriteError, TransientStorageError, TransientStorageError),
+    (507, StorageFullError, StorageFullError, StorageFullError),
+]
+
+
+@pytest.mark.parametrize(("status", "create", "put", "get"), ANSWERS)
+def test_answers_are_typed(
+    place: Place,
+    status: int,
+    create: type[CkptStoreError],
+    put: type[CkptStoreError],
+    get: type[CkptStoreError],
+) -> None:
+    """Each HTTP status becomes one error of the tree, by the kind of request; none is retried."""
+    calls: list[tuple[Callable[[], object], type[CkptStoreError]]] = [
+        (lambda: place.backend.put_if_absent("a", b"x"), create),
+        (lambda: place.backend.put("a", b"x"), put),
+        (lambda: place.backend.get("warm", bytes_max=9), get),
+    ]
+    for call, expected in calls:
+        # 503 in the body says SlowDown whatever the status: the code alone would make it busy.
+        fault = Fault(kind=Kind.STATUS, status=status, times=0, code="")
+        place.proxy.set(fault)
+        with pytest.raises(expected) as caught:
+            call()
+        assert type(caught.value) is expected
+        assert fault.hits == 1, "the library retried by itself"
+    place.proxy.set()
+    assert place.bucket.read("a") is None
+
+
+def test_create_whose_answer_is_lost(place: Place) -> None:
+    """Without an answer there is no success: either no clear answer, or "exists" by a repetition.
+
+    S3's client library repeats a PUT once on a connection that it had kept open; GCS's POST not.
+    """
+    place.proxy.set(Fault(kind=Kind.LOST, method=place.write))
+    with pytest.raises((AmbiguousWriteError, ObjectExistsError)):
+        place.retrying.put_if_absent("a", b"mine")
+    assert place.bucket.read("a") == b"mine"
+    assert place.patient.slept == []
+
+
+def test_create_whose_answers_are_all_lost(place: Place) -> None:
+    """When the repetition is lost too, the outcome is ambiguous."""
+    place.proxy.set(Fault(kind=Kind.LOST, method=place.write, times=0))
+    with pytest.raises(AmbiguousWriteError):
+        place.retrying.put_if_absent("a", b"mine")
+    assert place.bucket.read("a") == b"mine"
+
+
+def test_create_that_was_never_received(place: Place) -> None:
+    """Resets are ambiguous, since nobody can know: it is neither success nor "exists"."""
+    place.proxy.set(Fault(kind=Kind.RESET, method=place.write, times=0))
+    with pytest.raises(AmbiguousWriteError):
+        place.retrying.put_if_absent("a", b"mine")
+    assert place.bucket.read("a") is None
+    assert place.patient.slept == []
+
+
+def test_create_that_worked_but_failed(place: Place) -> None:
+    """A 500 after the work was done is ambiguous too."""
+    place.proxy.set(Fault(kind=Kind.STATUS_AFTER, status=500, code="", method=place.write))
+    with pytest.raises(AmbiguousWriteError):
+        place.retrying.put_if_absent("a", b"mine")
+    assert place.bucket.read("a") == b"mine"
+
+
+def test_busy_create_is_tried_again(place: Place) -> None:
+    """A create refused as busy is tried again, and once made it is there once."""
+    fault = Fault(kind=Kind.STATUS, status=503, method=place.write, times=3)
+    place.proxy.set(fault)
+    place.retrying.put_if_absent("a", b"mine")
+    assert fault.hits == 3
+    assert len(place.patient.slept) == 3
+    assert place.bucket.read("a") == b"mine"
+
+
+def test_busy_after_success_is_told_as_exists(place: Place) -> None:
+    """A create that was done, but answered 503, finds its own object when tried again."""
+    place.proxy.set(Fault(kind=Kind.STATUS_AFTER, status=503, method=place.write))
+    with pytest.raises(ObjectExistsError):
+        place.retrying.put_if_absent("a", b"mine")
+    assert place.bucket.read("a") == b"mine"
+
+
+@pytest.mark.parametrize("kind", [Kind.LOST, Kind.RESET, Kind.STATUS])
+def test_put_is_tried_again(place: Place, kind: Kind) -> None:
+    """A plain put survives lost answers, resets and busy servers."""
+    place.proxy.set(Fault(kind=kind, method=place.write, times=2))
+    place.retrying.put("a", b"data")
+    assert place.bucket.read("a") == b"data"
+
+
+@pytest.mark.parametrize("kind", [Kind.LOST, Kind.RESET, Kind.STATUS])
+def test_writer_commit_is_tried_again(place: Place, kind: Kind) -> None:
+    """The commit of a pack is tried again with all its bytes."""
+    data = bytes(range(256)) * 5000
+    place.proxy.set(Fault(kind=kind, method=place.write, times=2))
+    with place.retrying.open_writer("a") as writer:
+        writer.write(data)
+        writer.commit()
+    assert place.bucket.read("a") == data
+
+
+@pytest.mark.parametrize("kind", [Kind.CUT, Kind.LOST, Kind.RESET, Kind.STATUS])
+def test_reads_are_tried_again(place: Place, kind: Kind) -> None:
+    """A cut, lost or refused read is repeated; what comes back is whole."""
+    data = bytes(range(256)) * 5000
+    place.bucket.write("a", data)
+    place.proxy.set(Fault(kind=kind, method="GET", times=2))
+    assert place.retrying.get("a", bytes_max=len(data)) == data
+    place.proxy.set(Fault(kind=kind, method="GET", times=2))
+    part = bytearray(700_000)
+    place.retrying.read_into("a", 1000, [memoryview(part)])
+    assert part == data[1000:701_000]
+    place.proxy.set(Fault(kind=kind, method="GET", times=2))
+    assert [info.key for info in place.retrying.list("")] == ["a", "warm"]
+
+
+@pytest.mark.parametrize("kind", [Kind.LOST, Kind.RESET, Kind.STATUS])
+def test_deletes_are_tried_again(place: Place, kind: Kind) -> None:
+    """A delete that is repeated after it worked is no error."""
+    place.bucket.write("a", b"x")
+    place.proxy.set(Fault(kind=kind, method="DELETE", times=2))
+    place.retrying.delete("a")
+    assert place.bucket.read("a") is None
+
+
+def test_retries_end(place: Place) -> None:
+    """A server that stays busy is asked ``RETRY_TRIES`` times, each a little later, then given up."""
+    fault = Fault(kind=Kind.STATUS, status=503, times=0)
+    place.proxy.set(fault)
+    with pytest.raises(TransientStorageError):
+        place.retrying.get("warm", bytes_max=10)
+    assert fault.hits == limits.RETRY_TRIES
+    assert len(place.patient.slept) == limits.RETRY_TRIES - 1
+
+
+def test_server_that_is_gone(place: Place) -> None:
+    """When nothing listens, even a create is known not to have happened."""
+    place.backend.close()
+    place.proxy.close()
+    with pytest.raises(TransientStorageError):
+        place.backend.put_if_absent("a", b"x")
+    with pytest.raises(TransientStorageError):
+        place.backend.get("warm", bytes_max=1)
+    place.proxy.__init__(place.proxy.target_port)  # type: ignore[misc]
+
+
+def test_missing_bucket_is_said(place: Place) -> None:
+    """A bucket that is not there is a storage error with a hint, and is not created."""
+    scheme = place.bucket.url.partition("://")[0]
+    backend = open_backend(f"{scheme}://no-such-bucket/x", retry=False, **place.bucket.options())
+    for call in (lambda: backend.put("a", b"x"), lambda: list(backend.list(""))):
+        with pytest.raises(StorageError, match="bucket"):
+            call()
+    with pytest.raises((StorageError, ObjectNotFoundError)):
+        backend.get("a", bytes_max=1)
+    backend.close()
+
+
+@pytest.mark.parametrize("kind", [Kind.LOST, Kind.RESET, Kind.STATUS_AFTER])
+def test_no_false_winner_in_a_race(place: Place, kind: Kind) -> None:
+    """Under faults, who is told to have won has won, and nobody else is told so."""
+
+    def create(who: int, key: str) -> bool:
+        try:
+            place.retrying.put_if_absent(key, b"%d" % who)
+        except (ObjectExistsError, AmbiguousWriteError):
+            return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        for turn in range(6):
+            key = f"race/{turn}"
+            fault = Fault(
+                kind=kind, method=place.write, skip=turn % 4, times=2, status=500, code=""
+            )
+            place.proxy.set(fault)
+            told = list(pool.map(lambda who, key=key: create(who, key), range(4)))
+            assert sum(told) <= 1
+            owner = place.bucket.read(key)
+            assert owner is not None
+            assert not any(told) or told[int(owner)]
+            assert fault.hits > 0

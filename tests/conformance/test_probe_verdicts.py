@@ -1,0 +1,172 @@
+"""The probe tells storage that keeps put-if-absent from storage that does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from buckets import GcsBucket, S3Bucket
+from faultproxy import Fault, FaultProxy, Kind
+
+from ckptstore.backends.base import Backend, Buffer, PutIfAbsent
+from ckptstore.backends.fsspec_backend import open_fsspec
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.probe import ProbeReport, probe
+from ckptstore.backends.registry import open_backend
+from ckptstore.backends.speed import measure
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.errors import AmbiguousWriteError, CkptStoreError, FormatError, StorageError
+from ckptstore.events import Progress
+from ckptstore.testing.faulty import CALLS, FaultyBackend, When
+from ckptstore.testing.faulty import Fault as BackendFault
+
+
+def names(report: ProbeReport) -> dict[str, bool]:
+    """Return which checks passed."""
+    return {check.name: check.passed for check in report.checks}
+
+
+def test_memory_is_atomic() -> None:
+    """A good storage passes everything, and nothing is left behind."""
+    backend = MemoryBackend("probe-good")
+    seen: list[Progress] = []
+    report = probe(backend, progress=seen.append)
+    assert report.put_if_absent is PutIfAbsent.ATOMIC
+    assert report.passed
+    assert all(names(report).values())
+    assert backend.objects == {}
+    assert [item.done for item in seen] == list(range(1, 8))
+    assert set(report.latencies_ms) >= {"create", "put", "get", "list", "delete"}
+
+
+def test_disk_is_atomic(tmp_path: Path) -> None:
+    """So does a disk."""
+    report = probe(open_backend(tmp_path))
+    assert report.passed
+    assert list(tmp_path.rglob("*.*")) == []
+
+
+def test_s3_is_atomic(s3_bucket: S3Bucket) -> None:
+    """A server that honours ``If-None-Match`` is found atomic."""
+    report = probe(open_backend(s3_bucket.url, **s3_bucket.options()))
+    assert report.put_if_absent is PutIfAbsent.ATOMIC
+    assert s3_bucket.keys() == set()
+
+
+def test_gcs_is_atomic(gcs_bucket: GcsBucket) -> None:
+    """A server that honours ``ifGenerationMatch=0`` is found atomic."""
+    report = probe(open_backend(gcs_bucket.url, **gcs_bucket.options()))
+    assert report.put_if_absent is PutIfAbsent.ATOMIC
+    assert gcs_bucket.keys() == set()
+
+
+def test_careless_server_is_found_out(careless_bucket: S3Bucket) -> None:
+    """A server that silently ignores the condition is found out, and nothing is left behind."""
+    report = probe(open_backend(careless_bucket.url, **careless_bucket.options()))
+    assert report.put_if_absent is PutIfAbsent.IGNORED
+    assert not report.passed
+    assert names(report)["create twice"] is False
+    assert careless_bucket.keys() == set()
+
+
+def test_refusing_server_is_found_out(s3_bucket: S3Bucket, s3_proxy: FaultProxy) -> None:
+    """A server that answers 501 to conditions is told from one that ignores them."""
+    s3_proxy.set(Fault(kind=Kind.STATUS, method="PUT", path="twice", status=501, code="", times=0))
+    url = f"http://127.0.0.1:{s3_proxy.port}"
+    report = probe(open_backend(s3_bucket.url, **s3_bucket.options(url)))
+    assert report.put_if_absent is PutIfAbsent.REFUSED
+    assert s3_bucket.keys() == set()
+
+
+def test_look_then_write_is_found_out(tmp_path: Path) -> None:
+    """Fsspec's local files, which look first and write then, are caught by the race."""
+    report = probe(open_fsspec(f"local://{tmp_path}"))
+    assert report.put_if_absent is PutIfAbsent.IGNORED
+    assert names(report)["create twice"] is True
+    assert names(report)["race"] is False
+
+
+class Overwriting(WrapperBackend):
+    """Tells the second creator that the name is taken, and overwrites all the same."""
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Tell the truth too late."""
+        try:
+            self.inner.put_if_absent(key, data)
+        finally:
+            self.inner.put(key, data)
+
+
+def test_overwriting_creator_is_found_out() -> None:
+    """That the loser is told is not enough: the winner's bytes must stand."""
+    report = probe(Overwriting(MemoryBackend("probe-overwriting")))
+    assert report.put_if_absent is PutIfAbsent.IGNORED
+
+
+class StaleListing(WrapperBackend):
+    """Lists what was there some time ago: nothing."""
+
+    name = "stale"
+
+    def list(self, prefix: str, *, after: str = "") -> object:  # type: ignore[override]
+        """List nothing while the probe looks at its objects."""
+        return iter([]) if "read-" in prefix else self.inner.list(prefix, after=after)
+
+
+def test_stale_listing_is_no_atomic_storage() -> None:
+    """Without fresh listings a log cannot be read: the verdict falls."""
+    report = probe(StaleListing(MemoryBackend("probe-stale")))
+    assert names(report)["list after write"] is False
+    assert report.put_if_absent is PutIfAbsent.UNKNOWN
+
+
+def test_unclear_answers_are_no_verdict() -> None:
+    """A creator that gets no clear answer leaves the verdict open."""
+    fault = BackendFault(
+        calls=frozenset({"put_if_absent"}), error=lambda: AmbiguousWriteError("lost")
+    )
+    report = probe(FaultyBackend(MemoryBackend("probe-unclear"), fault))
+    assert report.put_if_absent is PutIfAbsent.UNKNOWN
+
+
+@pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
+def test_every_failing_call(when: When) -> None:
+    """Whatever call fails, the probe raises an error of our tree or does not say atomic wrongly."""
+    counting = BackendFault(at=0)
+    probe(FaultyBackend(MemoryBackend("probe-count"), counting))
+    raised = 0
+    for at in range(1, counting.seen + 1, 7):
+        backend = FaultyBackend(MemoryBackend(f"probe-{when}-{at}"), BackendFault(at=at, when=when))
+        try:
+            probe(backend)
+        except CkptStoreError:
+            raised += 1
+    assert raised > 3
+    assert CALLS
+
+
+def test_storage_that_refuses_everything() -> None:
+    """No permission, no bucket: the probe raises that, and gives no report."""
+    backend: Backend = FaultyBackend(MemoryBackend("probe-dead"), BackendFault(times=0))
+    with pytest.raises(StorageError):
+        probe(backend)
+
+
+def test_report_survives_json() -> None:
+    """A report goes into the superblock and comes back equal; nonsense is refused."""
+    report = probe(MemoryBackend("probe-json"))
+    assert ProbeReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    for bad in ({}, {"backend": "x"}, report.to_dict() | {"put_if_absent": "perhaps"}):
+        with pytest.raises(FormatError):
+            ProbeReport.from_dict(bad)
+
+
+def test_measure() -> None:
+    """Throughput is measured by one object, which is removed."""
+    backend = MemoryBackend("probe-speed")
+    speed = measure(backend, size_bytes=1 << 20)
+    assert speed.bytes_moved == 1 << 20
+    assert speed.write_bytes_per_s > 0
+    assert speed.read_bytes_per_s > 0
+    assert backend.objects == {}
