@@ -6,6 +6,7 @@ so that the command line stays quick.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -15,12 +16,14 @@ from ckptstore.catalog import changes
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.config import Options, workers_default
+from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_run_name
-from ckptstore.model import RunInfo, Version
+from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.repo import open_repo
 
 if TYPE_CHECKING:
+    from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.format.commit import Commit, Direction
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
     from ckptstore.tensors.restore import MapLocation
 
 __all__ = ["Run", "Store", "open_store"]
+
+_log = logging.getLogger("ckptstore")
 
 
 def open_store(
@@ -188,14 +193,28 @@ class Store:
     def resolve(self, ref: str) -> Version:
         """Return the version that a ref names: ``run@1200``, ``run@best:val_loss``, ``#3fa9`` ...
 
+        Where the log is damaged, ids of versions that were committed before the damage still
+        resolve; anything else could mean another version than it should, and is refused.
+
         Raises
         ------
         InvalidRefError
             The text is not a ref.
         RunNotFoundError, VersionNotFoundError
             It names nothing.
+        CorruptObjectError
+            The log is damaged; the message names the commit.
         """
-        return resolve(self._repo.refresh(), parse_ref(ref))
+        parsed = parse_ref(ref)
+        try:
+            catalog = self._repo.refresh()
+        except (IntegrityError, FormatError) as error:
+            before = self._repo.log.catalog
+            if parsed.kind != "id" or not _knows(before, parsed):
+                raise
+            _log.warning("%s is read from what the log held before its damage: %s", ref, error)
+            catalog = before
+        return resolve(catalog, parsed)
 
     def version(self, ref: str) -> LazyVersion:
         """Return a version to be read lazily; reads its manifest and no data.
@@ -363,6 +382,14 @@ class Store:
         return verify(
             self._repo, self._manifests, versions=versions, level=level, progress=progress
         )
+
+
+def _knows(catalog: Catalog, ref: Ref) -> bool:
+    try:
+        resolve(catalog, ref)
+    except CkptStoreError:
+        return False
+    return True
 
 
 class Run:

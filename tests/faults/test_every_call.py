@@ -1,4 +1,4 @@
-"""Every single call to the storage fails, in every way, once and for good: what is left is right."""
+"""Every call to the storage fails, in every way, once and for good: what is left is right."""
 
 from __future__ import annotations
 
