@@ -168,6 +168,19 @@ STALE_WAIT_S: Final = 0.02
 WRITEBACK_WINDOW_BYTES: Final = 8 * MIB
 WRITEBACK_LAG_BYTES: Final = 32 * MIB
 
+# --- files of other formats -------------------------------------------------------------------
+
+# Header of a safetensors file. Source: the safetensors library refuses a larger one (MAX_HEADER_SIZE).
+SAFETENSORS_HEADER_BYTES_MAX: Final = 100_000_000
+# Memory for tensors on their way to an exported file. Source: 16 chunks of the default size, enough
+# to keep 16 requests of an object store in flight.
+EXPORT_WINDOW_BYTES: Final = 64 * MIB
+# Index of a sharded file on import. Source: about 100 bytes a tensor; 600,000 tensors.
+SHARD_INDEX_BYTES_MAX: Final = 64 * MIB
+# Metadata of an imported file that is kept with the version. Source: what training scripts write is
+# under 1 KiB; leaves room for the user's own within METADATA_BYTES_MAX.
+IMPORT_METADATA_BYTES_MAX: Final = 64 * KIB
+
 # --- object stores ----------------------------------------------------------------------------
 
 # Patience with a connection, and with a silent one. Source: botocore's 60 s for both is too long to

@@ -1,0 +1,21 @@
+"""Which versions are the best of their run, for tables that mark them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.metrics import best
+
+__all__ = ["best_marks"]
+
+
+def best_marks(catalog: Catalog, runs: Iterable[str]) -> dict[str, set[str]]:
+    """Return, by version id, the declared metrics that the version is the best of its run by."""
+    marks: dict[str, set[str]] = {}
+    for run in runs:
+        for metric, direction in catalog.run(run).metrics.items():
+            winner = best(catalog.metric_values(run, metric), direction)
+            if winner is not None:
+                marks.setdefault(winner, set()).add(metric)
+    return marks

@@ -1,0 +1,88 @@
+"""How versions, runs and the rest are written in JSON documents. Fields are only ever added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from ckptstore.model import RoleBytes, RunInfo, Version
+
+__all__ = [
+    "metrics_document",
+    "role_document",
+    "run_document",
+    "time_document",
+    "total_bytes",
+    "version_document",
+]
+
+
+def time_document(moment: datetime) -> str:
+    """Return a time as ISO 8601 in UTC, to the millisecond."""
+    return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def metrics_document(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Return metrics; what is not finite becomes ``nan``, ``inf`` or ``-inf``, as in the log."""
+    return {name: x if math.isfinite(x) else str(x) for name, x in metrics.items()}
+
+
+def role_document(part: RoleBytes) -> dict[str, int]:
+    """Return byte counts."""
+    return {"logical_bytes": part.logical, "new_bytes": part.new, "stored_bytes": part.stored}
+
+
+def total_bytes(parts: Iterable[RoleBytes]) -> RoleBytes:
+    """Return the sum of byte counts."""
+    logical = new = stored = 0
+    for part in parts:
+        logical, new, stored = logical + part.logical, new + part.new, stored + part.stored
+    return RoleBytes(logical=logical, new=new, stored=stored)
+
+
+def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) -> dict[str, Any]:
+    """Return a version.
+
+    Parameters
+    ----------
+    head
+        It is the head of its run: what ``RUN@latest`` names.
+    best
+        Metrics that it is the best of its run by.
+    """
+    return {
+        "id": version.id,
+        "run": version.run,
+        "step": version.step,
+        "created_at": time_document(version.created_at),
+        "metrics": metrics_document(version.metrics),
+        "best": sorted(best),
+        "tags": list(version.tags),
+        "head": head,
+        "parent": version.parent or None,
+        **role_document(total_bytes(version.roles.values())),
+        "roles": {role: role_document(part) for role, part in version.roles.items()},
+        "content": version.content,
+        "manifest": {
+            "key": version.manifest_key,
+            "blake3": version.manifest_digest,
+            "bytes": version.manifest_bytes,
+        },
+        "metadata": dict(version.metadata),
+        "receipt": dict(version.receipt),
+        "commit": version.commit,
+    }
+
+
+def run_document(run: RunInfo) -> dict[str, Any]:
+    """Return a run."""
+    return {
+        "name": run.name,
+        "created_at": time_document(run.created_at),
+        "versions_count": run.versions_count,
+        "head": run.head or None,
+        "metrics": dict(run.metrics),
+        "tags": dict(run.tags),
+    }

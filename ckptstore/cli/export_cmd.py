@@ -1,0 +1,77 @@
+"""``ckptstore export``: the tensors of a version as a safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.options import AsJson, Exclude, Include, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.output import Output
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.text import bytes_text, count_text
+
+__all__ = ["export"]
+
+_NAMED = 5
+"""Paths that the note about what was left out names."""
+
+
+def export(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH", help="The .safetensors file to write.")],
+    include: Include = None,
+    exclude: Exclude = None,
+    strip_prefix: Annotated[
+        str,
+        typer.Option(
+            "--strip-prefix",
+            metavar="TEXT",
+            help="Taken off names that begin with it: 'model.' for weights saved under model.",
+        ),
+    ] = "",
+    force: Annotated[
+        bool, typer.Option("--force", "-f", help="Replace the file if it is there.")
+    ] = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write tensors to a safetensors file; every byte is checked on the way.
+
+    The file appears when it is whole and on disk, or not at all. Values that are no tensors are
+    left out, with a note.
+    """
+    from ckptstore.integrations.safetensors_export import export_safetensors
+
+    output = Output("export", as_json=json, quiet=quiet)
+    with opened(store, option) as opening, progress_bars(output) as progress:
+        done = export_safetensors(
+            opening,
+            f"#{find_version(opening, ref).id}",
+            path,
+            include=include or None,
+            exclude=exclude or None,
+            strip_prefix=strip_prefix,
+            overwrite=force,
+            progress=progress,
+        )
+    document = {
+        "path": done.path,
+        "version": done.version.id,
+        "run": done.version.run,
+        "step": done.version.step,
+        "tensors_count": done.tensors_count,
+        "file_bytes": done.file_bytes,
+        "left_out": list(done.left_out),
+    }
+    count, size = count_text(done.tensors_count), bytes_text(done.file_bytes)
+    text = f"{done.path}: {count} tensors of {done.version.run}@{done.version.step}, {size}"
+    output.show(document, lambda screen: None if quiet else screen.line(text))
+    if done.left_out and not json:
+        named = ", ".join(done.left_out[:_NAMED])
+        more = f" and {len(done.left_out) - _NAMED} more" if done.left_out[_NAMED:] else ""
+        output.note(f"left out, since they are no tensors: {named}{more}")

@@ -1,0 +1,73 @@
+"""How a command ends when it fails: message, JSON document and exit code."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from ckptstore import errors
+from ckptstore.cli.output import SCHEMA, write_document
+from ckptstore.cli.text import printable
+from ckptstore.errors import CkptStoreError
+
+__all__ = ["EXIT_CODES", "EXIT_INTERRUPTED", "EXIT_PIPE", "report"]
+
+EXIT_INTERRUPTED = errors.OperationCancelledError.exit_code
+EXIT_PIPE = 141
+"""What a shell reports for a program that SIGPIPE ended."""
+
+EXIT_CODES: dict[int, str] = {
+    0: "done",
+    1: "an error that has no code of its own, or a defect in ckptstore",
+    errors.InvalidInputError.exit_code: "wrong arguments: mend the command",
+    errors.NotFoundError.exit_code: "the store, run, version or tensor is not there",
+    errors.ConflictError.exit_code: "somebody else was there first: look, decide again",
+    errors.IntegrityError.exit_code: "stored bytes are damaged (verify: any damage was found)",
+    errors.FormatError.exit_code: "not a format that this version reads",
+    errors.PolicyError.exit_code: "refused on purpose; the hint says what would allow it",
+    errors.StorageError.exit_code: "the storage failed, or refused the credentials",
+    EXIT_INTERRUPTED: "interrupted by Ctrl-C; nothing became visible",
+    EXIT_PIPE: "the reader of the output went away",
+}
+"""Exit code to meaning; the same table is in docs/reference/cli.md."""
+
+
+def report(error: CkptStoreError, *, as_json: bool) -> int:
+    """Print an error and return the exit code.
+
+    The message goes to stderr. With ``--json``, stdout gets ``{"error": {...}}`` besides, so that
+    it holds one document whatever happens.
+    """
+    write_error(error.message, error.hint)
+    if as_json:
+        write_error_document(error.kind, error.message, error.hint, error.exit_code)
+    return error.exit_code
+
+
+def write_error(message: str, hint: str = "") -> None:
+    """Print a message, and a hint below it, to stderr; red on a terminal."""
+    label, dim = "error:", "hint:"
+    if sys.stderr.isatty():
+        from ckptstore.cli.output import terminal
+
+        console = terminal(sys.stderr)
+        console.print("error:", style="bold red", end=" ")
+        console.print(printable(message), soft_wrap=True)
+        if hint:
+            console.print("hint:", style="bold", end=" ")
+            console.print(printable(hint), soft_wrap=True)
+        return
+    print(label, printable(message), file=sys.stderr)
+    if hint:
+        print(dim, printable(hint), file=sys.stderr)
+
+
+def write_error_document(kind: str, message: str, hint: str, exit_code: int) -> None:
+    """Print ``{"error": {...}}`` to stdout."""
+    error: dict[str, Any] = {
+        "kind": kind,
+        "message": printable(message),
+        "hint": printable(hint),
+        "exit_code": exit_code,
+    }
+    write_document({"schema": SCHEMA, "error": error})

@@ -1,0 +1,98 @@
+"""``ckptstore import``: a file of weights as a new version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.documents import total_bytes, version_document
+from ckptstore.cli.options import (
+    AsJson,
+    MetricValues,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+    parse_metrics,
+)
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import bytes_text
+from ckptstore.errors import InvalidInputError
+
+__all__ = ["import_"]
+
+
+def import_(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PATH",
+            help="A .safetensors, .pt, .pth, .bin or .ckpt file, or a folder of shards.",
+        ),
+    ],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run; made if it is not there.")],
+    step: Annotated[int, typer.Option("--step", min=0, metavar="N", help="Step of the version.")],
+    metric: MetricValues = None,
+    lower: Annotated[
+        list[str] | None,
+        typer.Option("--min", metavar="NAME", help="This metric is better low. Repeatable."),
+    ] = None,
+    higher: Annotated[
+        list[str] | None,
+        typer.Option("--max", metavar="NAME", help="This metric is better high. Repeatable."),
+    ] = None,
+    tag: Annotated[
+        list[str] | None, typer.Option("--tag", metavar="TAG", help="A tag. Repeatable.")
+    ] = None,
+    under: Annotated[
+        str,
+        typer.Option(
+            "--under", metavar="KEY", help="Put the content below this key of the state: model."
+        ),
+    ] = "",
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Save the content of a file as a version; nothing in it is executed.
+
+    Files of torch.save are read with weights_only=True: one that needs more is refused.
+    """
+    output = Output("import", as_json=json, quiet=quiet)
+    metrics = parse_metrics(metric or ())
+    both = sorted({*(lower or ())} & {*(higher or ())})
+    if both:
+        msg = f"the metric {both[0]!r} is given to both --min and --max"
+        raise InvalidInputError(msg)
+    directions = dict.fromkeys(lower or (), "min") | dict.fromkeys(higher or (), "max")
+    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+        from ckptstore.integrations.file_import import import_file
+
+        with progress_bars(output) as progress:
+            version = import_file(
+                opening,
+                path,
+                run=run,
+                step=step,
+                metrics=metrics,
+                directions=directions,
+                tags=tag or (),
+                under=under,
+                progress=progress,
+            )
+
+        def draw(screen: Screen) -> None:
+            if quiet:
+                screen.line(version.id)
+                return
+            total = total_bytes(version.roles.values())
+            sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} stored"
+            screen.line(f"{version.run}@{version.step} is {version.id[:8]}: {sizes}")
+
+        output.show({"version": version_document(version, head=True)}, draw)

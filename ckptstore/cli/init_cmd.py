@@ -1,0 +1,77 @@
+"""``ckptstore init``: create a store, after finding out whether the storage is safe for one."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.options import (
+    AsJson,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+    parse_storage_options,
+)
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.probe_table import draw_findings
+from ckptstore.cli.session import location, vouching
+from ckptstore.cli.text import bytes_text, parse_bytes
+from ckptstore.config import Options
+from ckptstore.format.superblock import Superblock
+from ckptstore.repo import create_repo
+
+__all__ = ["init"]
+
+
+def init(
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Where; else --store or CKPTSTORE_URL.")
+    ] = None,
+    chunk_size: Annotated[
+        str,
+        typer.Option(
+            "--chunk-size", metavar="BYTES", help="Size of chunks before compression: 64KiB-64MiB."
+        ),
+    ] = "4MiB",
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Create a store; refuses storage where two writers would lose commits."""
+    output = Output("init", as_json=json, quiet=quiet)
+    chunk_bytes = parse_bytes(chunk_size)
+    storage_options = parse_storage_options(option or ())
+    with (
+        vouching(),
+        create_repo(
+            location(url or store),
+            options=Options(single_writer=single_writer),
+            chunk_bytes=chunk_bytes,
+            storage_options=storage_options,
+        ) as repo,
+    ):
+        made = repo.superblock
+        document = {
+            "store": repo.url,
+            "store_id": made.store_id,
+            "format": made.format,
+            "chunk_bytes": made.chunk_bytes,
+            "backend": made.backend,
+            "put_if_absent": made.put_if_absent,
+            "single_writer": made.single_writer,
+            "probe": made.probe,
+        }
+        output.show(document, lambda screen: _draw(screen, repo.url, made, quiet=quiet))
+
+
+def _draw(screen: Screen, url: str, made: Superblock, *, quiet: bool) -> None:
+    if quiet:
+        return
+    size = bytes_text(made.chunk_bytes)
+    screen.line(f"created a store at {url} (format {made.format}, chunks of {size})")
+    screen.line()
+    draw_findings(screen, made.probe)

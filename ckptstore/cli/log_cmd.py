@@ -1,0 +1,155 @@
+"""``ckptstore log``: the commits, newest first; the audit trail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Annotated, Any, Final
+
+import msgspec
+import typer
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.cli.documents import metrics_document, time_document
+from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import bytes_text, count_text, metric_text, time_text
+from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
+from ckptstore.store import Store
+
+__all__ = ["log"]
+
+_ROWS: Final = 20
+"""Commits shown unless ``--limit`` says otherwise."""
+
+
+def log(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Only commits that touch this run.")
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--limit", "-n", min=0, metavar="N", help="The newest N; 0 for all.")
+    ] = _ROWS,
+    utc: Utc = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show who committed what and when, newest first."""
+    output = Output("log", as_json=json, quiet=quiet)
+    with opened(store, option) as opening:
+        catalog = opening.repo.refresh()
+        if run is not None:
+            catalog.run(run)
+        commits = _newest(opening, catalog, run, limit)
+        document = {
+            "store": opening.url,
+            "commits_count": catalog.number,
+            "commits": [_commit_document(commit) for commit in commits],
+        }
+        output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
+        if run is None and len(commits) < catalog.number and not json:
+            shown = f"{count_text(len(commits))} of {count_text(catalog.number)} commits"
+            output.note(f"{shown}; --limit 0 shows all")
+
+
+def _newest(store: Store, catalog: Catalog, run: str | None, limit: int) -> list[Commit]:
+    """Return commits, newest first; reads no more of the log's end than it needs."""
+    window = limit or catalog.number
+    while True:
+        first = max(1, catalog.number - window + 1)
+        found = [c for c in store.log(first=first) if run is None or _touches(c, catalog, run)]
+        if first == 1 or (limit and len(found) >= limit):
+            return found[::-1][: limit or None]
+        window *= 4
+
+
+def _touches(commit: Commit, catalog: Catalog, run: str) -> bool:
+    return any(_run_of(op, catalog) == run for op in commit.ops)
+
+
+def _run_of(op: Op, catalog: Catalog) -> str:
+    return catalog.version(op.version).run if isinstance(op, Annotate) else op.run
+
+
+def _name(op: Op) -> str:
+    return str(op.__struct_config__.tag)
+
+
+def _op_document(op: Op) -> dict[str, Any]:
+    """Return an operation as the log holds it, its metrics as in every document."""
+    document: dict[str, Any] = {"op": _name(op)}
+    for name in op.__struct_fields__:
+        value = getattr(op, name)
+        if isinstance(value, msgspec.Raw):
+            value = msgspec.json.decode(value)
+        elif name == "metrics" and isinstance(op, Save | Annotate):
+            value = metrics_document(value)
+        document[name] = value
+    return document
+
+
+def _commit_document(commit: Commit) -> dict[str, Any]:
+    return {
+        "number": commit.number,
+        "at": time_document(_moment(commit)),
+        "by": commit.body.by,
+        "digest": commit.digest,
+        "previous": commit.body.previous or None,
+        "ops": [_op_document(op) for op in commit.ops],
+    }
+
+
+def _moment(commit: Commit) -> datetime:
+    return datetime.fromtimestamp(commit.body.at_ms / 1000, UTC)
+
+
+def _draw(screen: Screen, catalog: Catalog, commits: Sequence[Commit], *, utc: bool) -> None:
+    rows = []
+    for commit in commits:
+        for place, op in enumerate(commit.ops):
+            head = (str(commit.number), time_text(_moment(commit), utc=utc), commit.body.by)
+            what = _DESCRIBE[type(op)](op, catalog) if type(op) in _DESCRIBE else ""
+            rows.append((*(head if place == 0 else ("", "", "")), _name(op), what))
+    columns = (
+        Column(title="COMMIT", right=True, wrap=False),
+        Column(title="TIME", wrap=False),
+        Column(title="BY"),
+        Column(title="OPERATION", wrap=False),
+        Column(title="WHAT"),
+    )
+    screen.table(columns, rows)
+
+
+def _metrics(metrics: Any) -> str:  # noqa: ANN401 - a mapping of names to floats
+    return ", ".join(f"{name} {metric_text(value)}" for name, value in metrics.items())
+
+
+def _save(op: Save, _: Catalog) -> str:
+    new = bytes_text(sum(part.stored for part in op.roles.values()))
+    tags = "".join(f" +{tag}" for tag in op.tags)
+    metrics = f", {_metrics(op.metrics)}" if op.metrics else ""
+    return f"{op.run}@{op.step} {op.version[:8]}{tags}, {new} stored{metrics}"
+
+
+def _annotate(op: Annotate, catalog: Catalog) -> str:
+    version = catalog.version(op.version)
+    return f"{version.run}@{version.step} {op.version[:8]}: {_metrics(op.metrics)}"
+
+
+def _directions(op: CreateRun | Declare, _: Catalog) -> str:
+    known = ", ".join(f"{name}: {direction}" for name, direction in op.metrics.items())
+    return f"{op.run} ({known})" if known else op.run
+
+
+_DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
+    CreateRun: _directions,
+    Declare: _directions,
+    Save: _save,
+    Annotate: _annotate,
+    Tag: lambda op, _: f"{op.run}@{op.tag} is {op.version[:8]}",
+    Untag: lambda op, _: f"{op.run}@{op.tag}",
+}
+"""What each operation did, in words; one that is missing here shows its name alone."""

@@ -1,0 +1,201 @@
+"""``ckptstore ls``: runs, and versions newest first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.cli.best_marks import best_marks
+from ckptstore.cli.documents import run_document, total_bytes, version_document
+from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import age_text, bytes_text, count_text, metric_text, time_text
+from ckptstore.config import SYSTEM
+from ckptstore.model import RunInfo, Version
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["ls"]
+
+_ROWS = 20
+"""Versions in a table unless ``--limit`` says otherwise."""
+_METRIC_COLUMNS_MAX = 4
+"""Metrics that get a column of their own unless ``--metric`` names them."""
+
+
+def ls(
+    run: Annotated[
+        str | None, typer.Argument(metavar="[RUN]", help="Only the versions of this run.")
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            "--limit",
+            "-n",
+            min=0,
+            metavar="N",
+            help="The newest N versions; 0 for all. Default: 20, with --json all.",
+        ),
+    ] = None,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", metavar="NAME", help="A metric to show a column of. Repeatable."),
+    ] = None,
+    utc: Utc = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """List runs and versions, newest first; the best of each run is marked with *."""
+    output = Output("ls", as_json=json, quiet=quiet)
+    with opened(store, option) as opening:
+        catalog = opening.repo.refresh()
+        runs = catalog.runs() if run is None else [catalog.run(run)]
+        total = catalog.versions_count if run is None else runs[0].versions_count
+        most = (total if json else _ROWS) if limit is None else limit or total
+        versions = list(islice(catalog.versions(run, newest_first=True), most))
+        listing = _Listing(
+            catalog=catalog,
+            runs=runs,
+            versions=versions,
+            best=best_marks(catalog, [info.name for info in runs]),
+            one_run=run is not None,
+            metrics=metric or _usual_metrics(runs, versions),
+            utc=utc,
+        )
+        document = {
+            "store": opening.url,
+            "runs": [run_document(info) for info in runs],
+            "versions_count": total,
+            "versions": [
+                version_document(
+                    version,
+                    head=version.id in listing.heads,
+                    best=listing.best.get(version.id, ()),
+                )
+                for version in versions
+            ]
+            if json
+            else [],
+        }
+        output.show(document, listing.draw)
+    if not json:
+        if not total:
+            output.note("no versions yet")
+        elif len(versions) < total:
+            shown = f"{count_text(len(versions))} of {count_text(total)} versions"
+            output.note(f"{shown}; --limit 0 lists all")
+
+
+def _usual_metrics(runs: Sequence[RunInfo], versions: Sequence[Version]) -> list[str]:
+    """Return the metrics worth a column: declared ones first, then those most versions have."""
+    used = Counter(name for version in versions for name in version.metrics)
+    declared = {name for info in runs for name in info.metrics}
+    order = sorted(used, key=lambda name: (name not in declared, -used[name], name))
+    return order[:_METRIC_COLUMNS_MAX]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Listing:
+    """What is listed, and how it is drawn."""
+
+    catalog: Catalog
+    runs: Sequence[RunInfo]
+    versions: Sequence[Version]
+    best: Mapping[str, set[str]]
+    one_run: bool
+    metrics: Sequence[str]
+    utc: bool
+
+    @property
+    def heads(self) -> set[str]:
+        """Ids of the heads of the runs listed."""
+        return {info.head for info in self.runs}
+
+    def draw(self, screen: Screen) -> None:
+        """Draw the runs, unless one was asked for, and the versions."""
+        if not self.one_run and self.runs:
+            self._draw_runs(screen)
+            screen.line()
+        if self.versions:
+            self._draw_versions(screen)
+
+    def _draw_runs(self, screen: Screen) -> None:
+        rows: list[Sequence[str]] = []
+        bests: dict[str, list[str]] = {}
+        for version_id, metrics in self.best.items():
+            version = self.catalog.version(version_id)
+            for name in sorted(metrics):
+                value = metric_text(version.metrics[name])
+                bests.setdefault(version.run, []).append(f"{name} {value} @{version.step}")
+        for info in self.runs:
+            head = self.catalog.version(info.head) if info.head else None
+            rows.append(
+                (
+                    info.name,
+                    count_text(info.versions_count),
+                    str(head.step) if head else "-",
+                    _age(head) if head else "-",
+                    ", ".join(bests.get(info.name, [])) or "-",
+                )
+            )
+        columns = (
+            Column(title="RUN"),
+            Column(title="VERSIONS", right=True),
+            Column(title="LATEST", right=True),
+            Column(title="AGE", right=True),
+            Column(title="BEST"),
+        )
+        screen.table(columns, rows)
+
+    def _draw_versions(self, screen: Screen) -> None:
+        columns = [
+            *([] if self.one_run else [Column(title="RUN")]),
+            Column(title="STEP", right=True, wrap=False),
+            Column(title="ID", wrap=False),
+            Column(title="SAVED", wrap=False),
+            Column(title="AGE", right=True, wrap=False),
+            *(Column(title=name.upper(), right=True) for name in self.metrics),
+            Column(title="SIZE", right=True, wrap=False),
+            Column(title="STORED", right=True, wrap=False),
+            Column(title="TAGS"),
+        ]
+        screen.table(columns, [self._row(version) for version in self.versions])
+
+    def _row(self, version: Version) -> list[str | Text]:
+        from rich.text import Text
+
+        total = total_bytes(version.roles.values())
+        best = self.best.get(version.id, set())
+        metrics: list[str | Text] = []
+        for name in self.metrics:
+            value = version.metrics.get(name)
+            text = "-" if value is None else metric_text(value)
+            metrics.append(Text(text + "*", "bold green") if name in best else text)
+        tags = list(version.tags)
+        if version.id in self.heads:
+            tags.insert(0, "latest")
+        return [
+            *([] if self.one_run else [version.run]),
+            str(version.step),
+            version.id[:8],
+            time_text(version.created_at, utc=self.utc),
+            _age(version),
+            *metrics,
+            bytes_text(total.logical),
+            bytes_text(total.stored),
+            " ".join(tags),
+        ]
+
+
+def _age(version: Version) -> str:
+    return age_text(SYSTEM.now_ms() / 1000 - version.created_at.timestamp())

@@ -1,0 +1,148 @@
+"""The program ``ckptstore``: wires the commands, and turns every failure into an exit code.
+
+Importing this module imports neither torch nor numpy nor a storage library; each command imports
+what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Final
+
+import typer
+from typer.main import get_command
+
+from ckptstore import __version__
+from ckptstore.cli.failures import (
+    EXIT_CODES,
+    EXIT_INTERRUPTED,
+    EXIT_PIPE,
+    report,
+    write_error,
+    write_error_document,
+)
+from ckptstore.cli.output import Pipe
+from ckptstore.errors import CkptStoreError, InvalidInputError
+
+__all__ = ["COMMANDS", "build_app", "main", "run"]
+
+# Typer has had its own copy of click since 0.26 and the real one before; both hang here.
+_USAGE_ERROR: Final = typer.BadParameter.__mro__[1]
+
+_EPILOG: Final = "Exit codes:\n\n" + "\n\n".join(
+    f"{code:>3}  {meaning}" for code, meaning in EXIT_CODES.items()
+)
+
+COMMANDS: Final = {
+    "init": "init",
+    "ls": "ls",
+    "show": "show",
+    "log": "log",
+    "du": "du",
+    "tag": "tag",
+    "annotate": "annotate",
+    "verify": "verify",
+    "export": "export",
+    "import": "import_",
+    "doctor": "doctor",
+}
+"""Every command, in the order of the help: its name, which is that of its module, and its function.
+"""
+
+
+def build_app(only: str = "") -> typer.Typer:
+    """Return the program, with all commands or one.
+
+    Building a command costs milliseconds (its imports, and Typer's inspection), so that a run
+    builds the one it needs; the help needs all.
+    """
+    app = typer.Typer(
+        name="ckptstore",
+        help="Keep the checkpoints of deep-learning training: list, check, load and move them.",
+        epilog=_EPILOG,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback(invoke_without_command=True)(_root)
+    for name in [only] if only else COMMANDS:
+        module = import_module(f"ckptstore.cli.{name}_cmd")
+        app.command(name)(getattr(module, COMMANDS[name]))
+    return app
+
+
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+    ] = False,
+) -> None:
+    if version:
+        print(f"ckptstore {__version__}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; prints everything it has to say.
+
+    Parameters
+    ----------
+    arguments
+        Without the program's name.
+    """
+    as_json = "--json" in arguments
+    try:
+        only = arguments[0] if arguments and arguments[0] in COMMANDS else ""
+        code = get_command(build_app(only)).main(
+            args=list(arguments), prog_name="ckptstore", standalone_mode=False
+        )
+    except CkptStoreError as error:
+        return report(error, as_json=as_json)
+    except Pipe:
+        return EXIT_PIPE
+    except (KeyboardInterrupt, typer.Abort):
+        code = EXIT_INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - a defect: shown whole, and still one exit code
+        if isinstance(error, _USAGE_ERROR):
+            return _usage(error, as_json=as_json)
+        traceback.print_exc()
+        if as_json:
+            write_error_document("internal", f"{type(error).__name__}: {error}", "", 1)
+        return 1
+    if code == EXIT_INTERRUPTED:
+        write_error("interrupted")
+        if as_json:
+            write_error_document("cancelled", "interrupted", "", EXIT_INTERRUPTED)
+    return code if isinstance(code, int) else 0
+
+
+def _usage(error: Exception, *, as_json: bool) -> int:
+    """Report a command line that cannot be understood, and how its help is had."""
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "ckptstore"
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    problem = InvalidInputError(message, hint=f"see {path} --help")
+    return report(problem, as_json=as_json)
+
+
+def main() -> None:
+    """Run the program on the process's arguments, and exit."""
+    # A name that the terminal's encoding has no character for is escaped, not an error.
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    code = run(sys.argv[1:])
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = EXIT_PIPE
+    if code == EXIT_PIPE:
+        # Python flushes stdout once more when it exits: let that go nowhere, in silence.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(code)

@@ -1,0 +1,148 @@
+"""Options that several commands share, declared once, and what their texts mean."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ckptstore.errors import InvalidInputError
+
+__all__ = [
+    "AsJson",
+    "Exclude",
+    "Include",
+    "MetricValues",
+    "Quiet",
+    "SingleWriter",
+    "StorageOptions",
+    "StoreUrl",
+    "Utc",
+    "parse_metrics",
+    "parse_storage_options",
+]
+
+_PANEL = "Common options"
+
+StoreUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        "-s",
+        metavar="URL",
+        envvar="CKPTSTORE_URL",
+        show_envvar=True,
+        help="The store: a path, s3://bucket/prefix, gs://bucket/prefix or any fsspec URL.",
+        rich_help_panel=_PANEL,
+    ),
+]
+StorageOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        "-o",
+        metavar="KEY=VALUE",
+        help="An option for the storage library, such as endpoint_url=http://host:9000; "
+        "KEY:=JSON for numbers and objects. Repeatable.",
+        rich_help_panel=_PANEL,
+    ),
+]
+AsJson = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document instead of text.", rich_help_panel=_PANEL),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", help="No progress, no notes; only the result.", rich_help_panel=_PANEL
+    ),
+]
+Utc = Annotated[
+    bool, typer.Option("--utc", help="Times in UTC instead of local time.", rich_help_panel=_PANEL)
+]
+SingleWriter = Annotated[
+    bool,
+    typer.Option(
+        "--single-writer",
+        help="You vouch that no one else writes meanwhile: allows storage that cannot create an "
+        "object only if it is absent.",
+    ),
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="PATTERN",
+        help="Only tensors whose path matches, such as 'model.*'. Repeatable.",
+    ),
+]
+Exclude = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--exclude", metavar="PATTERN", help="Leave out tensors whose path matches. Repeatable."
+    ),
+]
+MetricValues = Annotated[
+    list[str] | None,
+    typer.Option("--metric", metavar="NAME=VALUE", help="A metric of the version. Repeatable."),
+]
+
+
+def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
+    """Return what ``--option`` asks for.
+
+    ``key=value`` is text, but ``true`` and ``false`` are booleans; ``key:=value`` is JSON. Values
+    may be secrets and never appear in an error.
+
+    Raises
+    ------
+    InvalidInputError
+        A text is neither, or its JSON is not valid; the key is named.
+    """
+    options: dict[str, Any] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        as_json = key.endswith(":")
+        key = key.removesuffix(":")
+        if not equals or not key.isidentifier():
+            shown = key if key.isidentifier() else "..."
+            msg = f"--option wants KEY=VALUE or KEY:=JSON, not {shown!r}"
+            raise InvalidInputError(msg, hint="such as --option endpoint_url=http://host:9000")
+        if as_json:
+            try:
+                options[key] = json.loads(value)
+            except ValueError:
+                msg = f"--option {key}:= is not followed by JSON"
+                raise InvalidInputError(msg, hint=f"write {key}=TEXT for text") from None
+        else:
+            options[key] = {"true": True, "false": False}.get(value, value)
+    return options
+
+
+def parse_metrics(texts: Sequence[str]) -> dict[str, float]:
+    """Return metrics given as ``name=value``; ``nan`` and ``inf`` are numbers.
+
+    Raises
+    ------
+    InvalidInputError
+        A text is not of this form, or a name occurs twice.
+    """
+    metrics: dict[str, float] = {}
+    for text in texts:
+        name, equals, value = text.rpartition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+            equals = ""
+        if not equals or not name:
+            msg = f"{text!r} is not NAME=NUMBER"
+            raise InvalidInputError(msg, hint="such as val_loss=2.31")
+        if name in metrics:
+            msg = f"the metric {name!r} is given twice"
+            raise InvalidInputError(msg)
+        metrics[name] = number
+    return metrics

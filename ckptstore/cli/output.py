@@ -1,0 +1,162 @@
+"""What a command prints: one JSON document, or text and tables for people. Never both.
+
+stdout holds the result and nothing else; notes, progress and errors go to stderr. rich is
+imported only when a table is printed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from ckptstore.cli.text import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+__all__ = ["Column", "Output", "Pipe", "Screen", "encode_document", "terminal"]
+
+SCHEMA = 1
+"""Version of the JSON documents; rises only when the meaning of a field changes."""
+
+_WIDTH_UNBOUNDED = 10_000
+"""Width of a table that goes to a file or pipe, in characters: no cell is ever cut there."""
+
+
+class Pipe(Exception):
+    """Whoever reads stdout has gone away: not an error, they have seen enough."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    right: bool = False
+    """Numbers: aligned to the right."""
+    wrap: bool = True
+    """False: never cut or wrapped, however narrow the terminal."""
+
+
+class Screen:
+    """stdout for people; made for one command. Colours only on a terminal and without NO_COLOR."""
+
+    def __init__(self) -> None:
+        self.console = terminal(sys.stdout)
+
+    def line(self, text: str = "", style: str = "") -> None:
+        """Print one line; what does not print is escaped."""
+        self.console.print(
+            printable(text), style=style or None, soft_wrap=True, markup=False, highlight=False
+        )
+
+    def heading(self, text: str) -> None:
+        """Print the title of what follows."""
+        self.line(text, "bold")
+
+    def fields(self, pairs: Mapping[str, str]) -> None:
+        """Print names and values, one pair a line, values aligned."""
+        width = max(map(len, pairs), default=0)
+        for name, value in pairs.items():
+            self.line(f"{name:<{width}}  {value}")
+
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
+        """Print rows under bold titles; cells of plain text are escaped."""
+        from rich.table import Table
+        from rich.text import Text
+
+        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in columns:
+            grid.add_column(
+                column.title,
+                justify="right" if column.right else "left",
+                no_wrap=not column.wrap,
+                overflow="fold",
+            )
+        for row in rows:
+            grid.add_row(*(Text(printable(x)) if isinstance(x, str) else x for x in row))
+        if self.console.is_terminal:
+            self.console.print(grid)
+            return
+        with self.console.capture() as drawn:
+            self.console.print(grid)
+        for line in drawn.get().splitlines():  # without the padding of the last column
+            self.console.file.write(line.rstrip() + "\n")
+
+
+class Output:
+    """Where one command's result goes.
+
+    Parameters
+    ----------
+    command
+        Its name, which the document carries.
+    as_json
+        Print a document instead of text.
+    quiet
+        Leave out notes and progress.
+    """
+
+    def __init__(self, command: str, *, as_json: bool, quiet: bool) -> None:
+        self.command = command
+        self.as_json = as_json
+        self.quiet = quiet
+
+    def show(self, document: Mapping[str, Any], render: Callable[[Screen], None]) -> None:
+        """Print the result: `document` with ``--json``, else what `render` draws.
+
+        Raises
+        ------
+        Pipe
+            The reader has gone away.
+        """
+        try:
+            if self.as_json:
+                write_document({"schema": SCHEMA, "command": self.command, **document})
+            else:
+                render(Screen())
+            sys.stdout.flush()
+        except BrokenPipeError as error:
+            raise Pipe from error
+
+    def note(self, text: str) -> None:
+        """Print a remark to stderr, unless quiet."""
+        if not self.quiet:
+            print(printable(text), file=sys.stderr, flush=True)
+
+
+def terminal(file: IO[str]) -> Console:
+    """Return a console on `file`; as wide as needed where it is not a terminal."""
+    from rich.console import Console
+
+    return Console(
+        file=file,
+        width=None if file.isatty() else _WIDTH_UNBOUNDED,
+        soft_wrap=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def write_document(document: Mapping[str, Any]) -> None:
+    """Print one JSON document and a line end to stdout."""
+    sys.stdout.write(encode_document(document) + "\n")
+    sys.stdout.flush()
+
+
+def encode_document(document: Mapping[str, Any]) -> str:
+    """Return a document as indented JSON.
+
+    Paths may hold lone surrogates, which UTF-8 has not: then everything beyond ASCII is escaped.
+    """
+    try:
+        return msgspec.json.format(msgspec.json.encode(document), indent=2).decode()
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(document), indent=2)

@@ -1,0 +1,61 @@
+"""What a probe found out about a storage, drawn for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptstore.backends.base import PutIfAbsent
+from ckptstore.cli.output import Column, Screen
+from ckptstore.cli.text import seconds_text
+
+__all__ = ["advice", "draw_findings"]
+
+_ADVICE = {
+    PutIfAbsent.ATOMIC: "safe for concurrent writers",
+    PutIfAbsent.IGNORED: "single writer only: the storage takes no notice of the condition to "
+    "create an object only if it is absent, so that concurrent writers would lose commits",
+    PutIfAbsent.REFUSED: "single writer only: the storage refuses to create an object only if it "
+    "is absent",
+    PutIfAbsent.UNKNOWN: "single writer only: not everything that concurrent writers need held",
+}
+
+
+def advice(verdict: PutIfAbsent) -> str:
+    """Return what a storage may be used for."""
+    return _ADVICE[verdict]
+
+
+def draw_findings(screen: Screen, report: Mapping[str, Any]) -> None:
+    """Draw the checks, the latencies and the verdict of a probe.
+
+    Parameters
+    ----------
+    report
+        As :meth:`ckptstore.backends.probe.ProbeReport.to_dict` gives it; an empty one (a store
+        that was made elsewhere) draws nothing but a remark.
+    """
+    from rich.text import Text
+
+    if not report:
+        screen.line("nothing is recorded about the storage")
+        return
+    rows = [
+        (
+            check["name"],
+            Text("holds", "green") if check["passed"] else Text("FAILS", "bold red"),
+            check["detail"],
+        )
+        for check in report["checks"]
+    ]
+    screen.table((Column(title="CHECK"), Column(title=""), Column(title="SEEN")), rows)
+    screen.line()
+    latencies = [(name, seconds_text(ms / 1000)) for name, ms in report["latencies_ms"].items()]
+    screen.table(
+        (Column(title="OPERATION"), Column(title="LATENCY (MEDIAN)", right=True)), latencies
+    )
+    screen.line()
+    verdict = PutIfAbsent(report["put_if_absent"])
+    atomic = verdict is PutIfAbsent.ATOMIC
+    screen.line(f"put-if-absent: {verdict.value}", "green" if atomic else "bold red")
+    screen.line(f"{report['backend']}: {advice(verdict)}", "bold")

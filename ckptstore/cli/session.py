@@ -1,0 +1,105 @@
+"""From the options of a command to an open store, and from a text to a version of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ckptstore.cli.options import parse_storage_options
+from ckptstore.errors import (
+    InvalidInputError,
+    NotFoundError,
+    RunNotFoundError,
+    UnsafeBackendError,
+)
+from ckptstore.model import Version
+from ckptstore.store import Store, open_store
+
+__all__ = ["find_version", "full_ref", "location", "opened", "vouching"]
+
+_BARE_ID = re.compile(r"[0-9a-fA-F]{4,32}\Z")
+
+
+def location(url: str | None) -> str:
+    """Return the URL of the store that a command works on.
+
+    Raises
+    ------
+    InvalidInputError
+        None was given.
+    """
+    if not url:
+        msg = "no store is named"
+        raise InvalidInputError(msg, hint="give --store URL, or set CKPTSTORE_URL")
+    return url
+
+
+@contextmanager
+def opened(
+    url: str | None,
+    options: Sequence[str] | None,
+    *,
+    writing: bool = False,
+    single_writer: bool = False,
+) -> Iterator[Store]:
+    """Open the store of a command for the length of a block; read-only unless `writing`.
+
+    Raises
+    ------
+    StoreNotFoundError
+        There is none; nothing is ever created here.
+    CkptStoreError
+        As :func:`ckptstore.store.open_store`.
+    """
+    storage_options = parse_storage_options(options or ())
+    with (
+        vouching(),
+        open_store(
+            location(url),
+            read_only=not writing,
+            single_writer=single_writer,
+            **storage_options,
+        ) as store,
+    ):
+        yield store
+
+
+@contextmanager
+def vouching() -> Iterator[None]:
+    """Say in the terms of the command line how a refusal of unsafe storage is overruled."""
+    try:
+        yield
+    except UnsafeBackendError as error:
+        hint = "add --single-writer if no one else writes at the same time; reading is safe"
+        raise UnsafeBackendError(error.message, hint=hint) from error
+
+
+def full_ref(store: Store, text: str) -> str:
+    """Return `text` as a ref of the grammar: ids may also be given without their ``#``.
+
+    A shell takes a word that begins with ``#`` for a comment, and tables show ids bare. Where a
+    run has the same name, the run is meant.
+    """
+    if _BARE_ID.match(text) and not store.repo.refresh().has_run(text):
+        return f"#{text}"
+    return text
+
+
+def find_version(store: Store, text: str) -> Version:
+    """Return the version that a command's REF names.
+
+    Raises
+    ------
+    InvalidRefError, RunNotFoundError, VersionNotFoundError
+        It names none; the hint names what there is.
+    """
+    ref = full_ref(store, text)
+    try:
+        return store.resolve(ref)
+    except NotFoundError:
+        if ref == text:
+            raise
+        raise RunNotFoundError(
+            f"{text!r} is neither a run nor the beginning of a version's id"
+        ) from None

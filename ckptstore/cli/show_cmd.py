@@ -1,0 +1,218 @@
+"""``ckptstore show``: everything about one version."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.cli.best_marks import best_marks
+from ckptstore.cli.documents import total_bytes, version_document
+from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.text import age_text, bytes_text, count_text, metric_text, time_text
+from ckptstore.config import SYSTEM
+from ckptstore.errors import InvalidInputError
+from ckptstore.model import Version
+from ckptstore.store import Store
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint.content import TensorInfo
+
+__all__ = ["show"]
+
+_TENSORS: Final = 10
+"""Tensors in the text unless ``--tensors`` says otherwise."""
+_ANCESTORS: Final = 100
+"""Ancestors in the document; the text shows a few."""
+_ANCESTORS_SHOWN: Final = 5
+
+
+def show(
+    ref: Annotated[
+        str, typer.Argument(metavar="REF", help="RUN, RUN@STEP, RUN@TAG, RUN@best:METRIC, ID ...")
+    ],
+    tensors: Annotated[
+        str | None,
+        typer.Option(
+            "--tensors",
+            metavar="N|all",
+            help="How many tensors to list; 0 does not read the manifest. Default: 10, with "
+            "--json all.",
+        ),
+    ] = None,
+    utc: Utc = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt."""
+    output = Output("show", as_json=json, quiet=quiet)
+    most = _most(tensors, default=None if json else _TENSORS)
+    with opened(store, option) as opening:
+        version = find_version(opening, ref)
+        catalog = opening.repo.catalog
+        listed = None if most == 0 else _tensors(opening, version)
+        view = _View(
+            catalog=catalog,
+            version=version,
+            best=best_marks(catalog, [version.run]).get(version.id, set()),
+            line=list(islice(catalog.ancestors(version.id), 1, _ANCESTORS + 1)),
+            tensors=None if listed is None else listed[:most],
+            tensors_count=len(listed or ()),
+            utc=utc,
+        )
+        output.show(view.document(opening.url) if json else {}, view.draw)
+
+
+def _most(text: str | None, *, default: int | None) -> int | None:
+    """Return how many tensors are asked for; None for all."""
+    if text is None:
+        return default
+    if text == "all":
+        return None
+    if not text.isdecimal():
+        msg = f"--tensors wants a number or 'all', not {text!r}"
+        raise InvalidInputError(msg)
+    return int(text)
+
+
+def _tensors(store: Store, version: Version) -> list[TensorInfo]:
+    """Return what the manifest says of each tensor; reads no data and needs no torch."""
+    from ckptstore.checkpoint.content import read_content
+    from ckptstore.checkpoint.manifests import Manifests
+
+    return read_content(Manifests(store.repo).load(version)).tensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What is shown of a version."""
+
+    catalog: Catalog
+    version: Version
+    best: set[str]
+    line: Sequence[Version]
+    """Its ancestors, nearest first."""
+    tensors: Sequence[TensorInfo] | None
+    tensors_count: int
+    utc: bool
+
+    def document(self, url: str) -> dict[str, Any]:
+        """Return all of it."""
+        version = self.version
+        head = self.catalog.head_id(version.run) == version.id
+        return {
+            "store": url,
+            "version": version_document(version, head=head, best=self.best),
+            "ancestors": [{"id": v.id, "run": v.run, "step": v.step} for v in self.line],
+            "tensors_count": None if self.tensors is None else self.tensors_count,
+            "tensors": None if self.tensors is None else [asdict(t) for t in self.tensors],
+        }
+
+    def draw(self, screen: Screen) -> None:
+        """Draw section after section; those with nothing in them are left out."""
+        version = self.version
+        screen.heading(f"{version.run}@{version.step}")
+        screen.fields(self._fields())
+        if version.metrics:
+            screen.line()
+            self._draw_metrics(screen)
+        if version.metadata:
+            screen.line()
+            screen.heading("METADATA")
+            for line in jsonlib.dumps(version.metadata, indent=2, ensure_ascii=False).split("\n"):
+                screen.line(line)
+        screen.line()
+        self._draw_roles(screen)
+        if self.tensors is not None:
+            screen.line()
+            self._draw_tensors(screen)
+        if version.receipt:
+            screen.line()
+            screen.heading("RECEIPT")
+            screen.fields({name: f"{x:,.6g}" for name, x in version.receipt.items()})
+
+    def _fields(self) -> dict[str, str]:
+        version = self.version
+        age = age_text(SYSTEM.now_ms() / 1000 - version.created_at.timestamp())
+        head = self.catalog.head_id(version.run) == version.id
+        tags = [*(["latest"] if head else []), *version.tags]
+        shown = [f"{v.run}@{v.step} {v.id[:8]}" for v in self.line[:_ANCESTORS_SHOWN]]
+        if len(self.line) > _ANCESTORS_SHOWN:
+            shown.append("...")
+        return {
+            "id": version.id,
+            "saved": f"{time_text(version.created_at, utc=self.utc)} ({age} ago)",
+            "tags": " ".join(tags) or "-",
+            "continues": " <- ".join(shown) or "nothing: the first of its line",
+            "content": version.content,
+            "commit": str(version.commit),
+            "manifest": f"{version.manifest_key} ({bytes_text(version.manifest_bytes)})",
+        }
+
+    def _draw_metrics(self, screen: Screen) -> None:
+        directions = self.catalog.run(self.version.run).metrics
+        rows = [
+            (
+                name,
+                metric_text(value),
+                directions.get(name, "-"),
+                "best of the run" if name in self.best else "",
+            )
+            for name, value in sorted(self.version.metrics.items())
+        ]
+        columns = (
+            Column(title="METRIC"),
+            Column(title="VALUE", right=True),
+            Column(title="BETTER"),
+            Column(title=""),
+        )
+        screen.table(columns, rows)
+
+    def _draw_roles(self, screen: Screen) -> None:
+        roles = dict(sorted(self.version.roles.items()))
+        roles["total"] = total_bytes(self.version.roles.values())
+        rows = [
+            (role, bytes_text(part.logical), bytes_text(part.new), bytes_text(part.stored))
+            for role, part in roles.items()
+        ]
+        columns = (
+            Column(title="ROLE"),
+            Column(title="SIZE", right=True),
+            Column(title="NEW", right=True),
+            Column(title="STORED", right=True),
+        )
+        screen.table(columns, rows)
+
+    def _draw_tensors(self, screen: Screen) -> None:
+        rows = [
+            (
+                tensor.path,
+                tensor.dtype,
+                "x".join(map(str, tensor.shape)) or "scalar",
+                tensor.role,
+                bytes_text(tensor.nbytes),
+                tensor.kind + "".join(f" = {alias}" for alias in tensor.aliases),
+            )
+            for tensor in self.tensors or ()
+        ]
+        columns = (
+            Column(title="TENSOR"),
+            Column(title="DTYPE"),
+            Column(title="SHAPE", right=True),
+            Column(title="ROLE"),
+            Column(title="SIZE", right=True),
+            Column(title="KIND"),
+        )
+        screen.table(columns, rows)
+        if len(rows) < self.tensors_count:
+            more = self.tensors_count - len(rows)
+            screen.line(f"and {count_text(more)} more; --tensors all lists them")

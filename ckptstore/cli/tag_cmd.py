@@ -1,0 +1,51 @@
+"""``ckptstore tag``: give a version a name in its run, or take the name away."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.output import Output
+from ckptstore.cli.session import find_version, opened
+from ckptstore.errors import InvalidInputError
+
+__all__ = ["tag"]
+
+
+def tag(
+    ref: Annotated[
+        str, typer.Argument(metavar="REF", help="The version; with --delete the run's name.")
+    ],
+    name: Annotated[str, typer.Argument(metavar="TAG", help="The tag; it moves if it exists.")],
+    delete: Annotated[
+        bool, typer.Option("--delete", "-d", help="Take the tag away from the run.")
+    ] = False,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Tag a version, so that RUN@TAG names it; or delete a tag of a run."""
+    output = Output("tag", as_json=json, quiet=quiet)
+    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+        if delete:
+            if "@" in ref or ref.startswith("#"):
+                msg = f"--delete wants the name of a run, not {ref!r}"
+                raise InvalidInputError(msg, hint=f"ckptstore tag RUN {name} --delete")
+            run = opening.run(ref)
+            was = run.info.tags.get(name)
+            run.untag(name)
+            document = {"run": ref, "tag": name, "version": None, "previous": was}
+            text = f"{ref}@{name} is gone"
+        else:
+            found = find_version(opening, ref)
+            was = opening.repo.catalog.run(found.run).tags.get(name)
+            opening.tag(f"#{found.id}", name)
+            document = {"run": found.run, "tag": name, "version": found.id, "previous": was}
+            text = f"{found.run}@{name} is step {found.step}, {found.id[:8]}"
+            if was and was != found.id:
+                text += f"; it was {was[:8]}"
+        output.show(document, lambda screen: None if quiet else screen.line(text))

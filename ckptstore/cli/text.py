@@ -1,0 +1,101 @@
+"""How numbers, times and names are written for people; pure functions."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from ckptstore.errors import InvalidInputError
+from ckptstore.limits import GIB, KIB, MIB
+
+__all__ = [
+    "age_text",
+    "bytes_text",
+    "count_text",
+    "metric_text",
+    "parse_bytes",
+    "printable",
+    "seconds_text",
+    "time_text",
+]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SUFFIXES = {"": 1, "K": KIB, "KIB": KIB, "M": MIB, "MIB": MIB, "G": GIB, "GIB": GIB}
+# Steps of an age: unit, its seconds, and up to how many of them it is used.
+_AGES = (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48), ("d", 86_400, 730), ("y", 31_557_600, 0))
+
+
+def printable(text: str) -> str:
+    """Return `text` with everything that does not print as an escape.
+
+    Names, metadata and messages come from storage that others write: an escape sequence in them
+    must not reach the terminal.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
+    )
+
+
+def bytes_text(size: float) -> str:
+    """Return a number of bytes in binary units and three digits: ``1.50 GiB``, ``512 B``."""
+    value = float(size)
+    for unit in _UNITS:
+        if abs(value) < 999.5 or unit == _UNITS[-1]:
+            break
+        value /= 1024
+    if unit == "B":
+        return f"{value:.0f} B"
+    digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``4MiB``, ``4M`` or ``4194304`` stand for.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is no such text.
+    """
+    number = text.strip().upper().rstrip("KMGIB")
+    factor = _SUFFIXES.get(text.strip().upper()[len(number) :].strip())
+    if factor is None or not number.strip().isdecimal():
+        msg = f"{text!r} is not a number of bytes"
+        raise InvalidInputError(msg, hint="write 4MiB, 512KiB or a plain number")
+    return int(number) * factor
+
+
+def count_text(count: int) -> str:
+    """Return a count with commas: ``12,345``."""
+    return f"{count:,}"
+
+
+def metric_text(value: float) -> str:
+    """Return a metric to six digits."""
+    return f"{value:.6g}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Return a duration: ``0.42 ms``, ``3.1 s``, ``12 min``."""
+    if abs(seconds) < 0.9995:
+        return f"{seconds * 1000:.3g} ms"
+    return f"{seconds:.3g} s" if abs(seconds) < 119.5 else f"{seconds / 60:.3g} min"
+
+
+def age_text(seconds: float) -> str:
+    """Return an age in its largest sensible unit: ``45s``, ``90m``, ``3d``.
+
+    A writer's clock that is ahead gives ``in 5m``, not a negative age.
+    """
+    past = abs(seconds)
+    unit, size, _ = next(step for step in _AGES if past < step[1] * step[2] or not step[2])
+    text = f"{int(past // size)}{unit}"
+    return f"in {text}" if seconds <= -1 else text
+
+
+def time_text(moment: datetime, *, utc: bool) -> str:
+    """Return date and time to the second, local or in UTC; UTC is marked with a Z."""
+    if utc:
+        return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%SZ")
+    return moment.astimezone().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,286 @@
+"""Import: a file of weights becomes a version; read from mapped memory, and nothing is executed.
+
+Read are safetensors files, files of ``torch.save`` (always with ``weights_only=True``), and folders
+or index files of either in shards, as Transformers writes them.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import warnings
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ckptstore import limits
+from ckptstore.backends.oserrors import translate
+from ckptstore.errors import (
+    CkptStoreError,
+    FormatError,
+    InvalidInputError,
+    LimitError,
+    PolicyError,
+)
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.paths import Pattern
+from ckptstore.model import Version
+from ckptstore.store import Store
+
+__all__ = ["TORCH_SUFFIXES", "import_file"]
+
+TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt"})
+"""Suffixes of files that ``torch.save`` wrote."""
+
+_SAFETENSORS: Final = ".safetensors"
+_INDEX: Final = ".index.json"
+_ZIP: Final = b"PK\x03\x04"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A state out of files; its tensors are mapped memory."""
+
+    state: Any
+    format: str
+    files: tuple[str, ...]
+    """Names without their folder."""
+    metadata: Mapping[str, str]
+
+
+def import_file(
+    store: Store,
+    path: str | os.PathLike[str],
+    *,
+    run: str,
+    step: int,
+    metrics: Mapping[str, float] | None = None,
+    directions: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (),
+    metadata: Mapping[str, Any] | None = None,
+    roles: Mapping[Pattern, str] | None = None,
+    under: str = "",
+    codec: str | None = None,
+    progress: ProgressCallback = silent,
+) -> Version:
+    """Save the content of a file as a new version of a run.
+
+    The file must not change meanwhile. Host memory stays within the store's budget: tensors are
+    read from the mapped file.
+
+    Parameters
+    ----------
+    path
+        ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` of ``torch.save``; a folder or an
+        ``.index.json`` of shards.
+    run, step, metrics, tags, metadata, roles, codec
+        As in :meth:`ckptstore.Run.save`. Where the state came from is added to the metadata as
+        ``import``.
+    directions
+        Which way metrics get better, as in :meth:`ckptstore.Store.run`.
+    under
+        Put the file's content below this key of the state: ``model`` makes ``{"model": ...}``.
+    progress
+        Called with the bytes done.
+
+    Raises
+    ------
+    ObjectNotFoundError
+        There is no such file.
+    InvalidInputError
+        It is of no kind that is read; or as in ``save``.
+    FormatError
+        It is damaged, or not what its name says.
+    PolicyError
+        The pickle in it needs more than ``weights_only=True`` allows; nothing of it was run.
+    StateError
+        It holds something that cannot be represented; names its path.
+    StorageError
+        A file or the store failed; no version appeared.
+    """
+    with _opened(Path(path)) as found:
+        state = {under: found.state} if under else found.state
+        return store.run(run, metrics=directions).save(
+            state,
+            step=step,
+            metrics=metrics,
+            tags=tags,
+            metadata={**_origin(found), **(metadata or {})},
+            roles=roles,
+            codec=codec,
+            progress=progress,
+        )
+
+
+def _origin(found: _Read) -> dict[str, Any]:
+    """Return what the version's metadata says about where it came from."""
+    origin: dict[str, Any] = {"format": found.format, "files": list(found.files)[:100]}
+    size = len(msgspec.json.encode(found.metadata))
+    if size > limits.IMPORT_METADATA_BYTES_MAX:
+        origin["metadata_left_out_bytes"] = size
+    elif found.metadata:
+        origin["metadata"] = dict(found.metadata)
+    return {"import": origin}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Read]:
+    """Give the content of a file, a folder or an index for the length of a block."""
+    try:
+        if path.is_dir():
+            path = _main_file(path)
+        with ExitStack() as stack:
+            if path.name.endswith(_INDEX):
+                yield _read_shards(path, stack)
+            else:
+                yield _read_one(path, stack)
+    except CkptStoreError:
+        raise
+    except OSError as error:
+        raise translate(error, f"reading {path}") from error
+
+
+def _main_file(folder: Path) -> Path:
+    """Return the file of a folder that says what is in it."""
+    names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
+    for suffix in (f"{_SAFETENSORS}{_INDEX}", _SAFETENSORS, f".bin{_INDEX}", ".bin"):
+        found = [name for name in names if name.endswith(suffix)]
+        if len(found) == 1:
+            return folder / found[0]
+        if found:
+            break
+    what = ", ".join(found[:5]) if found else "none"
+    msg = f"{folder} must hold one file of weights or one index of shards; there is {what}"
+    raise InvalidInputError(msg, hint="name the file itself")
+
+
+def _read_shards(index: Path, stack: ExitStack) -> _Read:
+    """Read all files that an index names; each tensor must be where the index says."""
+    weight_map, metadata = _parse_index(index)
+    state: dict[str, Any] = {}
+    origin: dict[str, str] = {}
+    formats: set[str] = set()
+    names = sorted(set(weight_map.values()))
+    for name in names:
+        part = _read_one(index.parent / name, stack)
+        formats.add(part.format)
+        if not isinstance(part.state, dict):
+            raise FormatError(f"the shard {name} holds no dict of tensors")
+        for key in part.state:
+            if key in state:
+                raise FormatError(f"{key!r} is in both {origin[key]} and {name}")
+            origin[key] = name
+        state.update(part.state)
+    for key, name in weight_map.items():
+        if origin.get(key) != name:
+            raise FormatError(f"{index.name} says that {key!r} is in {name}; it is not")
+    return _Read(
+        state=state,
+        format=f"{' and '.join(sorted(formats))} shards",
+        files=(index.name, *names),
+        metadata=metadata,
+    )
+
+
+class _Index(msgspec.Struct):
+    """The index of a sharded file, as Transformers writes it."""
+
+    weight_map: dict[str, str]
+    metadata: dict[str, Any] = {}
+
+
+def _parse_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
+    """Return which file each tensor is in, and the metadata; names lead out of no folder."""
+    with index.open("rb") as file:
+        data = file.read(limits.SHARD_INDEX_BYTES_MAX + 1)
+    if len(data) > limits.SHARD_INDEX_BYTES_MAX:
+        raise LimitError(f"{index} has more than {limits.SHARD_INDEX_BYTES_MAX} bytes")
+    try:
+        parsed = msgspec.json.decode(data, type=_Index)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise FormatError(f"{index} is not an index of shards: {error}") from error
+    for name in set(parsed.weight_map.values()):
+        if PurePosixPath(name).name != name or name in {"", ".", ".."} or "\0" in name:
+            raise FormatError(f"{index} names the file {name!r}, which is not beside it")
+    if not parsed.weight_map:
+        raise FormatError(f"{index} names no tensor")
+    return parsed.weight_map, {name: str(value) for name, value in parsed.metadata.items()}
+
+
+def _read_one(path: Path, stack: ExitStack) -> _Read:
+    with path.open("rb") as file:
+        magic = file.read(len(_ZIP))
+    if path.suffix == _SAFETENSORS:
+        return _read_safetensors(path, stack)
+    if path.suffix in TORCH_SUFFIXES or magic == _ZIP:
+        return _read_torch(path, zipped=magic == _ZIP)
+    known = ", ".join([_SAFETENSORS, *sorted(TORCH_SUFFIXES)])
+    msg = f"{path} is of no kind that is imported"
+    raise InvalidInputError(msg, hint=f"files end in {known}; folders hold shards and their index")
+
+
+def _read_safetensors(path: Path, stack: ExitStack) -> _Read:
+    try:
+        file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+        state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        metadata = file.metadata() or {}
+    except OSError:
+        raise
+    except (SafetensorError, RuntimeError, ValueError, TypeError, LookupError) as error:
+        raise FormatError(f"{path} is not a sound safetensors file: {error}") from error
+    return _Read(state=state, format="safetensors", files=(path.name,), metadata=metadata)
+
+
+def _read_torch(path: Path, *, zipped: bool) -> _Read:
+    """Read with torch's restricted unpickler, which builds tensors and plain containers only."""
+    if zipped:
+        _check_zip(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about old storage classes in old files
+            state = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # what a hostile pickle makes torch raise is not known
+        raise _torch_problem(path, error) from error
+    return _Read(state=state, format="torch", files=(path.name,), metadata={})
+
+
+def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
+    """Tell a pickle that wants more than it may from a file that is damaged."""
+    wanted: list[str] = []
+    with suppress(Exception):
+        wanted = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    if wanted or isinstance(error, pickle.UnpicklingError):
+        what = f": {', '.join(wanted[:5])}" if wanted else ", or is damaged"
+        return PolicyError(
+            f"the pickle in {path} needs more than weights_only=True allows{what}",
+            hint="if you trust it, load it in Python with weights_only=False and save the state",
+        )
+    text = str(error).strip().split("\n", 1)[0][:200]
+    return FormatError(f"{path} is not a sound file of torch.save: {text}")
+
+
+def _check_zip(path: Path) -> None:
+    """Refuse an archive that torch.save would not write: compressed, or larger than its file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise FormatError(f"{path} is not a sound file of torch.save: {error}") from error
+    if any(
+        r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size for r in records
+    ):
+        raise FormatError(
+            f"{path} holds compressed records, which torch.save does not write",
+            hint="extract it first if it is an archive of something else",
+        )
+    if sum(record.file_size for record in records) > path.stat().st_size:
+        raise FormatError(f"{path} claims more bytes than it has")

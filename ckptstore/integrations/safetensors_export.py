@@ -1,0 +1,285 @@
+"""Export: the tensors of a version become one safetensors file, with bounded memory; torch-free.
+
+The layout is a u64 length, a JSON header and the data. All sizes are known from the manifest, so
+the header is written first and the tensors follow one after the other, as they are read and
+checked. The file appears under its name when it is whole and on disk, or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from ckptstore import limits
+from ckptstore.backends.oserrors import translate
+from ckptstore.checkpoint.content import Content, read_content
+from ckptstore.checkpoint.load import wants_of
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.paths import PathFilter, Pattern
+from ckptstore.integrations.safetensors_plan import FileTensor, encode_header, plan_file
+from ckptstore.model import Version
+from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.repo import Repo
+from ckptstore.store import Store
+
+__all__ = ["Exported", "export_safetensors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What an export wrote."""
+
+    path: str
+    version: Version
+    tensors_count: int
+    """Tensors in the file; a tied one counts once for each of its paths."""
+    file_bytes: int
+    left_out: tuple[str, ...]
+    """Paths of values that were asked for, but are no tensors: numbers, texts, generators."""
+
+
+def export_safetensors(
+    store: Store,
+    ref: str,
+    path: str | os.PathLike[str],
+    *,
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] | None = None,
+    strip_prefix: str = "",
+    overwrite: bool = False,
+    progress: ProgressCallback = silent,
+) -> Exported:
+    """Write the tensors of a version to a safetensors file; every byte is checked on the way.
+
+    Tied tensors and views are written once for each path, NumPy arrays as tensors. Host memory
+    stays near ``EXPORT_WINDOW_BYTES``, but a tensor that does not lie row by row in the store
+    (channels-last, transposed, a view) is held whole.
+
+    Parameters
+    ----------
+    ref
+        Names the version.
+    path
+        A local file; it appears when it is complete and synced, or not at all.
+    include, exclude
+        Patterns of paths as in :meth:`ckptstore.Store.load`.
+    strip_prefix
+        Taken off names that begin with it: ``model.`` makes ``model.embed.weight`` the
+        ``embed.weight`` that ``load_state_dict`` expects.
+    overwrite
+        Replace a file that is there.
+    progress
+        Called with the bytes done.
+
+    Raises
+    ------
+    StateError
+        A tensor has a dtype that safetensors does not know (complex128, quantized, sub-byte
+        integers); names it. Nothing was written.
+    TensorNotFoundError
+        A pattern matches nothing, or there is no tensor at all.
+    InvalidInputError
+        Two tensors would have one name.
+    ConflictError
+        The file is there, and `overwrite` is False.
+    CorruptTensorError
+        A stored tensor is damaged; names it. No file appears.
+    StorageError
+        The store or the local disk failed. No file appears.
+    """
+    repo = store.repo
+    version = store.resolve(ref)
+    content = read_content(Manifests(repo).load(version))
+    items, left_out = plan_file(content, PathFilter(include, exclude), strip_prefix)
+    header = encode_header(items, version)
+    with _new_file(Path(path), repo.environment.random_hex(8), overwrite=overwrite) as file:
+        file.write(header)
+        _write_data(file, items, content, repo, progress)
+        size = file.tell()
+        expected = len(header) + sum(item.nbytes for item in items)
+        if size != expected:  # the manifest and its skeleton were checked, so this is a defect
+            msg = f"{size} bytes were written, not {expected}"
+            raise CorruptObjectError(msg)
+    return Exported(
+        path=os.fspath(path),
+        version=version,
+        tensors_count=len(items),
+        file_bytes=size,
+        left_out=left_out,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Segment:
+    """Consecutive pieces of one tensor."""
+
+    index: int
+    start: int
+    """First byte in the tensor."""
+    nbytes: int
+
+
+def _segments(content: Content, index: int) -> Iterator[_Segment]:
+    """Yield a tensor in parts of at most the window, or one piece where that is larger."""
+    first = content.manifest.first
+    start = size = 0
+    for row in range(first[index], first[index + 1]):
+        piece = int(content.manifest.pieces.raw[row])
+        if size and size + piece > limits.EXPORT_WINDOW_BYTES:
+            yield _Segment(index=index, start=start, nbytes=size)
+            start, size = start + size, 0
+        size += piece
+    if size:
+        yield _Segment(index=index, start=start, nbytes=size)
+
+
+def _write_data(
+    file: BinaryIO,
+    items: Sequence[FileTensor],
+    content: Content,
+    repo: Repo,
+    progress: ProgressCallback,
+) -> None:
+    """Write all tensors; small ones are read many at a time."""
+    writer = _Writer(file, content, repo, progress, total=sum(item.nbytes for item in items))
+    for item in items:
+        if item.streams:
+            for segment in _segments(content, item.index):
+                writer.add(segment)
+        elif item.nbytes:
+            writer.flush()
+            writer.write_rearranged(item)
+    writer.flush()
+
+
+class _Writer:
+    """Collects segments up to the window, reads them at once, and writes them."""
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        content: Content,
+        repo: Repo,
+        progress: ProgressCallback,
+        *,
+        total: int,
+    ) -> None:
+        self._file = file
+        self._content = content
+        self._repo = repo
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._batch: list[_Segment] = []
+        self._batch_bytes = 0
+
+    def add(self, segment: _Segment) -> None:
+        """Take what comes next in the file."""
+        if self._batch_bytes + segment.nbytes > limits.EXPORT_WINDOW_BYTES:
+            self.flush()
+        self._batch.append(segment)
+        self._batch_bytes += segment.nbytes
+
+    def flush(self) -> None:
+        """Write what was collected."""
+        memory = memoryview(bytearray(self._batch_bytes))
+        wants: list[Want] = []
+        at = 0
+        for segment in self._batch:
+            out = memory[at : at + segment.nbytes]
+            wants += self._wants(segment, out)
+            at += segment.nbytes
+        self._read(wants)
+        self._file.write(memory)
+        self._done += self._batch_bytes
+        self._batch, self._batch_bytes = [], 0
+
+    def write_rearranged(self, item: FileTensor) -> None:
+        """Write a tensor that does not lie in the store as in the file."""
+        record = self._content.manifest.tensors[item.index]
+        memory = memoryview(bytearray(record.nbytes))
+        self._read(list(wants_of(self._content, item.index, memory)))
+        element = np.dtype(f"V{ITEM_BYTES[item.dtype]}")
+        if item.view is not None:
+            offset, steps = item.view
+            strides = [step * element.itemsize for step in steps]
+            array = np.ndarray(item.shape, element, memory, offset, strides)
+        else:
+            order = item.order or ()
+            dense = np.frombuffer(memory, element).reshape([item.shape[dim] for dim in order])
+            array = dense.transpose(np.argsort(order))
+        self._file.write(np.ascontiguousarray(array).tobytes())
+        self._done += item.nbytes
+
+    def _wants(self, segment: _Segment, out: memoryview) -> Iterator[Want]:
+        first = self._content.manifest.first
+        label = self._content.labels[segment.index]
+        at = 0
+        for row in range(first[segment.index], first[segment.index + 1]):
+            size = int(self._content.manifest.pieces.raw[row])
+            inside = at - segment.start
+            if 0 <= inside < segment.nbytes:
+                yield Want(row=row, out=out[inside : inside + size], label=label)
+            at += size
+
+    def _read(self, wants: Sequence[Want]) -> None:
+        base = self._done
+
+        def step(part: Progress) -> None:
+            done = min(base + part.done, self._total)
+            self._progress(Progress(stage="export", done=done, total=self._total))
+
+        if wants:
+            read_pieces(
+                self._content.manifest.pieces,
+                wants,
+                backend=self._repo.backend,
+                options=self._repo.options,
+                progress=step,
+            )
+
+
+@contextmanager
+def _new_file(path: Path, mark: str, *, overwrite: bool) -> Iterator[BinaryIO]:
+    """Give a file that gets its name, durable, when the block ends well, and is removed else.
+
+    Between the last look and the rename another process could make the file, which is then
+    replaced.
+    """
+    if not overwrite and path.exists():
+        raise _taken(path)
+    temporary = path.with_name(f".{path.name[:200]}.{mark}.tmp")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if not overwrite and path.exists():
+            raise _taken(path)
+        temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except CkptStoreError:
+        raise
+    except OSError as error:
+        raise translate(error, f"writing {path}", writing=True) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _taken(path: Path) -> ConflictError:
+    msg = f"{path} is there already"
+    return ConflictError(msg, hint="choose another name, or overwrite it (--force)")

@@ -1,0 +1,182 @@
+"""What goes into a safetensors file, decided from the manifest alone: names, dtypes, header.
+
+Pure: no data is read and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ckptstore import limits
+from ckptstore.checkpoint.content import Content
+from ckptstore.errors import InvalidInputError, LimitError, StateError, TensorNotFoundError
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.paths import Path, PathFilter, path_text
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Leaf, Node, decode_key, pairs
+from ckptstore.model import Version
+
+__all__ = ["SAFETENSORS_DTYPES", "FileTensor", "encode_header", "plan_file"]
+
+SAFETENSORS_DTYPES: Final[Mapping[str, str]] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "uint16": "U16",
+    "int16": "I16",
+    "uint32": "U32",
+    "int32": "I32",
+    "uint64": "U64",
+    "int64": "I64",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "float32": "F32",
+    "float64": "F64",
+    "complex64": "C64",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+}
+"""dtype to its name in a file. Source: safetensors 0.8, held equal by tests/unit/test_files.py."""
+
+_LEFT_OUT: Final = frozenset({"bytes", "generator"})
+"""Kinds of leaves that are stored as tensors, but are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTensor:
+    """One tensor of the file."""
+
+    name: str
+    dtype: str
+    """torch's name."""
+    shape: tuple[int, ...]
+    index: int
+    """Its record in the manifest."""
+    order: tuple[int, ...] | None = None
+    """How its dimensions lie in the store; None if as in the file."""
+    view: tuple[int, tuple[int, ...]] | None = None
+    """Byte offset and strides in elements, if it is a part of the record."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+    @property
+    def streams(self) -> bool:
+        """Whether the stored bytes are the file's, in order."""
+        return self.order is None and self.view is None
+
+    @property
+    def file_shape(self) -> list[int]:
+        """Shape in the file: of packed 4-bit elements it counts each, torch two as one."""
+        shape = list(self.shape)
+        if self.dtype == "float4_e2m1fn_x2":
+            shape[-1] *= 2
+        return shape
+
+
+def plan_file(
+    content: Content, wanted: PathFilter, strip_prefix: str
+) -> tuple[list[FileTensor], tuple[str, ...]]:
+    """Return the tensors in the order of the file, and the paths of what is left out."""
+    left_out = [path_text(path) for path in _plain_values(content.node, ()) if wanted(path)]
+    items: dict[str, FileTensor] = {}
+    for leaf in content.leaves:
+        if not wanted(leaf.path):
+            continue
+        text = path_text(leaf.path)
+        if leaf.kind in _LEFT_OUT:
+            left_out.append(text)
+            continue
+        name = text.removeprefix(strip_prefix)
+        if not name or name in items or name == "__metadata__":
+            msg = f"{text!r} would be the second tensor {name!r} in the file, or has no name"
+            raise InvalidInputError(msg, hint="leave one of them out with exclude")
+        items[name] = _item(name, text, leaf, content)
+    wanted.check_all_used()
+    if not items:
+        msg = "there is no tensor to export"
+        raise TensorNotFoundError(msg)
+    # The widest elements first keep every tensor aligned, as the library itself does.
+    order = sorted(items.values(), key=lambda item: (-ITEM_BYTES[item.dtype], item.name))
+    return order, tuple(left_out)
+
+
+def _item(name: str, text: str, leaf: Leaf, content: Content) -> FileTensor:
+    record = content.manifest.tensors[leaf.index]
+    node = leaf.node
+    dtype, shape, order = record.dtype, record.shape, record.order
+    view = None
+    described = ""
+    if leaf.kind == "quantized":
+        described = "quantized"
+    elif leaf.kind == "view" and isinstance(node, list):
+        dtype, order = str(node[2]), None
+        shape = _ints(node[4])
+        view = (_ints([node[3]])[0], _ints(node[5]))
+    elif leaf.kind == "numpy" and isinstance(node, list) and len(node) > 2 and node[2] is not None:
+        described = f"a NumPy array of {node[2]!r}"
+    if not described and (dtype not in SAFETENSORS_DTYPES or (dtype[:6] == "float4" and not shape)):
+        described = dtype
+    if described:
+        msg = f"the tensor {text!r} is {described}, which a safetensors file cannot hold"
+        raise StateError(msg, hint=f"leave it out: --exclude '{text}'")
+    return FileTensor(name=name, dtype=dtype, shape=shape, index=leaf.index, order=order, view=view)
+
+
+def _ints(node: Node) -> tuple[int, ...]:
+    """Return a list of ints of the skeleton, which was validated."""
+    return tuple(int(x) for x in node if isinstance(x, int)) if isinstance(node, list) else ()
+
+
+def _plain_values(node: Node, path: Path) -> Iterator[Path]:
+    """Yield the paths of values that are neither containers nor stored as tensors."""
+    tag = node[0] if isinstance(node, list) else None
+    if not isinstance(node, list) or tag not in {*MAPS, *SEQUENCES, "x", *"TVNBGQ"}:
+        yield path
+    elif tag in MAPS:
+        for key, value in pairs(node):
+            yield from _plain_values(value, (*path, decode_key(key)))
+    elif tag in SEQUENCES:
+        for position, item in enumerate(node[SEQUENCES[str(tag)] :]):
+            yield from _plain_values(item, (*path, position))
+    elif tag == "x":
+        yield from _plain_values(node[2], path)
+
+
+def encode_header(items: Sequence[FileTensor], version: Version) -> bytes:
+    """Return the length and the header, padded so that the data is aligned to 8 bytes."""
+    entries: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            "ckptstore.run": version.run,
+            "ckptstore.step": str(version.step),
+            "ckptstore.version": version.id,
+        }
+    }
+    at = 0
+    for item in items:
+        entries[item.name] = {
+            "dtype": SAFETENSORS_DTYPES[item.dtype],
+            "shape": item.file_shape,
+            "data_offsets": [at, at + item.nbytes],
+        }
+        at += item.nbytes
+    try:
+        raw = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        msg = f"a path of the state is not valid Unicode: {error.object[error.start - 20 :][:40]!r}"
+        raise StateError(msg, hint="leave it out with exclude") from error
+    raw += b" " * (-len(raw) % 8)
+    if len(raw) > limits.SAFETENSORS_HEADER_BYTES_MAX:
+        msg = f"the header would have {len(raw)} bytes; readers refuse it"
+        raise LimitError(msg, hint="export in parts, with include")
+    return len(raw).to_bytes(8, "little") + raw
