@@ -1,0 +1,486 @@
+"""Files of other programs: what is exported is what the safetensors library reads, and back."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+import ckptstore
+from ckptstore import limits
+from ckptstore.errors import (
+    CkptStoreError,
+    ConflictError,
+    CorruptTensorError,
+    FormatError,
+    InvalidInputError,
+    ObjectNotFoundError,
+    PolicyError,
+    StateError,
+    StorageError,
+    TensorNotFoundError,
+)
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.integrations.files import export_safetensors, import_file
+from ckptstore.integrations.safetensors_plan import SAFETENSORS_DTYPES
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
+    """Return a new local store."""
+    with ckptstore.open(tmp_path / "store", create=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def damage() -> Callable[[Path], None]:
+    """Return what flips a bit in the middle of every pack of a store."""
+
+    def flip(root: Path) -> None:
+        for pack in root.glob("packs/*/*.pack"):
+            data = bytearray(pack.read_bytes())
+            data[len(data) // 2] ^= 1
+            pack.chmod(0o644)
+            pack.write_bytes(data)
+
+    return flip
+
+
+def _bits(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def _of_dtype(name: str) -> torch.Tensor:
+    """Return 6 elements of a dtype whose bytes are all different."""
+    raw = torch.arange(6 * ITEM_BYTES[name], dtype=torch.uint8)
+    if name == "bool":
+        return torch.tensor([True, False, True, True, False, True]).reshape(2, 3)
+    return raw.view(getattr(torch, name)).reshape(2, 3)
+
+
+# --- export -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", sorted(SAFETENSORS_DTYPES))
+def test_each_dtype_comes_back_through_the_library(
+    store: ckptstore.Store, tmp_path: Path, dtype: str
+) -> None:
+    """Every dtype that the table claims is read by safetensors with its shape and its bits."""
+    tensor = _of_dtype(dtype)
+    store.run("r").save({"w": tensor}, step=1)
+    export_safetensors(store, "r", tmp_path / "a.safetensors")
+    found = safetensors.torch.load_file(tmp_path / "a.safetensors")["w"]
+    assert (found.dtype, found.shape, _bits(found)) == (tensor.dtype, tensor.shape, _bits(tensor))
+
+
+def test_table_of_dtypes_is_the_librarys(tmp_path: Path) -> None:
+    """A dtype is in the table exactly if the installed library writes it, under the same name."""
+    path = tmp_path / "a.safetensors"
+    written = {}
+    for name in ITEM_BYTES:
+        dtype = getattr(torch, name, None)
+        if dtype is None or name == "complex32":  # torch warns; the library refuses it like bits8
+            continue
+        try:
+            safetensors.torch.save_file({"w": _of_dtype(name)}, path)
+        except (KeyError, ValueError, RuntimeError):
+            continue
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + struct.unpack("<Q", data[:8])[0]])
+        written[name] = header["w"]["dtype"]
+    assert written == dict(SAFETENSORS_DTYPES)
+
+
+def test_tied_views_orders_and_arrays_are_written_by_value(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    """Each path of a tied tensor, views, channels-last, 0-d, empty tensors and arrays are there."""
+    base = torch.arange(48.0).reshape(6, 8)
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state: dict[str, Any] = {
+        "a": base,
+        "tied": base,
+        "view": base[1:3, ::2],
+        "turned": base.t(),
+        "halves": base.view(torch.int32)[0],
+        "image": image,
+        "swapped": torch.randn(4, 6).t(),
+        "zero": torch.tensor(3.5, dtype=torch.float64),
+        "empty": torch.empty(0, 4, dtype=torch.int8),
+        "array": np.arange(5, dtype=np.int16),
+    }
+    store.run("r").save(state, step=1)
+    done = export_safetensors(store, "r", tmp_path / "a.safetensors")
+    found = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    expected = {name: torch.as_tensor(value) for name, value in state.items()}
+    assert done.tensors_count == len(expected) == len(found)
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert _bits(found[name]) == _bits(tensor), name
+
+
+def test_values_that_are_no_tensors_are_reported(store: ckptstore.Store, tmp_path: Path) -> None:
+    """Numbers, texts, bytes and generators are left out by name; what is not asked for is not."""
+    state = {
+        "model": {"w": torch.ones(2)},
+        "epoch": 3,
+        "names": ["a", "b"],
+        "blob": b"x" * 10_000,
+        "generator": torch.Generator(),
+        "other": {"lr": 0.1},
+    }
+    store.run("r").save(state, step=1)
+    done = export_safetensors(store, "r", tmp_path / "a.safetensors", exclude=["other"])
+    assert sorted(done.left_out) == ["blob", "epoch", "generator", "names.0", "names.1"]
+    assert set(safetensors.torch.load_file(tmp_path / "a.safetensors")) == {"model.w"}
+
+
+def test_part_of_a_state_under_the_names_a_module_wants(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    """include, exclude and strip_prefix give a file that load_state_dict takes as it is."""
+    model = torch.nn.Linear(4, 3)
+    state = {"model": model.state_dict(), "optimizer": {"m": torch.zeros(3)}}
+    version = store.run("r").save(state, step=7)
+    path = tmp_path / "a.safetensors"
+    export_safetensors(store, "r@7", path, include=["model"], strip_prefix="model.")
+    torch.nn.Linear(4, 3).load_state_dict(safetensors.torch.load_file(path), strict=True)
+    with safetensors.safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    assert metadata == {
+        "format": "pt",
+        "ckptstore.run": "r",
+        "ckptstore.step": "7",
+        "ckptstore.version": version.id,
+    }
+
+
+@pytest.mark.parametrize(
+    ("leaf", "named"),
+    [
+        (torch.zeros(2, dtype=torch.complex128), "complex128"),
+        (torch.zeros(2, dtype=torch.uint8).view(torch.uint4), "uint4"),
+        (np.zeros(2, dtype="M8[s]"), "NumPy array"),
+    ],
+    ids=["complex128", "uint4", "datetime64"],
+)
+def test_dtype_that_the_format_lacks_is_an_error_with_its_path(
+    store: ckptstore.Store, tmp_path: Path, leaf: object, named: str
+) -> None:
+    """The tensor is named, the hint leaves it out, and no file appears."""
+    store.run("r").save({"good": torch.ones(1), "bad": leaf}, step=1)
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(StateError, match=f"'bad'.*{named}"):
+        export_safetensors(store, "r", path)
+    assert not path.exists()
+    assert export_safetensors(store, "r", path, exclude=["bad"]).tensors_count == 1
+
+
+def test_names_must_differ_and_patterns_must_match(store: ckptstore.Store, tmp_path: Path) -> None:
+    """Two tensors of one name, a pattern without a match and a state without tensors are errors."""
+    one = torch.ones(1)
+    store.run("r").save({"a.b": one, "a": {"b": one * 2}, "c": one, "x.c": one}, step=1)
+    path = tmp_path / "a.safetensors"
+    with pytest.raises(InvalidInputError, match="second tensor"):
+        export_safetensors(store, "r", path)
+    with pytest.raises(InvalidInputError, match="second tensor 'c'"):
+        export_safetensors(store, "r", path, include=["c", "x.c"], strip_prefix="x.")
+    with pytest.raises(TensorNotFoundError, match="nothing in the state"):
+        export_safetensors(store, "r", path, include=["nope"])
+    store.run("numbers").save({"lr": 0.1}, step=1)
+    with pytest.raises(TensorNotFoundError, match="no tensor"):
+        export_safetensors(store, "numbers", path)
+    assert not path.exists()
+
+
+def test_file_appears_whole_or_not_at_all(
+    store: ckptstore.Store, tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Damage met on the way leaves neither the file nor a temporary; an old file stands."""
+    store.run("r").save({"w": torch.randn(300, 300)}, step=1)
+    folder = tmp_path / "out"
+    folder.mkdir()
+    path = folder / "a.safetensors"
+    export_safetensors(store, "r", path)
+    before = path.read_bytes()
+    with pytest.raises(ConflictError, match="there already"):
+        export_safetensors(store, "r", path)
+    damage(tmp_path / "store")
+    with pytest.raises(CorruptTensorError, match="tensor w"):
+        export_safetensors(store, "r", path, overwrite=True)
+    assert path.read_bytes() == before
+    assert [entry.name for entry in folder.iterdir()] == ["a.safetensors"]
+
+
+def test_local_disk_errors_are_of_the_tree(store: ckptstore.Store, tmp_path: Path) -> None:
+    """A folder that is not there is a StorageError that names the file."""
+    store.run("r").save({"w": torch.ones(2)}, step=1)
+    with pytest.raises(StorageError, match=r"missing.*a\.safetensors"):
+        export_safetensors(store, "r", tmp_path / "missing" / "a.safetensors")
+
+
+def test_memory_of_an_export_is_bounded(store: ckptstore.Store, tmp_path: Path) -> None:
+    """A tensor of several windows goes through little more than one."""
+    size = 3 * limits.EXPORT_WINDOW_BYTES
+    state = {"w": torch.arange(size // 8, dtype=torch.int64), "small": torch.ones(3)}
+    store.run("r").save(state, step=1)
+    path = tmp_path / "a.safetensors"
+    seen: list[int] = []
+    tracemalloc.start()
+    export_safetensors(store, "r", path, progress=lambda step: seen.append(step.done))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2.5 * limits.EXPORT_WINDOW_BYTES
+    assert seen == sorted(seen)
+    assert seen[-1] == size + 12
+    with safetensors.safe_open(path, "pt") as file:
+        assert torch.equal(file.get_tensor("w"), state["w"])
+
+
+# --- import -------------------------------------------------------------------------------------
+
+
+def _saved(folder: Path, name: str, state: object, **options: bool) -> Path:
+    path = folder / name
+    torch.save(state, path, **options)
+    return path
+
+
+def test_safetensors_file_round_trip(store: ckptstore.Store, tmp_path: Path) -> None:
+    """All of a file is imported as weights, with where it came from, and exports to equal bits."""
+    state = {name.replace("_", "."): _of_dtype(name) for name in sorted(SAFETENSORS_DTYPES)}
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file(state, path, metadata={"format": "pt", "by": "a script"})
+    version = import_file(
+        store, path, run="r", step=5, metrics={"acc": 0.5}, directions={"acc": "max"}, tags=["hf"]
+    )
+    assert (version.step, version.tags, dict(version.metrics)) == (5, ("hf",), {"acc": 0.5})
+    assert set(version.roles) == {"weights"}
+    assert version.metadata["import"] == {
+        "format": "safetensors",
+        "files": ["model.safetensors"],
+        "metadata": {"format": "pt", "by": "a script"},
+    }
+    loaded = store.load("r@best:acc")
+    assert {name: _bits(x) for name, x in loaded.items()} == {n: _bits(x) for n, x in state.items()}
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_torch_file_round_trip(store: ckptstore.Store, tmp_path: Path, *, zipped: bool) -> None:
+    """A whole training state of torch.save is imported: containers, numbers, tied tensors."""
+    shared = torch.randn(50, 4)
+    state = {"model": {"a": shared, "b": shared}, "epoch": 3, "betas": (0.9, 0.99)}
+    path = _saved(tmp_path, "c.pt", state, _use_new_zipfile_serialization=zipped)
+    import_file(store, path, run="r", step=1, under="nested")
+    loaded = store.load("r")["nested"]
+    assert (loaded["epoch"], loaded["betas"]) == (3, (0.9, 0.99))
+    assert torch.equal(loaded["model"]["a"], shared)
+    assert loaded["model"]["a"].data_ptr() == loaded["model"]["b"].data_ptr()
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_shards_are_one_version(store: ckptstore.Store, tmp_path: Path, suffix: str) -> None:
+    """A folder of shards, named by its index, is imported whole; by the index's path too."""
+    parts = {f"model-0000{i}.{suffix}": {f"layer.{i}": torch.randn(3, i)} for i in (1, 2, 3)}
+    for name, part in parts.items():
+        if suffix == "bin":
+            torch.save(part, tmp_path / name)
+        else:
+            safetensors.torch.save_file(part, tmp_path / name)
+    weight_map = {key: name for name, part in parts.items() for key in part}
+    index = tmp_path / f"model.{suffix}.index.json"
+    index.write_text(json.dumps({"metadata": {"total_size": 72}, "weight_map": weight_map}))
+    first = import_file(store, tmp_path, run="r", step=1)
+    second = import_file(store, index, run="r", step=2)
+    assert first.content == second.content
+    expected = {key: tensor for part in parts.values() for key, tensor in part.items()}
+    loaded = store.load("r")
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
+def test_folder_with_one_file_is_that_file(store: ckptstore.Store, tmp_path: Path) -> None:
+    """Folders as Transformers writes small models; an unclear folder is an error with the names."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(InvalidInputError, match="none"):
+        import_file(store, folder, run="r", step=1)
+    safetensors.torch.save_file({"w": torch.ones(1)}, folder / "a.safetensors")
+    assert import_file(store, folder, run="r", step=1).step == 1
+    safetensors.torch.save_file({"w": torch.ones(1)}, folder / "b.safetensors")
+    with pytest.raises(InvalidInputError, match=r"a\.safetensors, b\.safetensors"):
+        import_file(store, folder, run="r", step=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ('{"weight_map": {"w": "../secret.safetensors"}}', "not beside it"),
+        ('{"weight_map": {"w": "/etc/passwd"}}', "not beside it"),
+        ('{"weight_map": {"w": ".."}}', "not beside it"),
+        ('{"weight_map": {}}', "names no tensor"),
+        ('{"weight_map": {"w": 3}}', "not an index"),
+        ("[" * 100_000, "not an index"),
+        ('{"weight_map": {"absent": "a.safetensors"}}', "'absent' is in a.safetensors; it is not"),
+    ],
+    ids=["above", "absolute", "dots", "empty", "type", "deep", "wrong"],
+)
+def test_hostile_index_is_refused(
+    store: ckptstore.Store, tmp_path: Path, text: str, problem: str
+) -> None:
+    """An index leads out of no folder, and must be right about each tensor."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    for path in (folder / "a.safetensors", tmp_path / "secret.safetensors"):
+        safetensors.torch.save_file({"w": torch.ones(1)}, path)
+    (folder / "m.safetensors.index.json").write_text(text)
+    with pytest.raises(FormatError, match=problem):
+        import_file(store, folder, run="r", step=1)
+    assert store.versions() == []
+
+
+class _Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        """Ask the unpickler to call something."""
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_pickle_that_wants_more_is_refused_and_not_run(
+    store: ckptstore.Store, tmp_path: Path, *, zipped: bool
+) -> None:
+    """Nothing of a hostile pickle is executed, and the error says what would be needed."""
+    trace = tmp_path / "executed"
+    state = {"w": torch.ones(2), "x": _Bomb(trace)}
+    path = _saved(tmp_path, "evil.pt", state, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(PolicyError, match="weights_only"):
+        import_file(store, path, run="r", step=1)
+    assert not trace.exists()
+    assert store.versions() == []
+    raw = tmp_path / "raw.pth"
+    raw.write_bytes(pickle.dumps(_Bomb(trace)))
+    with pytest.raises(PolicyError, match="weights_only"):
+        import_file(store, raw, run="r", step=1)
+    assert not trace.exists()
+
+
+def _header(entries: object, data: bytes = b"", length: int | None = None) -> bytes:
+    raw = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
+    return struct.pack("<Q", len(raw) if length is None else length) + raw + data
+
+
+_HOSTILE = {
+    "nothing": b"",
+    "short": b"\x01\x02",
+    "length beyond the file": _header({}, length=1 << 40),
+    "length of 2^64-1": _header({}, length=(1 << 64) - 1),
+    "not JSON": _header(b"{" * 100),
+    "deep JSON": _header(b'{"a":' * 50_000),
+    "offsets beyond the data": _header(
+        {"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}, b"1234"
+    ),
+    "shape against offsets": _header(
+        {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 4]}}, b"1234"
+    ),
+    "shape that overflows": _header(
+        {"w": {"dtype": "F32", "shape": [1 << 62, 8], "data_offsets": [0, 4]}}, b"1234"
+    ),
+    "overlap": _header(
+        {
+            "a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},
+            "b": {"dtype": "U8", "shape": [4], "data_offsets": [2, 6]},
+        },
+        b"123456",
+    ),
+    "hole": _header({"a": {"dtype": "U8", "shape": [2], "data_offsets": [2, 4]}}, b"1234"),
+    "unknown dtype": _header({"a": {"dtype": "X9", "shape": [4], "data_offsets": [0, 4]}}, b"1234"),
+    "negative": _header({"a": {"dtype": "U8", "shape": [-4], "data_offsets": [0, 4]}}, b"1234"),
+    "dtype torch lacks": _header(
+        {"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, b"123"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_hostile_safetensors_header_is_refused(
+    store: ckptstore.Store, tmp_path: Path, name: str
+) -> None:
+    """Wrong lengths, offsets, shapes and dtypes are typed errors; no version appears."""
+    path = tmp_path / "evil.safetensors"
+    path.write_bytes(_HOSTILE[name])
+    with pytest.raises(FormatError, match=r"evil\.safetensors"):
+        import_file(store, path, run="r", step=1)
+    assert store.versions() == []
+
+
+def test_damaged_files_raise_errors_of_the_tree(store: ckptstore.Store, tmp_path: Path) -> None:
+    """Cut, flipped or mistaken files of either kind never raise a foreign exception."""
+    rng = np.random.default_rng(5)
+    whole = {
+        "a.pt": _saved(tmp_path, "a.pt", {"w": torch.randn(20), "n": 3}).read_bytes(),
+        "b.safetensors": safetensors.torch.save({"w": torch.randn(20)}),
+    }
+    refused = 0
+    for name, data in whole.items():
+        path = tmp_path / f"bad-{name}"
+        for _ in range(60):
+            body = bytearray(data)
+            if rng.random() < 0.3:
+                del body[int(rng.integers(len(body))) :]
+            else:
+                body[int(rng.integers(len(body)))] ^= 1 << int(rng.integers(8))
+            path.write_bytes(body)
+            try:
+                import_file(store, path, run="r", step=1)
+            except CkptStoreError:
+                refused += 1
+    assert refused > 20  # flips in the numbers themselves are not noticed: the formats have no sums
+
+
+def test_archive_that_torch_would_not_write_is_refused(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    """Compressed records, the way of zip bombs, are refused before anything is unpacked."""
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x/data.pkl", b"\0" * (50 << 20))
+    with pytest.raises(FormatError, match="compressed"):
+        import_file(store, path, run="r", step=1)
+
+
+def test_files_that_are_not_there_or_of_no_kind(store: ckptstore.Store, tmp_path: Path) -> None:
+    """A missing file and an unknown kind are errors that say what is read."""
+    with pytest.raises(ObjectNotFoundError, match=r"nope\.pt"):
+        import_file(store, tmp_path / "nope.pt", run="r", step=1)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(InvalidInputError, match="no kind") as caught:
+        import_file(store, tmp_path / "notes.txt", run="r", step=1)
+    assert ".safetensors" in caught.value.hint
+
+
+def test_import_of_what_the_head_holds_stores_nothing_new(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    """A second import of one file shares every chunk with the first."""
+    path = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"w": torch.randn(500, 500)}, path)
+    import_file(store, path, run="r", step=1)
+    again = import_file(store, path, run="r", step=2)
+    assert again.roles["weights"].new == again.roles["weights"].stored == 0
