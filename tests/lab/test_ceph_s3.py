@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 from buckets import S3Bucket
+from labkit.peers import local_peer
+from labkit.systems import Ceph, LabPool
+from labkit.two_clients import Clients, TwoClientTests
 from local_servers import SECRET
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.registry import open_backend
 from ckptstore.testing.conformance import BackendConformance
-from labkit.peers import local_peer
-from labkit.systems import Ceph, LabPool
-from labkit.two_clients import Clients, TwoClientTests
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from labkit.mount_suite import MountSuite
 from labkit.systems import Ceph, LabPool
 from labkit.two_clients import Clients, TwoClientTests, clients_of_mounts

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
 from labkit.mount_suite import MountSuite
-from labkit.systems import MooseFs, LabPool
+from labkit.systems import LabPool, MooseFs
 from labkit.two_clients import Clients, TwoClientTests, clients_of_mounts
 
 

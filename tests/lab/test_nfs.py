@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from labkit.peers import PROGRAMS, guest_peer
 from labkit.systems import LabPool, Nfs
 from labkit.two_clients import Clients, TwoClientTests

@@ -1,4 +1,4 @@
-"""The conformance suite on a shared file system: one mount is tested, the other is looked through."""
+"""The conformance suite on a shared file system: one mount is tested, the other a side door."""
 
 from __future__ import annotations
 

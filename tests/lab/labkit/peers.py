@@ -1,7 +1,8 @@
 """Programs of the lab that run beside the tests, here or inside a guest, and obey lines of JSON.
 
-A request is ``{"id": n, "do": name, ...}``. The program answers with lines ``{"id": n, "event": ...}``
-of which the last has the event ``done`` (with ``result``) or ``failed`` (with ``kind``, ``message``).
+A request is ``{"id": n, "do": name, ...}``. The program answers with one or more lines
+``{"id": n, "event": name, ...}``; the last is ``done`` with ``result``, or ``failed`` with ``kind``
+and ``message``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saves versions and checks them, as it is told, line by line (see labkit/peers.py for the protocol).
+"""Saves versions and checks them, as it is told (see labkit/peers.py for the protocol).
 
 Every request runs in a child of its own: torch is imported once (16 s inside a guest), and a child
 that hangs on dead storage can be killed. What a version must hold follows from who saved it and as
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ def skip_fsync_below(part: str) -> None:
     real = os.fsync
 
     def fsync(descriptor: int) -> None:
-        if part not in os.readlink(f"/proc/self/fd/{descriptor}"):
+        if part not in str(Path(f"/proc/self/fd/{descriptor}").readlink()):
             real(descriptor)
 
     os.fsync = fsync  # type: ignore[assignment]
@@ -115,7 +116,8 @@ def save(words: Words, requester: Requester) -> dict[str, int]:
             state = state_of(words["writer"], number, words["numbers"])
             meant = {"writer": words["writer"], "number": number, "numbers": words["numbers"]}
             began = time.monotonic()
-            version = run.save(state, step=number, metrics={"loss": 1 / (number + 1)}, metadata=meant)
+            loss = {"loss": 1 / (number + 1)}
+            version = run.save(state, step=number, metrics=loss, metadata=meant)
             saved += 1
             requester.tell(
                 "acked",
@@ -126,14 +128,17 @@ def save(words: Words, requester: Requester) -> dict[str, int]:
             )
             if words.get("mark"):
                 command = [word.replace("{}", str(saved)) for word in words["mark"]]
-                subprocess.run(command, check=True, stdin=subprocess.DEVNULL)  # noqa: S603
+                subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
     return {"saved": saved}
 
 
 def check_version(store: Any, version: Any) -> list[str]:  # noqa: ANN401
     """Return what is wrong with one visible version."""
     meant = version.metadata
-    state = store.load(f"#{version.id}")
+    try:
+        state = store.load(f"#{version.id}")
+    except CkptStoreError as error:
+        return [f"{version.run}@{version.step}: {error.kind}: {error}"]
     expected = state_of(meant["writer"], meant["number"], meant["numbers"])
     return [f"{version.run}@{version.step}{d}" for d in differences(state, expected)]
 
