@@ -36,7 +36,7 @@ class CarelessServer:
 
     @pytest.fixture
     def proxy(self, direct: Place) -> Iterator[FaultProxy]:
-        """A proxy that only counts."""
+        """Put a proxy that only counts in between."""
         port = urlsplit(direct.options["endpoint_url"]).port
         assert port
         with FaultProxy(port) as made:
@@ -44,7 +44,7 @@ class CarelessServer:
 
     @pytest.fixture
     def place(self, direct: Place, proxy: FaultProxy) -> Place:
-        """The same place, through the proxy."""
+        """Return the same place, through the proxy."""
         endpoint = {"endpoint_url": f"http://127.0.0.1:{proxy.port}"}
         return Place(url=direct.url, options=direct.options | endpoint)
 
@@ -93,10 +93,8 @@ class CarelessServer:
         found = assert_kept(saver, place, promises.acked, save=False)
         assert found["versions"] == found["commits"] == 3
 
-    def test_two_single_writers_are_noticed(self, place: Place, saver: Peer) -> None:
-        """Two who both vouch to be alone: the second finds the first's commits and goes on after
-        them; what was acknowledged, one after the other, is there.
-        """
+    def test_single_writers_take_turns(self, place: Place, saver: Peer) -> None:
+        """Single writers, one after the other, go on where the one before stopped."""
         alone = Place(url=place.url, options=place.options | {"single_writer": True})
         acked = {}
         for writer in range(2):
@@ -114,7 +112,7 @@ class TestRclone(CarelessServer):
 
     @pytest.fixture
     def direct(self, careless_bucket: S3Bucket) -> Place:
-        """A bucket on rclone."""
+        """Make a bucket on rclone."""
         return Place(url=careless_bucket.url, options=careless_bucket.options())
 
 
@@ -125,7 +123,7 @@ class TestSwift(CarelessServer):
 
     @pytest.fixture
     def direct(self, lab_pool: LabPool) -> Place:
-        """A bucket on Swift, made through boto3."""
+        """Make a bucket on Swift through boto3."""
         options: dict[str, Any] = dict(lab_pool.get(Swift).options())
         name = f"bucket-{uuid.uuid4().hex[:12]}"
         client = boto3.client(

@@ -48,7 +48,8 @@ def test_eight_processes_save_at_once(bucket: S3Bucket, saver: Peer) -> None:
     found = assert_kept(saver, place, promises.acked, save=False)
     assert found["versions"] == 200
     assert found["commits"] == 200
-    commits = sorted(key for key in bucket.keys() if key.startswith("commits/"))
+    stored = bucket.keys()
+    commits = sorted(key for key in stored if key.startswith("commits/"))
     assert commits == [f"commits/000000/{number:012d}.json" for number in range(1, 201)]
 
 

@@ -48,7 +48,7 @@ def start_writers(
     *,
     saves: int,
     shared: bool = True,
-    **words: Any,
+    **words: object,
 ) -> list[Call]:
     """Let several processes save at once.
 

@@ -1,6 +1,6 @@
 """Saves versions and checks them, as it is told (see labkit/peers.py for the protocol).
 
-Every request runs in a child of its own: torch is imported once (16 s inside a guest), and a child
+Every request runs in a child of its own: modules are imported once (16 s inside a guest), a child
 that hangs on dead storage can be killed. What a version must hold follows from who saved it and as
 which one, so that a checker needs nothing but the store.
 
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ import numpy as np
 import torch
 
 import ckptstore
+import ckptstore.backends.posix
+import ckptstore.backends.probe
+import ckptstore.checkpoint.lazy
+import ckptstore.checkpoint.save
 from ckptstore.errors import CkptStoreError, StoreNotFoundError
 
 Words = dict[str, Any]
@@ -202,6 +207,8 @@ def main() -> None:
             os.kill(words["pid"], signal.SIGKILL)
             requester.tell("done", result=None)
         else:
+            if words["url"].startswith("s3:"):
+                import_module("ckptstore.backends.s3")
             child = os.fork()
             if not child:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
