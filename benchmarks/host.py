@@ -1,0 +1,107 @@
+"""What a result was measured on, and with which versions."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from ckptstore.backends.mounts import find_mount
+
+__all__ = ["header"]
+
+_PACKAGES = (
+    "ckptstore",
+    "torch",
+    "numpy",
+    "safetensors",
+    "torchsnapshot",
+    "zstandard",
+    "blake3",
+    "fsspec",
+    "s3fs",
+    "boto3",
+)
+_REPO = Path(__file__).resolve().parent.parent
+
+
+def header(folder: Path) -> dict[str, Any]:
+    """Return everything that a reader needs to judge or repeat a measurement.
+
+    Parameters
+    ----------
+    folder
+        Where the benchmark writes; its file system and disk are named.
+    """
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "host": platform.node(),
+        "kernel": platform.release(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "file_system": _file_system(folder),
+        "disk": _disk(folder),
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "load_average_before": list(os.getloadavg()),
+    }
+
+
+def _commit() -> str:
+    """Return the commit of the tree, with a mark if the sources differ from it."""
+    commit = _git("rev-parse", "--short=12", "HEAD")
+    changed = _git("status", "--porcelain", "--untracked-files=no", "ckptstore", "backends")
+    return f"{commit} with changes" if changed else commit
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=_REPO, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _cpu() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _file_system(folder: Path) -> str:
+    return find_mount(str(folder)).fs_type
+
+
+def _disk(folder: Path) -> str:
+    """Return the block device below a folder: kind, model if known, and its I/O scheduler."""
+    number = folder.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    if not device.exists():
+        return "none"
+    device = device.resolve()
+    queue = device / "queue" if (device / "queue").exists() else device.parent / "queue"
+    facts = [device.name]
+    for name, label in (("rotational", "rotational"), ("scheduler", "scheduler")):
+        file = queue / name
+        if file.exists():
+            facts.append(f"{label} {file.read_text().strip()}")
+    size = device / "size"
+    if size.exists():
+        facts.append(f"{int(size.read_text()) * 512 / 2**30:.0f} GiB")
+    return ", ".join(facts)

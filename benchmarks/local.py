@@ -1,0 +1,321 @@
+"""Saves and loads of one mixed-precision training state on a local disk, against five peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ckptstore
+from benchmarks import peers
+from benchmarks.command_line import time_ls
+from benchmarks.disk import Workspace, chill, disk_reads, tree_bytes, warm
+from benchmarks.host import header
+from benchmarks.measure import Case, Measured, Result, run_cases, say
+from benchmarks.peak import peak_of_saves
+from benchmarks.peers import PEERS, TORCH_MMAP, Peer, empty_like, touch
+from benchmarks.states import State, StateSpec, flat_tensors, make_state, same, state_bytes
+
+__all__ = ["run"]
+
+_RUN = "bench"
+# The tensor of which one row is read: the largest of the state, an fp32 embedding.
+_LARGE = "optimizer.master.embed.weight"
+_ROW = 1234
+
+
+def run(space: Workspace, *, bytes_min: int, rounds: int, training_steps: int = 120) -> Result:
+    """Run everything; return the tables ``save``, ``load warm``, ``load cold``, ``row``, ``peak``.
+
+    Parameters
+    ----------
+    bytes_min
+        The state has at least this many bytes of tensors.
+    rounds
+        Counted rounds of each case.
+    """
+    peers.quiet()
+    spec = StateSpec(bytes_min=bytes_min, training_steps=training_steps)
+    head = header(space.root)
+    say(f"local: making a state of {bytes_min / 1e9:.2f} GB")
+    state = make_state(spec)
+    size = state_bytes(state)
+    tensors = [tensor for _, tensor in flat_tensors(state)]
+    result = Result(
+        benchmark="local",
+        header=head,
+        parameters={
+            "state_bytes": size,
+            "tensors": len(tensors),
+            "seed": spec.seed,
+            "training_steps": spec.training_steps,
+            "rounds": rounds,
+            "torch_threads": torch.get_num_threads(),
+        },
+    )
+    result.tables["save"] = _saves(state, space, rounds)
+    saved = _saved_once(state, space)
+    result.tables["load, warm cache"] = _loads(state, saved, space, rounds, cold=False)
+    result.tables["load, cold cache"] = _loads(state, saved, space, rounds, cold=True)
+    result.tables["one row"] = _rows(state, saved, space, rounds)
+    result.facts["ls"] = time_ls(saved["ckptstore"], rounds=max(rounds, 5))
+    del state, tensors
+    result.tables["peak memory of a save"] = peak_of_saves(saved["torch.save"] / "state.pt", space)
+    return result
+
+
+# --- saves ------------------------------------------------------------------------------------
+
+
+def _saves(state: State, space: Workspace, rounds: int) -> list[Measured]:
+    size = state_bytes(state)
+    cases = [_peer_save(peer, state, size) for peer in PEERS]
+    cases += [_store_save(state, size, "auto"), _store_save(state, size, "raw")]
+    kept = _Kept(state, space)
+    cases += [kept.unchanged(size), kept.one_changed(size)]
+    try:
+        return run_cases("save", cases, space, rounds=rounds)
+    finally:
+        kept.close()
+
+
+def _peer_save(peer: Peer, state: State, size: int) -> Case:
+    return Case(
+        name=peer.name,
+        run=lambda folder: peer.save(state, folder),
+        after=lambda folder, _: {"stored_bytes": tree_bytes(folder)},
+        logical_bytes=size,
+    )
+
+
+def _store_save(state: State, size: int, codec: str) -> Case:
+    """Return the case of a first save into a new store, which is open as in a training loop."""
+    stores: list[ckptstore.Store] = []
+
+    def prepare(folder: Path) -> None:
+        stores.append(ckptstore.open(folder / "store", create=True, codec=codec))
+
+    def after(folder: Path, version: object) -> Mapping[str, float]:
+        stores.pop().close()
+        assert isinstance(version, ckptstore.Version)
+        return {"stored_bytes": tree_bytes(folder), **version.receipt}
+
+    return Case(
+        name=f"ckptstore {codec}",
+        prepare=prepare,
+        run=lambda _: stores[-1].run(_RUN).save(state, step=1),
+        after=after,
+        logical_bytes=size,
+    )
+
+
+class _Kept:
+    """A store that stays open over all rounds, for saves that follow another save."""
+
+    def __init__(self, state: State, space: Workspace) -> None:
+        self._state = state
+        self._folder = space.fresh()
+        self._stores = {
+            name: ckptstore.open(self._folder / name, create=True) for name in ("same", "changed")
+        }
+        for store in self._stores.values():
+            store.run(_RUN).save(state, step=0)
+        self._changed = state
+        self._step = 0
+
+    def close(self) -> None:
+        """Close the stores."""
+        for store in self._stores.values():
+            store.close()
+
+    def unchanged(self, size: int) -> Case:
+        """Return the case of saving once more what was saved just before."""
+        return self._case("same", "ckptstore auto, nothing changed", lambda: self._state, size)
+
+    def one_changed(self, size: int) -> Case:
+        """Return the case of a save of which one fp32 tensor differs from the save before."""
+        path = "blocks.0.up.weight"
+
+        def change() -> State:
+            self._step += 1
+            masters = dict(self._state["optimizer"]["master"])
+            masters[path] = masters[path] * (1 + self._step / 64)
+            return {**self._state, "optimizer": {**self._state["optimizer"], "master": masters}}
+
+        nbytes = self._state["optimizer"]["master"][path].nbytes
+        note = f"the tensor has {nbytes / 1e6:.1f} MB"
+        return self._case("changed", "ckptstore auto, one tensor changed", change, size, note)
+
+    def _case(
+        self, store: str, name: str, next_state: Callable[[], State], size: int, note: str = ""
+    ) -> Case:
+        run = self._stores[store].run(_RUN)
+        pending: list[Any] = []
+
+        def prepare(_: Path) -> None:
+            pending[:] = [next_state(), tree_bytes(self._folder / store)]
+
+        def after(_: Path, version: object) -> Mapping[str, float]:
+            assert isinstance(version, ckptstore.Version)
+            added = tree_bytes(self._folder / store) - pending[1]
+            return {"stored_bytes": added, **version.receipt}
+
+        return Case(
+            name=name,
+            prepare=prepare,
+            run=lambda _: run.save(pending[0], step=1),
+            after=after,
+            folder=self._folder,
+            logical_bytes=size,
+            note=note,
+        )
+
+
+# --- loads ------------------------------------------------------------------------------------
+
+
+def _saved_once(state: State, space: Workspace) -> dict[str, Path]:
+    """Save the state once in every way; return the folders by name. A peer that fails is absent."""
+    saved: dict[str, Path] = {}
+    for peer in PEERS:
+        folder = space.fresh()
+        try:
+            peer.save(state, folder)
+        except Exception as error:  # noqa: BLE001 - reported by the table of saves
+            say(f"{peer.name} does not save: {error}")
+            continue
+        saved[peer.name] = folder
+    for codec in ("auto", "raw"):
+        folder = space.fresh()
+        with ckptstore.open(folder, create=True, codec=codec) as store:
+            store.run(_RUN).save(state, step=1)
+        saved["ckptstore" if codec == "auto" else "ckptstore raw"] = folder
+    return saved
+
+
+def _loads(
+    state: State, saved: dict[str, Path], space: Workspace, rounds: int, *, cold: bool
+) -> list[Measured]:
+    """Time whole loads, first into new memory, then into tensors that exist."""
+    size = state_bytes(state)
+    target = empty_like(state)
+    cases: list[Case] = []
+
+    def add(name: str, folder: Path, load: Callable[[Path], object], note: str = "") -> None:
+        cases.append(
+            Case(
+                name=name,
+                prepare=lambda path: chill(path) if cold else warm(path),
+                run=load,
+                after=_check_against(state),
+                folder=folder,
+                writes=False,
+                logical_bytes=size,
+                note=note,
+            )
+        )
+
+    for peer in (*PEERS, TORCH_MMAP):
+        folder = saved.get("torch.save" if peer is TORCH_MMAP else peer.name)
+        if folder is not None and peer.load is not None:
+            name = "torch.load" if peer.name == "torch.save" else peer.name
+            add(f"{name}, new", folder, _touched(peer.load), peer.load_note)
+        if folder is not None and peer.load_into is not None:
+            add(f"{peer.name}, into", folder, _into(peer.load_into, target))
+    for name, label in (("ckptstore", "ckptstore auto"), ("ckptstore raw", "ckptstore raw")):
+        add(f"{label}, new", saved[name], _touched(_store_load), "verified")
+        add(f"{label}, into", saved[name], _into(_store_load_into, target), "verified")
+    return run_cases("load cold" if cold else "load warm", cases, space, rounds=rounds)
+
+
+def _touched(load: Callable[[Path], object]) -> Callable[[Path], object]:
+    def run(folder: Path) -> object:
+        state = load(folder)
+        touch(state)
+        return state
+
+    return run
+
+
+def _into(load: Callable[[Path, State], object], target: State) -> Callable[[Path], object]:
+    return lambda folder: load(folder, target)
+
+
+def _store_load(folder: Path) -> object:
+    with ckptstore.open(folder, read_only=True) as store:
+        return store.load(f"{_RUN}@latest")
+
+
+def _store_load_into(folder: Path, state: State) -> object:
+    with ckptstore.open(folder, read_only=True) as store:
+        return store.load(f"{_RUN}@latest", into=state)
+
+
+def _check_against(state: State) -> Callable[[Path, object], Mapping[str, float]]:
+    """Return a check that runs once a case: the first load equals the state, bit for bit."""
+    checked: list[bool] = []
+
+    def check(_: Path, loaded: object) -> Mapping[str, float]:
+        if not checked:
+            checked.append(True)
+            if not same(state, loaded):
+                msg = "what was loaded is not what was saved"
+                raise AssertionError(msg)
+        return {}
+
+    return check
+
+
+# --- one row ----------------------------------------------------------------------------------
+
+
+def _rows(state: State, saved: dict[str, Path], space: Workspace, rounds: int) -> list[Measured]:
+    """Time reading one row of a large tensor from a cold cache, with nothing open before."""
+    expected = dict(flat_tensors(state))[_LARGE][_ROW].clone()
+    readers: dict[str, tuple[Path, Callable[[Path, str, int], torch.Tensor]]] = {
+        peer.name: (saved[peer.name], peer.row)
+        for peer in PEERS
+        if peer.row is not None and peer.name in saved
+    }
+    readers["ckptstore auto"] = (saved["ckptstore"], _store_row)
+    readers["ckptstore raw"] = (saved["ckptstore raw"], _store_row)
+    cases = [_row_case(name, folder, read, expected) for name, (folder, read) in readers.items()]
+    return run_cases("one row", cases, space, rounds=rounds)
+
+
+def _row_case(
+    name: str,
+    folder: Path,
+    read: Callable[[Path, str, int], torch.Tensor],
+    expected: torch.Tensor,
+) -> Case:
+    before = [0]
+
+    def prepare(path: Path) -> None:
+        chill(path)
+        before[0] = disk_reads()
+
+    def after(_: Path, row: object) -> Mapping[str, float]:
+        assert isinstance(row, torch.Tensor)
+        if not torch.equal(row, expected):
+            msg = "the row is not the one that was saved"
+            raise AssertionError(msg)
+        return {"read_bytes": disk_reads() - before[0]}
+
+    return Case(
+        name=name,
+        prepare=prepare,
+        run=lambda path: read(path, _LARGE, _ROW),
+        after=after,
+        folder=folder,
+        writes=False,
+        logical_bytes=expected.nbytes,
+    )
+
+
+def _store_row(folder: Path, path: str, row: int) -> torch.Tensor:
+    with ckptstore.open(folder, read_only=True) as store:
+        found: torch.Tensor = store.version(f"{_RUN}@latest")[path][row]
+    return found

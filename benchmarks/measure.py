@@ -1,0 +1,147 @@
+"""How everything is timed: interleaved rounds, a warm-up, medians with minimum and maximum.
+
+A round runs each case once, in its own fresh folder, and the next round begins with another case;
+so what drifts while a benchmark runs (the disk, other processes) hits all cases alike, and none
+always follows the same one. Ratios are taken within each round, and their median is shown.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.disk import Workspace
+
+__all__ = ["Case", "Measured", "Result", "run_cases", "run_rounds", "say"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One thing to time."""
+
+    name: str
+    run: Callable[[Path], object]
+    """Timed; gets the folder; what it returns is handed to `after`."""
+    prepare: Callable[[Path], None] | None = None
+    """Runs before the clock starts."""
+    after: Callable[[Path, object], Mapping[str, float]] | None = None
+    """Runs after the clock stopped; returns further numbers (``stored_bytes`` ...). It raises if
+    the result is not right."""
+    folder: Path | None = None
+    """A folder that all rounds share, for cases that read or that add to what is there."""
+    writes: bool = True
+    """Whether what earlier cases left to be written must be on the disk before the clock starts."""
+    logical_bytes: int = 0
+    note: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Measured:
+    """What the rounds of one case gave."""
+
+    name: str
+    logical_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    """By round, the warm-up left out."""
+    numbers: dict[str, float] = field(default_factory=dict)
+    """Of the last round."""
+    note: str = ""
+    error: str = ""
+    """Why there are no numbers; empty if there are."""
+
+    @property
+    def median(self) -> float:
+        """Median of the seconds."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(slots=True, kw_only=True)
+class Result:
+    """What a benchmark writes as JSON: a header, and tables of measured cases."""
+
+    benchmark: str
+    header: dict[str, Any]
+    parameters: dict[str, Any]
+    tables: dict[str, list[Measured]] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Figures that are no timings."""
+
+
+def run_cases(
+    table: str, cases: Sequence[Case], space: Workspace, *, rounds: int, warmups: int = 1
+) -> list[Measured]:
+    """Time all cases, interleaved; a case that raises is reported with its error and left out.
+
+    Parameters
+    ----------
+    table
+        Printed with the progress.
+    rounds
+        Counted rounds, after `warmups` that are not.
+    """
+    measured = {case.name: _new(case) for case in cases}
+    for number in range(-warmups, rounds):
+        shift = number % len(cases)
+        for case in [*cases[shift:], *cases[:shift]]:
+            one = measured[case.name]
+            if one.error:
+                continue
+            seconds = _once(case, one, space)
+            if number >= 0 and not one.error:
+                one.seconds.append(seconds)
+        say(f"{table}: round {number + 1} of {rounds}")
+    return list(measured.values())
+
+
+def run_rounds(
+    name: str, work: Callable[[], object], *, rounds: int, logical_bytes: int = 0, note: str = ""
+) -> Measured:
+    """Time one thing alone: a warm-up, then `rounds` calls."""
+    one = Measured(name=name, logical_bytes=logical_bytes, note=note)
+    work()
+    for _ in range(rounds):
+        began = time.perf_counter()
+        work()
+        one.seconds.append(time.perf_counter() - began)
+    return one
+
+
+def say(text: str) -> None:
+    """Print a line of progress."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+def _new(case: Case) -> Measured:
+    return Measured(name=case.name, logical_bytes=case.logical_bytes, note=case.note)
+
+
+def _once(case: Case, one: Measured, space: Workspace) -> float:
+    """Run a case once; note its numbers, or its error."""
+    folder = case.folder or space.fresh()
+    try:
+        if case.prepare is not None:
+            case.prepare(folder)
+        gc.collect()
+        if case.writes:
+            os.sync()
+        began = time.perf_counter()
+        result = case.run(folder)
+        seconds = time.perf_counter() - began
+        if case.after is not None:
+            one.numbers.update(case.after(folder, result))
+    except Exception as error:  # noqa: BLE001 - a peer that fails is a result of the benchmark
+        traceback.print_exc()
+        one.error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        return 0.0
+    finally:
+        if case.folder is None:
+            space.discard(folder)
+    return seconds

@@ -1,0 +1,87 @@
+"""The one command: ``python -m benchmarks.run``; runs the suites and rewrites docs/benchmarks.md.
+
+Each suite writes ``benchmarks/results/NAME.json``; the page is made from those files alone, so
+``python -m benchmarks.run --report-only`` makes it again without measuring.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.disk import workspace
+from benchmarks.measure import Result, say
+from benchmarks.results import RESULTS, write_result
+
+__all__ = ["SUITES", "main"]
+
+SUITES = ("local", "codecs", "catalog", "failures", "s3")
+_MB = 10**6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the suites that are named, all by default; return the exit status."""
+    options = _parser().parse_args(arguments)
+    if not options.report_only:
+        for name in options.suites or SUITES:
+            began = time.perf_counter()
+            result = run_suite(name, options)
+            if result is None:
+                continue
+            result.header["seconds_in_all"] = round(time.perf_counter() - began, 1)
+            result.header["load_average_after"] = list(os.getloadavg())
+            write_result(options.results, result)
+            say(f"{name}: {result.header['seconds_in_all']} s")
+    if options.page is not None:
+        from benchmarks.page import write_page
+
+        write_page(options.page, options.results)
+    return 0
+
+
+def run_suite(name: str, options: argparse.Namespace) -> Result | None:
+    """Run one suite in a workspace of its own; None if it cannot run here, which is said."""
+    module = importlib.import_module(f"benchmarks.{name}")
+    with workspace(options.folder) as space:
+        result: Result | None = module.run(space, **_arguments(name, options))
+    return result
+
+
+def _arguments(name: str, options: argparse.Namespace) -> dict[str, int]:
+    small = options.size_mb < 256
+    steps = {"training_steps": 10} if small else {}
+    sizes = {
+        "local": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds, **steps},
+        "s3": {"bytes_min": options.s3_size_mb * _MB, "rounds": options.rounds, **steps},
+        "codecs": {"bytes_min": min(options.size_mb, 64) * _MB, "rounds": options.rounds, **steps},
+        "catalog": {
+            "versions": 2_000 if small else 100_000,
+            "tensors": 200 if small else 2_000,
+            "commits": 20 if small else 200,
+            "rounds": options.rounds,
+        },
+        "failures": {},
+    }
+    return sizes[name]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
+    parser.add_argument("--size-mb", type=int, default=1074, help="local state, in 10^6 bytes")
+    parser.add_argument("--s3-size-mb", type=int, default=268, help="state on S3, in 10^6 bytes")
+    parser.add_argument("--rounds", type=int, default=5, help="counted rounds after a warm-up")
+    parser.add_argument("--folder", type=Path, help="where to write; its file system is measured")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON files")
+    parser.add_argument("--page", type=Path, default=RESULTS.parent.parent / "docs/benchmarks.md")
+    parser.add_argument("--no-page", dest="page", action="store_const", const=None)
+    parser.add_argument("--report-only", action="store_true", help="make the page again")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,165 @@
+"""The state that the benchmarks save: mixed precision, with Adam, seeded, of any size.
+
+It has the shape of a GPT's training state: bf16 weights, and for each parameter an fp32 master, a
+first and a second moment, and a step counter; beside them a scheduler's dict, a random generator's
+state, and where the data loader stands. The values come from a short real training
+(:mod:`benchmarks.training`): each element is drawn from the trained parameters of its kind, master
+and moments of one and the same trained element together, from a window of 256 neighbours, so that
+rows keep their scale; and every value is then multiplied by 1 +- 2**-8 (uniform), so that mantissas
+are fresh and no stretch of bytes occurs twice. bf16 weights are the masters, rounded: the relation
+that mixed-precision training has. `fidelity` in the results of ``benchmarks.codecs`` compares how
+well trained and made values compress.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.training import Trained, kind_of, train
+
+__all__ = ["State", "StateSpec", "flat_tensors", "make_state", "make_values", "same", "state_bytes"]
+
+State = dict[str, Any]
+
+_BYTES_PER_PARAMETER = 2 + 4 + 4 + 4
+_WINDOW = 256
+_JITTER = 2.0**-8
+_BATCH = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateSpec:
+    """Which state to make."""
+
+    bytes_min: int
+    """At least this many bytes of tensors; layers are added until it is reached."""
+    seed: int = 20260101
+    training_steps: int = 120
+    """Of the training that gives the values."""
+
+    @property
+    def width(self) -> int:
+        """Width of the model: that of GPT-2 small, or less for a state under 256 MiB."""
+        return 768 if self.bytes_min >= 256 << 20 else 128
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the embedding."""
+        return 24_000 if self.bytes_min >= 256 << 20 else 2_000
+
+
+def make_state(spec: StateSpec) -> State:
+    """Return the state of a spec: equal specs give equal bytes on one version of torch."""
+    trained = train(seed=spec.seed, steps=spec.training_steps)
+    shapes = list(_shapes(spec))
+
+    def values(place: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        name, shape = shapes[place]
+        return make_values(trained, kind_of(name), shape, seed=(spec.seed, place))
+
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(values, range(len(shapes))))
+    names = [name for name, _ in shapes]
+    masters = {name: three[0] for name, three in zip(names, made, strict=True)}
+    step = float(spec.training_steps)
+    moments = {
+        place: {"step": torch.tensor(step), "exp_avg": three[1], "exp_avg_sq": three[2]}
+        for place, three in enumerate(made)
+    }
+    group = {"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "params": list(range(len(masters)))}
+    return {
+        "model": {name: master.to(torch.bfloat16) for name, master in masters.items()},
+        "optimizer": {"master": masters, "state": moments, "param_groups": [group]},
+        "scheduler": {"last_epoch": spec.training_steps, "_last_lr": [6e-4], "eta_min": 6e-5},
+        "rng": {"torch": torch.Generator().manual_seed(spec.seed).get_state()},
+        "data": {"epoch": 0, "position": 123_456, "files": ["train-000.bin", "train-001.bin"]},
+        "step": spec.training_steps,
+    }
+
+
+def make_values(
+    trained: Trained, kind: str, shape: tuple[int, ...], *, seed: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return master, first and second moments of one parameter, drawn from the trained ones."""
+    sources = [values.numpy() for values in trained.values[kind]]
+    draws = np.random.Generator(np.random.SFC64(seed))
+    window = min(_WINDOW, sources[0].size)
+    count = math.prod(shape)
+    made = [np.empty(count, np.float32) for _ in sources]
+    for begin in range(0, count, _BATCH):
+        size = min(_BATCH, count - begin)
+        blocks = -(-size // window)
+        starts = draws.integers(0, sources[0].size - window + 1, (blocks, 1), dtype=np.int32)
+        within = draws.integers(0, window, (blocks, window), dtype=np.int32)
+        index = (starts + within).reshape(-1)[:size]
+        for source, out in zip(sources, made, strict=True):
+            noise = draws.random(size, dtype=np.float32)
+            noise *= 2 * _JITTER
+            noise += 1 - _JITTER
+            np.multiply(source[index], noise, out=out[begin : begin + size])
+    first, second, third = (torch.from_numpy(values.reshape(shape)) for values in made)
+    return first, second, third
+
+
+def _shapes(spec: StateSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the parameters of a GPT with as many layers as it takes."""
+    width, vocabulary = spec.width, spec.vocabulary
+    yield "embed.weight", (vocabulary, width)
+    yield "position.weight", (1024, width)
+    yield "ln.weight", (width,)
+    yield "ln.bias", (width,)
+    done = (vocabulary + 1024 + 2) * width * _BYTES_PER_PARAMETER
+    layer = 0
+    while done < spec.bytes_min:
+        for name, shape in _block(width):
+            yield f"blocks.{layer}.{name}", shape
+        done += (12 * width + 13) * width * _BYTES_PER_PARAMETER
+        layer += 1
+
+
+def _block(width: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for norm in ("ln1", "ln2"):
+        yield f"{norm}.weight", (width,)
+        yield f"{norm}.bias", (width,)
+    linear = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
+    for name, (rows, columns) in linear.items():
+        yield f"{name}.weight", (rows * width, columns * width)
+        yield f"{name}.bias", (rows * width,)
+
+
+def flat_tensors(state: object, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a nested state with their dotted paths, in order."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, Mapping):
+        for key, value in state.items():
+            yield from flat_tensors(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(state, list | tuple):
+        for place, value in enumerate(state):
+            yield from flat_tensors(value, f"{path}.{place}" if path else str(place))
+
+
+def state_bytes(state: object) -> int:
+    """Return the bytes of all tensors."""
+    return sum(tensor.nbytes for _, tensor in flat_tensors(state))
+
+
+def same(first: object, second: object) -> bool:
+    """Return whether two states hold the same tensors at the same paths, bit for bit."""
+    left, right = dict(flat_tensors(first)), dict(flat_tensors(second))
+    if left.keys() != right.keys():
+        return False
+    return all(_equal_bits(tensor, right[path]) for path, tensor in left.items())
+
+
+def _equal_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
