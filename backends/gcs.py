@@ -18,6 +18,7 @@ from urllib.parse import quote
 import aiohttp
 import google.auth.exceptions
 from fsspec.asyn import sync
+from fsspec.exceptions import FSTimeoutError
 from gcsfs.core import GCSFileSystem
 
 from ckptstore import limits
@@ -146,7 +147,7 @@ class GcsBackend(Backend):
         root = self._location.prefix
         query = {
             "prefix": root + check_prefix(prefix),
-            "maxResults": "1000",
+            "maxResults": str(limits.LIST_PAGE_OBJECTS),
             "fields": "nextPageToken,items(name,size,updated)",
         }
         if after:
@@ -317,6 +318,8 @@ def _info(key: str, item: Mapping[str, str]) -> ObjectInfo:
 
 def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
     """Return the error of our tree for anything that gcsfs, aiohttp or google.auth raised."""
+    if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec's cover over any timeout
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, google.auth.exceptions.TransportError):
         return TransientStorageError(msg)

@@ -49,8 +49,8 @@ def parse_bucket_url(url: str) -> BucketLocation:
     if "?" in rest or "#" in rest:
         msg = f"a {scheme}:// URL with a query or fragment"
         raise InvalidUrlError(msg, hint="give settings as storage options")
-    path = path.strip("/")
-    if not bucket or "//" in path or ".." in path.split("/"):
+    path = path.rstrip("/")
+    if not bucket or "//" in f"/{path}" or ".." in path.split("/"):
         msg = f"not a bucket and a path: {url!r}"
         raise InvalidUrlError(msg, hint=f"write {scheme}://bucket/path")
     return BucketLocation(url=url.rstrip("/"), bucket=bucket, prefix=f"{path}/" if path else "")

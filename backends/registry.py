@@ -92,7 +92,11 @@ def _factory(scheme: str) -> Factory:
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS, name=scheme):
-            found: Factory = point.load()
+            try:
+                found: Factory = point.load()
+            except (ImportError, AttributeError) as error:
+                msg = f"the backend {point.value} for {scheme}:// cannot be loaded: {error}"
+                raise MissingDependencyError(msg, hint="reinstall its package") from error
             return found
         target = _FALLBACK
     module, _, name = target.partition(":")

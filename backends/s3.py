@@ -18,6 +18,7 @@ import botocore.exceptions as boto
 import s3fs
 from botocore.config import Config
 from fsspec.asyn import sync
+from fsspec.exceptions import FSTimeoutError
 
 from ckptstore import limits
 from ckptstore.backends.base import (
@@ -152,6 +153,7 @@ class S3Backend(Backend):
         query: dict[str, Any] = {
             "Bucket": self._location.bucket,
             "Prefix": root + check_prefix(prefix),
+            "MaxKeys": limits.LIST_PAGE_OBJECTS,
         }
         if after:
             query["StartAfter"] = root + after
@@ -274,6 +276,8 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
             # A HEAD has no body, and botocore gives the status for a code.
             code = "" if code.isdigit() else code
             return error_for_answer(status, code, what, conditional=conditional)
+    if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec's cover over any timeout
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, _NO_CREDENTIALS):
         return StoragePermissionError(msg, hint="no usable credentials were found")

@@ -187,6 +187,8 @@ IMPORT_METADATA_BYTES_MAX: Final = 64 * KIB
 # connect (a dead address must not take 8 x 60 s) and right for a slow answer.
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
+# Objects in one page of a listing. Source: the most that S3 and GCS give.
+LIST_PAGE_OBJECTS: Final = 1000
 # Connections of one process to one store. Source: twice the requests in flight of a save and a load.
 CONNECTIONS_MAX: Final = 32
 # How much of an answer is taken from the socket at a time. Source: large enough that Python's share

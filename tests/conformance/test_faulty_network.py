@@ -1,4 +1,4 @@
-"""Object stores behind a network that resets, loses, cuts and delays: typed errors, no false claim."""
+"""Object stores behind a network that resets, loses and cuts: typed errors, no false claim."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_deletes_are_tried_again(place: Place, kind: Kind) -> None:
 
 
 def test_retries_end(place: Place) -> None:
-    """A server that stays busy is asked ``RETRY_TRIES`` times, each a little later, then given up."""
+    """A server that stays busy is asked ``RETRY_TRIES`` times, then given up."""
     fault = Fault(kind=Kind.STATUS, status=503, times=0)
     place.proxy.set(fault)
     with pytest.raises(TransientStorageError):
@@ -223,6 +223,18 @@ def test_server_that_is_gone(place: Place) -> None:
     with pytest.raises(TransientStorageError):
         place.backend.get("warm", bytes_max=1)
     place.proxy.__init__(place.proxy.target_port)  # type: ignore[misc]
+
+
+def test_listings_go_page_by_page(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A listing of several pages misses nothing, and goes on after a page that failed."""
+    monkeypatch.setattr(limits, "LIST_PAGE_OBJECTS", 3)
+    keys = sorted(f"a/{index}" for index in range(10))
+    for key in keys:
+        place.bucket.write(key, b"x")
+    place.proxy.set(Fault(kind=Kind.STATUS, method="GET", skip=1))
+    assert [info.key for info in place.retrying.list("a/")] == keys
+    assert [info.key for info in place.retrying.list("a/", after="a/4")] == keys[5:]
+    assert len(place.patient.slept) == 1
 
 
 def test_missing_bucket_is_said(place: Place) -> None:

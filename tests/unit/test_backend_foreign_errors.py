@@ -1,0 +1,203 @@
+"""No exception of a storage library or of the operating system leaves a backend."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import aiohttp
+import botocore.exceptions as boto
+import fsspec.asyn
+import google.auth.exceptions
+import pytest
+from fsspec.exceptions import FSTimeoutError
+
+from ckptstore.backends.base import Backend
+from ckptstore.backends.fsspec_backend import open_fsspec
+from ckptstore.backends.gcs import open_gcs
+from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.s3 import open_s3
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CkptStoreError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    StoragePermissionError,
+    TransientStorageError,
+)
+
+
+def client_error(status: int, code: str) -> boto.ClientError:
+    """Make what botocore raises for an answer."""
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return boto.ClientError(answer, "AnyCall")
+
+
+ERRORS: list[Exception] = [
+    boto.EndpointConnectionError(endpoint_url="x", error=OSError()),
+    boto.ConnectTimeoutError(endpoint_url="x"),
+    boto.ReadTimeoutError(endpoint_url="x"),
+    boto.ConnectionClosedError(endpoint_url="x"),
+    boto.SSLError(endpoint_url="x", error="x"),
+    boto.ParamValidationError(report="x"),
+    boto.NoCredentialsError(),
+    boto.ProfileNotFound(profile="x"),
+    client_error(400, "BadDigest"),
+    client_error(403, "AccessDenied"),
+    client_error(404, "NoSuchBucket"),
+    client_error(418, "Teapot"),
+    client_error(0, ""),
+    aiohttp.ClientPayloadError(),
+    aiohttp.ServerDisconnectedError(),
+    aiohttp.ServerTimeoutError(),
+    aiohttp.InvalidURL("x"),
+    google.auth.exceptions.RefreshError("x"),  # type: ignore[no-untyped-call]
+    google.auth.exceptions.TransportError("x"),  # type: ignore[no-untyped-call]
+    FSTimeoutError(),
+    TimeoutError(),
+    socket.gaierror(-2, "x"),
+    OSError(errno.EIO, "x"),
+    OSError("no number"),
+    FileNotFoundError("x"),
+    FileExistsError("x"),
+    IsADirectoryError("x"),
+    PermissionError("x"),
+    ConnectionResetError("x"),
+    EOFError(),
+    KeyError("x"),
+    TypeError("x"),
+    ValueError("x"),
+    RuntimeError("x"),
+    NotImplementedError("x"),
+    ImportError("x"),
+    AttributeError("x"),
+    UnicodeDecodeError("utf-8", b"x", 0, 1, "x"),
+]
+
+
+class Broken:
+    """A client of which everything raises one exception, in the way of all three libraries."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+        self.loop = fsspec.asyn.get_loop()
+        self._s3 = self._session = None
+        self._location = "http://127.0.0.1:1"
+
+    async def _call_s3(self, *_: object, **__: object) -> None:
+        raise self._error
+
+    async def _set_session(self) -> None:
+        raise self._error
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name == "invalidate_cache":
+            return lambda: None
+
+        def call(*_: object, **__: object) -> None:
+            raise self._error
+
+        return call
+
+
+def broken(kind: str, error: Exception) -> Backend:
+    """Return a backend of one kind on a broken client."""
+    if kind == "fsspec":
+        generic = open_fsspec("memory://x")
+        generic._client = PerProcess(lambda: (Broken(error), "/x"))
+        return generic
+    backend = open_s3("s3://b/x") if kind == "s3" else open_gcs("gs://b/x")
+    backend._client = PerProcess(lambda: Broken(error))
+    return backend
+
+
+def write(backend: Backend) -> None:
+    """Write by a writer."""
+    with backend.open_writer("a") as writer:
+        writer.write(b"x")
+        writer.commit()
+
+
+OPERATIONS: dict[str, Callable[[Backend], object]] = {
+    "put": lambda b: b.put("a", b"x"),
+    "put_if_absent": lambda b: b.put_if_absent("a", b"x"),
+    "open_writer": write,
+    "get": lambda b: b.get("a", bytes_max=9),
+    "read_into": lambda b: b.read_into("a", 0, [memoryview(bytearray(1))]),
+    "list": lambda b: list(b.list("")),
+    "stat": lambda b: b.stat("a"),
+    "delete": lambda b: b.delete("a"),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("kind", ["s3", "gcs", "fsspec"])
+def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
+    """Whatever a library raises, in whatever call, comes out as our error, or not at all."""
+    for error in ERRORS:
+        backend = broken(kind, error)
+        # What is not there lists as empty, and deletes without an error.
+        absent = kind == "fsspec" and isinstance(error, FileNotFoundError)
+        if absent and operation in {"list", "delete"}:
+            OPERATIONS[operation](backend)
+            continue
+        with pytest.raises(CkptStoreError) as caught:
+            OPERATIONS[operation](backend)
+        cause = caught.value.__cause__
+        assert error in {cause, getattr(cause, "__cause__", None)}
+        assert str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["s3", "gcs", "fsspec"])
+def test_no_false_answer_to_a_create(kind: str) -> None:
+    """Only the storage's own word says "exists"; silence is never called a plain failure."""
+    silent = (
+        boto.ReadTimeoutError,
+        boto.ConnectionClosedError,
+        aiohttp.ClientPayloadError,
+        aiohttp.ServerDisconnectedError,
+        FSTimeoutError,
+        asyncio.TimeoutError,
+        ConnectionResetError,
+        EOFError,
+        RuntimeError,
+    )
+    for error in ERRORS:
+        with pytest.raises(CkptStoreError) as caught:
+            broken(kind, error).put_if_absent("a", b"x")
+        if isinstance(error, silent) and not isinstance(error, NotImplementedError):
+            assert isinstance(caught.value, AmbiguousWriteError), repr(error)
+        if isinstance(caught.value, ObjectExistsError):
+            assert kind == "fsspec"
+            assert isinstance(error, FileExistsError)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (boto.NoCredentialsError(), StoragePermissionError),
+        (client_error(403, "AccessDenied"), StoragePermissionError),
+        (client_error(400, "ExpiredToken"), StoragePermissionError),
+        (client_error(404, "NoSuchKey"), ObjectNotFoundError),
+        (client_error(404, "NoSuchBucket"), StorageError),
+        (client_error(403, "InvalidObjectState"), StorageError),
+        (client_error(400, "BadDigest"), TransientStorageError),
+        (client_error(400, "RequestTimeout"), TransientStorageError),
+        (client_error(301, "PermanentRedirect"), StorageError),
+        (boto.ParamValidationError(report="x"), StorageError),
+        (boto.ReadTimeoutError(endpoint_url="x"), TransientStorageError),
+    ],
+)
+def test_s3_codes(error: Exception, expected: type[CkptStoreError]) -> None:
+    """Codes and statuses of S3 become exactly these errors on a read."""
+    with pytest.raises(expected) as caught:
+        broken("s3", error).get("a", bytes_max=1)
+    assert type(caught.value) is expected
+    wrapped = OSError("as s3fs wraps it")
+    wrapped.__cause__ = error
+    with pytest.raises(expected if isinstance(error, boto.ClientError) else CkptStoreError):
+        broken("s3", wrapped).get("a", bytes_max=1)

@@ -1,0 +1,394 @@
+"""What the POSIX backend does when system calls fail: typed errors, and no torn or false object."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckptstore import limits
+from ckptstore.backends import posix_stream
+from ckptstore.backends.posix import PosixBackend, open_posix
+from ckptstore.backends.posix_settings import SETTINGS
+from ckptstore.config import SystemEnvironment
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CkptStoreError,
+    InvalidKeyError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    StorageFullError,
+    StoragePermissionError,
+    TransientStorageError,
+    UnsafeBackendError,
+)
+
+CALLS = ("open", "write", "writev", "fsync", "fstat", "close", "link", "unlink", "mkdir", "preadv")
+
+
+class Patient(SystemEnvironment):
+    """Waits no time."""
+
+    def __init__(self) -> None:
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        """Remember."""
+        self.slept.append(seconds)
+
+
+class Calls:
+    """Counts the system calls of the backend, and lets one of them fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int = 0, number: int = 0) -> None:
+        self.seen = 0
+        self.name = ""
+        self._at = at
+        self._number = number
+        for name in CALLS:
+            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
+
+    def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: object, **kwargs: object) -> object:
+            self.seen += 1
+            if self.seen == self._at:
+                self.name = name
+                if name == "close":  # a close that fails has closed all the same: close(2)
+                    real(*args, **kwargs)
+                raise OSError(self._number, os.strerror(self._number))
+            return real(*args, **kwargs)
+
+        return call
+
+
+def fail(monkeypatch: pytest.MonkeyPatch, name: str, number: int, *, after: bool = False) -> None:
+    """Let every call of one system call fail, before or `after` it was carried out."""
+    real = getattr(os, name)
+
+    def call(*args: object, **kwargs: object) -> object:
+        if after:
+            real(*args, **kwargs)
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, name, call)
+
+
+def names(folder: Path) -> list[str]:
+    """Return what lies in a folder, hidden files included."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_by(backend: PosixBackend, method: str, key: str, data: bytes) -> None:
+    """Write by one of the three ways."""
+    if method == "open_writer":
+        with backend.open_writer(key) as writer:
+            writer.write(data)
+            writer.commit()
+    else:
+        getattr(backend, method)(key, data)
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent", "open_writer"])
+def test_every_system_call_failing(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever call fails: an error of our tree or success, never half an object."""
+    with monkeypatch.context() as patch:
+        counted = Calls(patch)
+        write_by(open_posix(str(tmp_path / "count")), method, "a/b", b"data")
+    assert counted.seen > 10
+    raised = set()
+    for at in range(1, counted.seen + 1):
+        root = tmp_path / str(at)
+        with monkeypatch.context() as patch:
+            calls = Calls(patch, at, errno.EIO)
+            try:
+                write_by(open_posix(str(root)), method, "a/b", b"data")
+                told = True
+            except StorageError:
+                raised.add(calls.name)
+                told = False
+        path = root / "a" / "b"
+        there = path.exists()
+        assert not there or path.read_bytes() == b"data"
+        assert there or not told, f"call {at} ({calls.name}) failed, and success was claimed"
+    assert {"open", "fsync", "fstat", "mkdir"} <= raised
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"),
+    [
+        (errno.ENOSPC, StorageFullError),
+        (errno.EDQUOT, StorageFullError),
+        (errno.EACCES, StoragePermissionError),
+        (errno.EROFS, StoragePermissionError),
+        (errno.EIO, StorageError),
+        (errno.ETIMEDOUT, TransientStorageError),
+        (errno.ESTALE, TransientStorageError),
+        (errno.EAGAIN, TransientStorageError),
+        (errno.ENAMETOOLONG, InvalidKeyError),
+        (errno.ENOENT, StorageError),
+    ],
+)
+@pytest.mark.parametrize("call", ["write", "fsync", "open"])
+def test_numbers_are_typed(
+    call: str,
+    number: int,
+    expected: type[CkptStoreError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each error number becomes one error of the tree, and no temporary file stays behind."""
+    backend = open_posix(str(tmp_path))
+    backend.put("warm", b"")
+    with monkeypatch.context() as patch:
+        fail(patch, call, number)
+        with pytest.raises(expected) as caught:
+            backend.put_if_absent("a", b"x")
+    assert type(caught.value) is expected
+    assert names(tmp_path) == ["warm"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.EEXIST, errno.ESTALE])
+def test_lost_reply_of_link(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that was made is a success, whatever its reply: the link count tells."""
+    backend = open_posix(str(tmp_path))
+    with monkeypatch.context() as patch:
+        fail(patch, "link", number, after=True)
+        backend.put_if_absent("a", b"mine")
+    assert (tmp_path / "a").read_bytes() == b"mine"
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT])
+def test_link_that_was_not_made(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link that failed, and cannot come late since its source is gone, is no ambiguity."""
+    backend = open_posix(str(tmp_path))
+    fail(monkeypatch, "link", number)
+    with pytest.raises(StorageError) as caught:
+        backend.put_if_absent("a", b"mine")
+    assert not isinstance(caught.value, AmbiguousWriteError)
+    assert names(tmp_path) == []
+
+
+def test_link_of_unknown_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the temporary file cannot be looked at either, the outcome is ambiguous."""
+    backend = open_posix(str(tmp_path))
+    real = os.link
+
+    def link(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        real(*args, **kwargs)
+        fail(monkeypatch, "open", errno.EIO)
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises(AmbiguousWriteError):
+        backend.put_if_absent("a", b"mine")
+
+
+def test_late_link_over_taken_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed link beside a name that somebody took meanwhile is ambiguous, not a success."""
+    backend = open_posix(str(tmp_path))
+
+    def link(*_: object, **__: object) -> None:
+        (tmp_path / "a").write_bytes(b"theirs")
+        raise OSError(errno.EIO, "lost")
+
+    monkeypatch.setattr(os, "link", link)
+    with pytest.raises((AmbiguousWriteError, ObjectExistsError)):
+        backend.put_if_absent("a", b"mine")
+    assert (tmp_path / "a").read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_file_system_without_links(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without hard links nothing can be created safely, and that is said."""
+    backend = open_posix(str(tmp_path))
+    fail(monkeypatch, "link", number)
+    with pytest.raises(UnsafeBackendError):
+        backend.put_if_absent("a", b"mine")
+    assert names(tmp_path) == []
+
+
+def test_folder_that_cannot_be_synced_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An object whose name is perhaps not durable is not reported as written."""
+    backend = open_posix(str(tmp_path))
+    backend.put("warm", b"")
+    real, count = os.fsync, 0
+
+    def fsync(descriptor: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 2:  # first the file, then its folder
+            raise OSError(errno.EIO, "folder")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(StorageError, match="folder could not be synced"):
+        backend.put_if_absent("a", b"mine")
+
+
+def test_short_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """System calls that write less than they were given are continued."""
+    write, writev = os.write, os.writev
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+    monkeypatch.setattr(os, "writev", lambda fd, parts: writev(fd, [parts[0][:5]]))
+    backend = open_posix(str(tmp_path))
+    data = bytes(range(100))
+    backend.put("a", data)
+    write_by(backend, "open_writer", "b", data)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() == data
+
+
+def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """System calls that read less than they were asked for are continued."""
+    backend = open_posix(str(tmp_path))
+    backend.put("a", bytes(range(100)))
+    real = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, parts, at: real(fd, [parts[0][:3]], at))
+    parts = [memoryview(bytearray(size)) for size in (10, 5, 20)]
+    backend.read_into("a", 4, parts)
+    assert b"".join(parts) == bytes(range(4, 39))
+
+
+def test_wrong_length_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that does not have the bytes that were written never gets its name."""
+    backend = open_posix(str(tmp_path))
+    backend.put("warm", b"")
+    real = os.write
+
+    def write(descriptor: int, data: memoryview) -> int:
+        return real(descriptor, data[:-1]) + 1
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(StorageError, match="bytes are in the file"):
+        backend.put_if_absent("a", b"mine")
+    assert names(tmp_path) == ["warm"]
+
+
+def test_stale_handles_are_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ESTALE, on opening and on reading, is tried again a few times, and then given up."""
+    patient = Patient()
+    backend = PosixBackend(str(tmp_path), settings=SETTINGS["nfs"], environment=patient)
+    backend.put("a", b"data")
+    real, left = os.preadv, 3
+
+    def preadv(*args: Any) -> int:  # noqa: ANN401
+        nonlocal left
+        left -= 1
+        if left >= 0:
+            raise OSError(errno.ESTALE, "stale")
+        return real(*args)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert backend.get("a", bytes_max=10) == b"data"
+    assert len(patient.slept) == 3
+    fail(monkeypatch, "preadv", errno.ESTALE)
+    with pytest.raises(TransientStorageError):
+        backend.get("a", bytes_max=10)
+    assert len(patient.slept) == 3 + limits.STALE_TRIES - 1
+
+
+def test_stale_enoent_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a name that its folder lists is opened again, though the first open says ENOENT."""
+    patient = Patient()
+    backend = PosixBackend(str(tmp_path), settings=SETTINGS["nfs"], environment=patient)
+    backend.put("a/b", b"data")
+    real, left = os.open, 2
+
+    def opened(path: str, *args: Any, **kwargs: Any) -> int:  # noqa: ANN401
+        nonlocal left
+        if str(path).endswith("a/b") and left:
+            left -= 1
+            raise OSError(errno.ENOENT, "cached")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opened)
+    assert backend.get("a/b", bytes_max=10) == b"data"
+    assert len(patient.slept) == 2
+    with pytest.raises(ObjectNotFoundError):
+        backend.get("a/c", bytes_max=10)
+    assert len(patient.slept) == 2
+
+
+def test_folder_taken_away(tmp_path: Path) -> None:
+    """A folder that somebody removed is made again."""
+    backend = open_posix(str(tmp_path))
+    backend.put("a/b/c", b"1")
+    (tmp_path / "a" / "b" / "c").unlink()
+    (tmp_path / "a" / "b").rmdir()
+    backend.put("a/b/d", b"2")
+    assert (tmp_path / "a" / "b" / "d").read_bytes() == b"2"
+
+
+def test_special_files_are_no_objects(tmp_path: Path) -> None:
+    """Pipes, links and folders in a hostile store neither hang nor lead a reader outside."""
+    (tmp_path / "secret").write_bytes(b"outside")
+    root = tmp_path / "store"
+    root.mkdir()
+    os.mkfifo(root / "pipe")
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "folder").mkdir()
+    (root / "outside").symlink_to(tmp_path)
+    backend = open_posix(str(root))
+    for key in ("pipe", "link", "folder"):
+        with pytest.raises(ObjectNotFoundError):
+            backend.get(key, bytes_max=100)
+    assert list(backend.list("")) == []
+
+
+def test_write_back_errors_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that early write-back reports, which fsync would not repeat, fails the write."""
+    monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
+    monkeypatch.setattr(posix_stream, "sync_range", lambda: lambda *_: errno.EIO)
+    writer = open_posix(str(tmp_path)).open_writer("a")
+    with pytest.raises(StorageError):
+        writer.write(bytes(100))
+    writer.abort()
+    assert names(tmp_path) == []
+
+
+def test_write_back_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the file system does not know the call, writing works without it."""
+    monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
+    calls = 0
+
+    def unknown(*_: int) -> int:
+        nonlocal calls
+        calls += 1
+        return errno.EINVAL
+
+    for key, answer in (("a", unknown), ("b", None)):
+        monkeypatch.setattr(posix_stream, "sync_range", lambda answer=answer: answer)
+        write_by(open_posix(str(tmp_path)), "open_writer", key, bytes(99))
+    assert calls == 1
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_write_back_follows_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole windows are started at once and waited for when they lie far enough back."""
+    monkeypatch.setattr(limits, "WRITEBACK_WINDOW_BYTES", 10)
+    monkeypatch.setattr(limits, "WRITEBACK_LAG_BYTES", 20)
+    seen: list[tuple[int, int, int]] = []
+
+    def sync(_: int, offset: int, count: int, flags: int) -> int:
+        seen.append((offset, count, flags))
+        return 0
+
+    monkeypatch.setattr(posix_stream, "sync_range", lambda: sync)
+    with open_posix(str(tmp_path)).open_writer("a") as writer:
+        for _ in range(9):
+            writer.write(b"12345")
+        writer.commit()
+    assert seen == [(0, 10, 2), (10, 10, 2), (20, 10, 2), (0, 10, 7), (30, 10, 2), (10, 10, 7)]

@@ -1,0 +1,147 @@
+"""Locations lead to the right backend, or to an error that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from ckptstore.backends import registry
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.posix import PosixBackend
+from ckptstore.backends.registry import open_backend, scheme_of
+from ckptstore.backends.retrying import RetryingBackend
+from ckptstore.errors import InvalidUrlError, MissingDependencyError
+
+
+@pytest.mark.parametrize(
+    ("location", "scheme"),
+    [
+        ("/a/b", ""),
+        ("relative/path", ""),
+        ("C3://x", "c3"),
+        ("S3://bucket/x", "s3"),
+        ("memory://x", "memory"),
+        ("simplecache::s3://b/x", "simplecache::s3"),
+        ("a:b/c", ""),
+    ],
+)
+def test_schemes(location: str, scheme: str) -> None:
+    """The scheme is what stands before ``://``, in lower case; a path has none."""
+    assert scheme_of(location) == scheme
+
+
+def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths, path objects and file URLs lead to the same folder; ``~`` is the home folder."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for location in (str(tmp_path / "x y"), tmp_path / "x y", "x y", "~/x y"):
+        backend = open_backend(location, retry=False)
+        assert isinstance(backend, PosixBackend)
+        assert backend.url == str(tmp_path / "x y")
+    assert open_backend(f"file://{tmp_path}/x%20y", retry=False).url == str(tmp_path / "x y")
+    assert open_backend(f"local://{tmp_path}", retry=False).name == "local"
+    assert not (tmp_path / "x y").exists(), "opening creates nothing"
+
+
+def test_retry_is_the_default() -> None:
+    """A backend comes with retries unless they are declined."""
+    assert isinstance(open_backend("memory://x"), RetryingBackend)
+    assert isinstance(open_backend("memory://x", retry=False), MemoryBackend)
+
+
+@pytest.mark.parametrize(
+    "location",
+    [
+        "",
+        "memory://",
+        "file://otherhost/x",
+        "file://",
+        "s3://",
+        "s3:///x",
+        "s3://b/../x",
+        "s3://b//x",
+        "s3://b/x?versionId=1",
+        "gs://b#x",
+        "nosuchscheme://x",
+        "a\0b",
+    ],
+)
+def test_bad_locations(location: str) -> None:
+    """What no backend serves is refused as such."""
+    with pytest.raises(InvalidUrlError):
+        open_backend(location)
+
+
+def test_credentials_in_a_url_are_not_repeated() -> None:
+    """A URL with credentials is refused, and the message does not show them."""
+    for location in ("s3://AKIA123:sup3rsecret@bucket/x", "gs://user:sup3rsecret@bucket/x"):
+        with pytest.raises(InvalidUrlError) as caught:
+            open_backend(location)
+        assert "sup3rsecret" not in str(caught.value)
+    shown = open_backend("ftp://user:sup3rsecret@host/x?token=sup3rsecret", retry=False)
+    assert "sup3rsecret" not in shown.url + repr(shown)
+    assert shown.url == "ftp://host/x"
+
+
+@pytest.mark.parametrize("location", ["/some/path", "memory://x"])
+def test_options_that_nobody_takes(location: str) -> None:
+    """A misspelled option is an error, not silence, and its value is not shown."""
+    with pytest.raises(InvalidUrlError, match="endpoint") as caught:
+        open_backend(location, endpoint="sup3rsecret")
+    assert "sup3rsecret" not in str(caught.value)
+
+
+def test_kind_can_be_given(tmp_path: Path) -> None:
+    """Where the mount table does not tell, the user can."""
+    assert open_backend(tmp_path, kind="nfs").name == "nfs"
+    with pytest.raises(InvalidUrlError):
+        open_backend(tmp_path, kind="floppy")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra", "module"), [("s3", "s3", "s3fs"), ("gs", "gcs", "gcsfs")]
+)
+def test_missing_package_names_the_extra(
+    scheme: str, extra: str, module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the package of an extra the error says what to install."""
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in ("ckptstore.backends.s3", "ckptstore.backends.gcs", f"{module}.core"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(MissingDependencyError, match=rf"ckptstore\[{extra}\]"):
+        open_backend(f"{scheme}://bucket/x")
+
+
+def test_third_party_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point serves its scheme."""
+    point = metadata.EntryPoint(
+        "mine", "ckptstore.backends.memory:open_memory", registry.ENTRY_POINTS
+    )
+    monkeypatch.setattr(metadata, "entry_points", lambda group, name: [point])
+    backend = open_backend("mine://somewhere", retry=False)
+    assert isinstance(backend, MemoryBackend)
+
+
+def test_broken_third_party_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An entry point that cannot be loaded is an error of our tree."""
+    point = metadata.EntryPoint("mine", "no_such_module:x", registry.ENTRY_POINTS)
+    monkeypatch.setattr(metadata, "entry_points", lambda group, name: [point])
+    with pytest.raises(MissingDependencyError):
+        open_backend("mine://somewhere")
+
+
+def test_local_paths_import_no_storage_library() -> None:
+    """Opening a path or a memory store imports neither fsspec nor numpy nor torch."""
+    program = (
+        "import sys; from ckptstore.backends.registry import open_backend;"
+        "open_backend('/tmp/x'); open_backend('memory://x');"
+        "print([m for m in ('fsspec', 's3fs', 'gcsfs', 'numpy', 'torch') if m in sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert answer.stdout.strip() == "[]"
