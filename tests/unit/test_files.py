@@ -170,7 +170,7 @@ def test_part_of_a_state_under_the_names_a_module_wants(
     ("leaf", "named"),
     [
         (torch.zeros(2, dtype=torch.complex128), "complex128"),
-        (torch.zeros(2, dtype=torch.uint8).view(torch.uint4), "uint4"),
+        (_of_dtype("uint4"), "uint4"),
         (np.zeros(2, dtype="M8[s]"), "NumPy array"),
     ],
     ids=["complex128", "uint4", "datetime64"],

@@ -1,0 +1,184 @@
+"""Errors: an exit code per kind, a document on stdout with --json, message and hint on stderr."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore.cli
+from ckptstore import errors
+from ckptstore.cli import ls_cmd
+from ckptstore.cli.failures import EXIT_CODES
+from ckptstore.cli.main import COMMANDS
+from ckptstore.errors import CkptStoreError
+
+Cli = Callable[..., Any]
+
+
+def _damage(store: Path) -> str:
+    """Flip a bit in the newest run's only pack and return its key."""
+    packs = sorted(store.glob("packs/*/*.pack"), key=lambda path: path.stat().st_size)
+    data = bytearray(packs[0].read_bytes())
+    data[150] ^= 4
+    packs[0].chmod(0o644)
+    packs[0].write_bytes(data)
+    return packs[0].stem
+
+
+def test_no_store_named(cli: Cli) -> None:
+    """Neither --store nor the variable: wrong arguments, and the hint names both."""
+    result = cli("ls")
+    assert (result.code, result.out) == (2, "")
+    assert result.err == (
+        "error: no store is named\nhint: give --store URL, or set CKPTSTORE_URL\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind"),
+    [
+        (["ls"], 3, "store_not_found"),
+        (["bogus"], 2, "invalid_input"),
+        (["ls", "--bogus"], 2, "invalid_input"),
+        (["show"], 2, "invalid_input"),
+        (["ls", "--limit", "-1"], 2, "invalid_input"),
+        (["verify", "--level", "deep"], 2, "invalid_input"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_error_document(
+    cli: Cli, tmp_path: Path, arguments: list[str], code: int, kind: str
+) -> None:
+    """One document with kind, message, hint and code on stdout; stderr says the same in words."""
+    result = cli(*arguments, "--json", "-s", tmp_path)
+    assert result.code == code
+    error = result.document["error"]
+    assert (error["kind"], error["exit_code"]) == (kind, code)
+    assert error["message"] in result.err
+    assert error["hint"] in result.err
+
+
+@pytest.mark.parametrize(
+    ("ref", "code", "kind"),
+    [
+        ("gpt@", 2, "invalid_ref"),
+        ("gpt@600", 3, "version_not_found"),
+        ("gtp", 3, "run_not_found"),
+        ("gpt@best:bleu", 3, "version_not_found"),
+        ("gpt@best:acc", 2, "invalid_ref"),
+    ],
+)
+def test_refs_that_name_nothing(cli: Cli, history: Path, ref: str, code: int, kind: str) -> None:
+    """Every command that takes a REF says what is wrong with it, in the same way."""
+    for command in (["show", ref], ["verify", ref], ["export", ref, "x.safetensors"]):
+        result = cli(*command, "--json", "-s", history)
+        assert (result.code, result.document["error"]["kind"]) == (code, kind)
+
+
+def test_every_class_of_error_ends_in_its_code(
+    cli: Cli, history: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole tree: whatever a command raises becomes its exit code, kind, message and hint."""
+    known = [getattr(errors, name) for name in errors.__all__]
+    for kind in known:
+        assert issubclass(kind, CkptStoreError)
+
+        def fail(*_: object, kind: type[CkptStoreError] = kind, **__: object) -> None:
+            raise kind("it \x1b[31mfailed", hint="try again")
+
+        monkeypatch.setattr(ls_cmd, "opened", fail)
+        result = cli("ls", "--json", "-s", history)
+        assert result.code == kind.exit_code
+        assert result.code in EXIT_CODES
+        assert result.document["error"]["kind"] == kind.kind
+        assert result.err == "error: it \\x1b[31mfailed\nhint: try again\n"
+
+
+def test_defect_is_shown_whole_and_exits_with_1(
+    cli: Cli, history: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A foreign exception prints its traceback, and still one document."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(ls_cmd, "opened", fail)
+    result = cli("ls", "--json", "-s", history)
+    assert result.code == 1
+    assert "Traceback" in result.err
+    assert result.document["error"]["kind"] == "internal"
+
+
+def test_interrupt_is_one_line(cli: Cli, history: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C exits with 130 and no traceback."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ls_cmd, "opened", interrupt)
+    result = cli("ls", "-s", history)
+    assert (result.code, result.out, result.err) == (130, "", "error: interrupted\n")
+
+
+def test_verify_names_what_is_damaged(cli: Cli, store_path: Path) -> None:
+    """Exit code 5, a row for version and tensor, and a document that is the report."""
+    assert cli("verify", "-s", store_path).code == 0
+    _damage(store_path)
+    result = cli("verify", "-s", store_path)
+    assert result.code == 5
+    row = next(line.split() for line in result.out.splitlines() if line.startswith("lora@7"))
+    assert row[2] == "a"
+    document = cli("verify", "lora", "gpt@100", "--json", "-s", store_path).document
+    assert (document["ok"], document["versions_count"]) == (False, 2)
+    assert [(p["run"], p["step"], p["tensor"]) for p in document["problems"]] == [("lora", 7, "a")]
+    assert document["damaged_versions"] == [document["problems"][0]["version"]]
+    assert cli("verify", "gpt", "-s", store_path).code == 0
+    assert cli("verify", "--level", "records", "-s", store_path).code == 0
+
+
+def test_export_of_damage_exits_with_5(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """A damaged tensor is named, and no file appears."""
+    _damage(store_path)
+    path = tmp_path / "a.safetensors"
+    result = cli("export", "lora", path, "-s", store_path)
+    assert (result.code, path.exists()) == (5, False)
+    assert "tensor a" in result.err
+
+
+def test_damaged_log_and_newer_formats(cli: Cli, store_path: Path) -> None:
+    """A damaged commit is integrity (5); a superblock of something else is format (6)."""
+    commit = store_path / "commits/000000/000000000002.json"
+    commit.chmod(0o644)
+    commit.write_bytes(commit.read_bytes().replace(b"val_loss", b"val_lost"))
+    assert cli("ls", "-s", store_path).code == 5
+    superblock = store_path / "store.json"
+    superblock.chmod(0o644)
+    superblock.write_bytes(b"{}")
+    assert cli("ls", "-s", store_path).code in {5, 6}
+
+
+@pytest.mark.parametrize(
+    "text", ["nokey", "=value", "two words=1", "bad key secret", "timeout:=five-secret"]
+)
+def test_wrong_options_are_refused_without_their_values(cli: Cli, history: Path, text: str) -> None:
+    """An option may hold a credential: an error never repeats it."""
+    result = cli("ls", "-s", history, "--option", text)
+    assert result.code == 2
+    assert "secret" not in result.err
+
+
+def test_options_reach_the_backend(cli: Cli) -> None:
+    """--option is handed on: the backend of a memory store takes none, and says which it got."""
+    result = cli("ls", "-s", "memory://x", "-o", "a=1", "--option", 'b:={"c": 2}')
+    assert result.code == 2
+    assert "a, b" in result.err
+
+
+def test_one_command_one_file() -> None:
+    """Every command has its module, and every module of a command is wired."""
+    modules = {module.name for module in pkgutil.iter_modules(ckptstore.cli.__path__)}
+    assert {f"{name}_cmd" for name in COMMANDS} == {m for m in modules if m.endswith("_cmd")}

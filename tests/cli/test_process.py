@@ -1,0 +1,138 @@
+"""The program as users start it: a process, with pipes, signals, terminals and a clock."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+PROGRAM = [sys.executable, "-c", "from ckptstore.cli.main import main; main()"]
+
+
+def _environment(**changes: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in {"NO_COLOR", "FORCE_COLOR", "COLUMNS"}}
+    return {**kept, **changes}
+
+
+def test_ls_imports_no_heavy_library(history: Path) -> None:
+    """Listing a local store loads neither torch nor numpy nor any storage library."""
+    code = (
+        "import sys; from ckptstore.cli.main import run; code = run(sys.argv[1:]);"
+        "heavy = {'torch', 'numpy', 'fsspec', 's3fs', 'gcsfs', 'botocore', 'safetensors'};"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr); sys.exit(code)"
+    )
+    for arguments in (["ls"], ["ls", "--json"], ["log"], ["du"], ["tag", "--help"]):
+        tail = [] if "--help" in arguments else ["-s", str(history)]
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments, *tail], capture_output=True, check=True
+        )
+        assert done.stderr.endswith(b"[]\n"), (arguments, done.stderr)
+
+
+def test_ls_is_quick(history: Path) -> None:
+    """A listing takes under 0.4 s; the quickest of several runs, since the machine is shared."""
+    seconds = []
+    for _ in range(12):
+        began = time.perf_counter()
+        subprocess.run([*PROGRAM, "ls", "-s", str(history)], capture_output=True, check=True)
+        seconds.append(time.perf_counter() - began)
+        if seconds[-1] < 0.4:
+            break
+    assert min(seconds) < 0.4, seconds
+
+
+def test_reader_that_goes_away_is_no_error(history: Path) -> None:
+    """`ckptstore log | head -1`: no traceback, no message, and the exit code of SIGPIPE."""
+    process = subprocess.Popen(
+        [*PROGRAM, "log", "--json", "-s", str(history)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert (process.wait(60), errors) == (141, b"")
+
+
+def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> None:
+    """SIGINT while a file is read: exit code 130, one line, no version."""
+    pipe = tmp_path / "slow.safetensors"
+    os.mkfifo(pipe)  # opening it waits for a writer that never comes
+    process = subprocess.Popen(
+        [*PROGRAM, "import", str(pipe), "r", "--step", "1", "-s", str(store_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 60
+    while not _waits_on(process.pid, b"wait_for_partner") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=60)
+    assert (process.returncode, out, errors) == (130, b"", b"error: interrupted\n")
+
+
+def _waits_on(pid: int, place: bytes) -> bool:
+    """Return whether the process's main thread sleeps in a kernel function of this name."""
+    return place in Path(f"/proc/{pid}/wchan").read_bytes()
+
+
+@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
+def test_colours_only_where_wanted(history: Path, no_color: str, coloured: bool) -> None:
+    """A terminal gets bold titles and green bests, unless NO_COLOR is set."""
+    changes = {"TERM": "xterm-256color", **({"NO_COLOR": no_color} if no_color else {})}
+    out = _on_terminal(["ls", "-s", str(history)], changes)
+    assert b"val_loss" in out.lower()
+    assert (b"[32m" in out or b";32m" in out) is coloured
+
+
+def test_progress_is_drawn_on_a_terminal_and_wiped(history: Path) -> None:
+    """Verify draws a bar where stderr is a terminal; the result stands below, --quiet has none."""
+    changes = {"TERM": "xterm-256color"}
+    out = _on_terminal(["verify", "-s", str(history)], changes)
+    assert b"verify" in out
+    assert b"no damage" in out
+    quiet = _on_terminal(["verify", "-q", "-s", str(history)], changes)
+    assert quiet == b""
+
+
+def _on_terminal(arguments: list[str], changes: dict[str, str]) -> bytes:
+    """Run the program on a terminal of its own and return all that it drew."""
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [*PROGRAM, *arguments],
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        env=_environment(**changes),
+    )
+    os.close(slave)
+    drawn = b""
+    while True:
+        try:
+            part = os.read(master, 65_536)
+        except OSError:  # the other end is closed
+            break
+        if not part:
+            break
+        drawn += part
+    os.close(master)
+    assert process.wait(60) == 0
+    return drawn
+
+
+def test_version_and_help(history: Path) -> None:
+    """--version names the program; no arguments, -h and --help print the help with exit codes."""
+    done = subprocess.run([*PROGRAM, "--version"], capture_output=True, check=True, text=True)
+    assert done.stdout.startswith("ckptstore 0.")
+    for arguments in ([], ["-h"], ["--help"]):
+        done = subprocess.run([*PROGRAM, *arguments], capture_output=True, check=True, text=True)
+        assert "Exit codes" in done.stdout
+        assert "doctor" in done.stdout
