@@ -315,6 +315,12 @@ class Log:
     def _snapshot_if_due(self, catalog: Catalog) -> None:
         if not snapshots.due(catalog.number, self._snapshot):
             return
+        if catalog.number % snapshots.period(catalog.number):
+            # Overdue as far as this process knows: others may have written one since.
+            newest = snapshots.newest_number(self._backend, catalog.number)
+            self._snapshot = max(self._snapshot, newest)
+            if not snapshots.due(catalog.number, self._snapshot):
+                return
         if snapshots.write(self._backend, catalog, single_writer=self.single_writer):
             self._snapshot = catalog.number
 

@@ -20,7 +20,15 @@ from ckptstore.errors import CkptStoreError, CorruptObjectError, ObjectExistsErr
 from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_key, snapshot_number
 from ckptstore.format.snapshot import decode_snapshot, encode_snapshot
 
-__all__ = ["due", "period", "read_newest_first", "read_one", "warn_unconfirmed", "write"]
+__all__ = [
+    "due",
+    "newest_number",
+    "period",
+    "read_newest_first",
+    "read_one",
+    "warn_unconfirmed",
+    "write",
+]
 
 _log = logging.getLogger("ckptstore")
 
@@ -108,6 +116,15 @@ def write(backend: Backend, catalog: Catalog, *, single_writer: bool = False) ->
         return False
     _prune(backend, catalog.number)
     return True
+
+
+def newest_number(backend: Backend, number_max: int) -> int:
+    """Return the number of the newest snapshot up to `number_max`, 0 for none; never raises."""
+    try:
+        return max((number for number in _numbers(backend) if number <= number_max), default=0)
+    except CkptStoreError as error:
+        _log.warning("could not list the catalog snapshots: %s", error)
+        return 0
 
 
 def _prune(backend: Backend, newest: int) -> None:

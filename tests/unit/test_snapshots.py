@@ -272,6 +272,18 @@ def test_a_missed_snapshot_is_made_up_for(memory: MemoryBackend, saving: Saving)
 
 
 @pytest.mark.usefixtures("often")
+def test_a_writer_that_saves_rarely_writes_no_superfluous_snapshot(
+    memory: MemoryBackend, saving: Saving
+) -> None:
+    """Others wrote snapshots while it computed: it looks before it takes one for missed."""
+    rare = Log(memory)
+    rare.append(saving(step=0))
+    fill(memory, saving, 44)
+    rare.append(saving(step=1))
+    assert snapshot_keys(memory) == [snapshot_key(30), snapshot_key(40)]
+
+
+@pytest.mark.usefixtures("often")
 def test_a_single_writer_writes_snapshots_without_the_condition(
     memory: MemoryBackend, saving: Saving
 ) -> None:
