@@ -143,6 +143,8 @@ class ObjectWriter(ABC):
 
         Raises
         ------
+        TransientStorageError
+            It may be called again, with nothing lost.
         StorageError
             The storage failed; the object must be taken for absent, though it may appear.
         """
@@ -208,6 +210,11 @@ class Backend(ABC):
             No clear answer; the write may have happened, or may still happen.
         UnsafeBackendError
             The storage refuses the condition (501, say); nothing was written.
+        TransientStorageError
+            Not written, so far as can be known; a client library below may have tried before.
+        StorageError
+            The storage failed. Not written, or (the message says so) visible, but perhaps not
+            durable: reading it back would prove nothing.
         """
 
     @abstractmethod

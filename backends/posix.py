@@ -34,6 +34,7 @@ from ckptstore.backends.posix_stream import PosixWriter
 from ckptstore.backends.posix_walk import walk
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
+    CkptStoreError,
     CorruptObjectError,
     InvalidUrlError,
     ObjectExistsError,
@@ -99,11 +100,10 @@ class PosixBackend(Backend):
         try:
             temp.write(data)
             temp.finish(len(data))
-        except OSError as error:
+        except BaseException as error:
             temp.discard()
-            raise translate(error, f"write {key}", writing=True) from error
-        except BaseException:
-            temp.discard()
+            if isinstance(error, OSError) and not isinstance(error, CkptStoreError):
+                raise translate(error, f"write {key}", writing=True) from error
             raise
         publish(temp.path, self._path(key), f"create {key}")
 

@@ -19,6 +19,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectWriter
 from ckptstore.backends.oserrors import translate
 from ckptstore.backends.posix_publish import drop_cache, publish
+from ckptstore.errors import StorageError, TransientStorageError
 
 if TYPE_CHECKING:
     from ckptstore.backends.posix import PosixBackend
@@ -94,13 +95,19 @@ class PosixWriter(ObjectWriter):
             raise translate(error, f"write {self._key}", writing=True) from error
 
     def commit(self) -> None:
-        """Make it durable, then visible."""
+        """Make it durable, then visible; what failed here is not worth a second call."""
         try:
             self._temp.finish(self._size, drop=self._waited > 0)
+            publish(self._temp.path, self._backend.path_of(self._key), f"create {self._key}")
         except OSError as error:
             self._temp.discard()
-            raise translate(error, f"write {self._key}", writing=True) from error
-        publish(self._temp.path, self._backend.path_of(self._key), f"create {self._key}")
+            found = translate(error, f"write {self._key}", writing=True)
+            if isinstance(found, TransientStorageError):
+                # The file is gone, and after a failed fsync it could not be trusted either.
+                raise StorageError(found.message, hint="the save has to be repeated") from error
+            if found is error:
+                raise
+            raise found from error
 
     def abort(self) -> None:
         """Remove the temporary file."""

@@ -14,6 +14,7 @@ from ckptstore import limits
 from ckptstore.backends import posix_stream
 from ckptstore.backends.posix import PosixBackend, open_posix
 from ckptstore.backends.posix_settings import SETTINGS
+from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SystemEnvironment
 from ckptstore.errors import (
     AmbiguousWriteError,
@@ -346,6 +347,21 @@ def test_special_files_are_no_objects(tmp_path: Path) -> None:
         with pytest.raises(ObjectNotFoundError):
             backend.get(key, bytes_max=100)
     assert list(backend.list("")) == []
+
+
+@pytest.mark.parametrize("call", ["fsync", "link"])
+def test_failed_commit_is_not_repeated(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pack whose fsync or link failed is given up, even where the number looks transient."""
+    backend = RetryingBackend(open_posix(str(tmp_path)), environment=Patient())
+    with backend.open_writer("a") as writer:
+        writer.write(b"data")
+        fail(monkeypatch, call, errno.ETIMEDOUT)
+        with pytest.raises(StorageError) as caught:
+            writer.commit()
+    assert type(caught.value) is StorageError
+    assert names(tmp_path) == []
 
 
 def test_write_back_errors_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
