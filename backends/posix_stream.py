@@ -105,7 +105,7 @@ class PosixWriter(ObjectWriter):
             if isinstance(found, TransientStorageError):
                 # The file is gone, and after a failed fsync it could not be trusted either.
                 raise StorageError(found.message, hint="the save has to be repeated") from error
-            if found is error:
+            if isinstance(error, StorageError):
                 raise
             raise found from error
 
