@@ -1,6 +1,6 @@
 """Finds out what a storage really does, by doing it: never trust a claim of put-if-absent.
 
-Everything happens under ``probe/<random>/`` and is removed again. A store is created only on what
+Everything happens under names ``probe/<random>-...`` and is removed again. A store is created only on what
 was found here, and ``ckptstore doctor`` prints the same.
 """
 
@@ -132,7 +132,7 @@ class _Probe:
         self._backend = backend
         self._environment = environment
         self._progress = progress
-        self._root = f"probe/{environment.random_hex(8)}/"
+        self._root = f"probe/{environment.random_hex(8)}-"
         self._body = bytes(i * 37 % 251 for i in range(_BODY_BYTES))
         self._checks: list[Check] = []
         self._seconds: dict[str, list[float]] = {}

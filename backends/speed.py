@@ -39,7 +39,7 @@ def measure(
     StorageError
         The storage failed.
     """
-    key = f"probe/{environment.random_hex(8)}/speed.pack"
+    key = f"probe/{environment.random_hex(8)}-speed.pack"
     block = bytes.fromhex(environment.random_hex(limits.MIB))
     count = max(1, size_bytes // limits.MIB)
     try:
