@@ -1,7 +1,7 @@
 """Finds out what a storage really does, by doing it: never trust a claim of put-if-absent.
 
-Everything happens under names ``probe/<random>-...`` and is removed again. A store is created only on what
-was found here, and ``ckptstore doctor`` prints the same.
+Everything happens under names ``probe/<random>-...`` and is removed again. A store is created
+only on what was found here, and ``ckptstore doctor`` prints the same.
 """
 
 from __future__ import annotations
