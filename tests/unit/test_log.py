@@ -409,6 +409,34 @@ def test_a_failure_for_good_leaves_no_version(
     assert log.refresh().number == 0
 
 
+@pytest.mark.parametrize("times", [1, 0])
+@pytest.mark.parametrize("when", [When.BEFORE, When.AFTER, When.TRUNCATED])
+@pytest.mark.parametrize("error", [StorageError, TransientStorageError, AmbiguousWriteError])
+def test_every_call_failing_in_turn(
+    saving: Saving, times: int, when: When, error: type[StorageError]
+) -> None:
+    """Call n fails, once or for good: told success means there, told failure means not there."""
+    for at in range(1, 12):
+        memory = MemoryBackend(f"turn/{times}/{when}/{error.__name__}/{at}")
+        Log(memory).append(saving(step=0))
+        fault = Fault(at=at, times=times, when=when, error=lambda: error("injected"))
+        log = Log(FaultyBackend(memory, fault), SimulatedEnvironment())
+        outcome = "there"
+        try:
+            log.append(saving(step=1))
+        except AmbiguousWriteError:
+            outcome = "unclear"
+        except (StorageError, CorruptObjectError):
+            outcome = "not there"
+        if when is When.TRUNCATED and len(commits_of(memory)) == 2 and outcome != "there":
+            with pytest.raises(CorruptObjectError, match=commit_key(2)):
+                Log(memory).refresh()
+            continue
+        steps = [v.step for v in Log(memory).refresh().versions()]
+        allowed = {"there": [[0, 1]], "not there": [[0]], "unclear": [[0], [0, 1]]}
+        assert steps in allowed[outcome], (at, outcome)
+
+
 def test_a_commit_that_shows_although_the_storage_failed_is_unclear(
     memory: MemoryBackend, environment: SimulatedEnvironment, saving: Saving
 ) -> None:
