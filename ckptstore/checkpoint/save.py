@@ -6,6 +6,7 @@ failure anywhere raises and leaves no version; what was written before it is an 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from ckptstore.catalog import changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.codecs.registry import check_choice
+from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import manifest as manifests
 from ckptstore.format import skeleton
@@ -35,6 +37,8 @@ from ckptstore.tensors.flatten import FlatState, flatten
 from ckptstore.tensors.source import settle
 
 __all__ = ["SaveRequest", "save_version"]
+
+_log = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +87,7 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     catalog = repo.log.refresh()
     _build(catalog, request, version, pointer=_NOWHERE, content="0" * 64, roles={}, receipt={})
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
-    known = KnownPieces([cache.load(parent).pieces] if parent is not None else [])
+    known = _known(cache, parent)
     settle(flat.tensors)
     staged = environment.monotonic()
     written = write_pieces(
@@ -132,6 +136,17 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     repo.log.append(build)
     cache.keep(manifest)
     return repo.log.catalog.version(version)
+
+
+def _known(cache: Manifests, parent: Version | None) -> KnownPieces:
+    """Return what can be shared with the parent; damage to it must not stop the training."""
+    if parent is None:
+        return KnownPieces([])
+    try:
+        return KnownPieces([cache.load(parent).pieces])
+    except (IntegrityError, FormatError) as error:
+        _log.warning("nothing is shared with the version before, which is damaged: %s", error)
+        return KnownPieces([])
 
 
 _NOWHERE = ManifestPointer(

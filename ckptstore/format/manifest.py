@@ -29,7 +29,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format import framing
+from ckptstore.format.dtypes import ITEM_BYTES
 
 __all__ = ["MAGIC", "Manifest", "PieceTable", "TensorRecord", "decode", "encode"]
 
@@ -128,10 +129,12 @@ class Manifest:
 def encode(manifest: Manifest) -> bytes:
     """Return the stored form of a manifest.
 
+    What was encoded is decoded again: nothing is ever written that this version would refuse.
+
     Raises
     ------
     LimitError
-        If a reader would refuse it for its size.
+        If a reader would refuse it, for its size or for anything else.
     """
     dtypes = sorted({record.dtype for record in manifest.tensors})
     roles = sorted({record.role for record in manifest.tensors})
@@ -158,18 +161,32 @@ def encode(manifest: Manifest) -> bytes:
     if len(raw) > limits.MANIFEST_RAW_BYTES_MAX:
         msg = f"a manifest of {len(raw)} bytes; {limits.MANIFEST_RAW_BYTES_MAX} is the limit"
         raise LimitError(msg, hint="use a larger chunk size: ckptstore init --chunk-size")
-    return framing.encode_frame(raw, magic=MAGIC)
+    data = framing.encode_frame(MAGIC, raw)
+    try:
+        decode(data, where="of this save", version=manifest.version)
+    except CorruptObjectError as error:
+        msg = f"no version can be written that would not load: {error.message}"
+        raise LimitError(msg) from error
+    return data
+
+
+_Dims = Annotated[tuple[int, ...], msgspec.Meta(max_length=limits.TENSOR_DIMS_MAX)]
+_Tensor = tuple[int, int, _Dims, _Dims | None, int, int]
 
 
 class _Body(msgspec.Struct, frozen=True, kw_only=True):
-    """The MessagePack map, typed; what it means is checked in :func:`decode`."""
+    """The MessagePack map, typed; what it means is checked in :func:`decode`.
+
+    The lengths of lists are checked before their elements are built: a few bytes of a compressed
+    record can stand for millions of elements.
+    """
 
     version: str
     chunk_bytes: int
     skeleton: bytes
-    tensors: list[tuple[int, int, tuple[int, ...], tuple[int, ...] | None, int, int]]
-    dtypes: list[str]
-    roles: list[str]
+    tensors: Annotated[list[_Tensor], msgspec.Meta(max_length=limits.TENSORS_MAX)]
+    dtypes: Annotated[list[str], msgspec.Meta(max_length=len(ITEM_BYTES))]
+    roles: Annotated[list[str], msgspec.Meta(max_length=limits.ROLES_MAX)]
     packs: bytes
     ids: bytes
     raw: bytes
@@ -197,12 +214,12 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
     UnsupportedFeatureError
         If a newer ckptstore wrote it.
     """
-    frame = framing.decode_frame(
-        data, magic=MAGIC, key=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
+    raw = framing.decode_frame(
+        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
     )
     try:
-        body = msgspec.msgpack.decode(frame.payload, type=_Body)
-    except (msgspec.DecodeError, RecursionError) as error:
+        body = msgspec.msgpack.decode(raw, type=_Body)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise _corrupt(where, f"not a manifest: {error}") from error
     if body.version != version:
         raise _corrupt(where, f"it describes version {body.version[:40]!r}, not {version}")
@@ -223,7 +240,8 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
 def _table(body: _Body, where: str) -> PieceTable:
     """Return the columns, of one length and within the limits of chunks and packs."""
     count, rest = divmod(len(body.ids), 32)
-    if rest or count > limits.PIECES_MAX or len(body.packs) % 16:
+    packs_count, packs_rest = divmod(len(body.packs), 16)
+    if rest or packs_rest or count > limits.PIECES_MAX or packs_count > limits.PACKS_MAX:
         raise _corrupt(where, f"{len(body.ids)} bytes of ids, {len(body.packs)} of packs")
     columns: dict[str, npt.NDArray[Any]] = {}
     for name, dtype in _COLUMNS.items():
@@ -232,8 +250,6 @@ def _table(body: _Body, where: str) -> PieceTable:
             raise _corrupt(where, f"column {name} has {len(column)} bytes for {count} pieces")
         columns[name] = np.frombuffer(column, dtype)
     packs = [body.packs[at : at + 16].hex() for at in range(0, len(body.packs), 16)]
-    if len(packs) > limits.PACKS_MAX:
-        raise _corrupt(where, f"{len(packs)} packs")
     if count:
         ends = columns["inner"].astype(np.uint64) + columns["raw"]
         over = (
@@ -254,8 +270,6 @@ def _tensors(
     body: _Body, pieces: PieceTable, where: str
 ) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
     """Return the tensors, whose pieces follow each other and add up to their bytes."""
-    if len(body.tensors) > limits.TENSORS_MAX:
-        raise _corrupt(where, f"{len(body.tensors)} tensors")
     if not all(_NAME.match(name) for name in (*body.dtypes, *body.roles)):
         raise _corrupt(where, "a dtype or role is no name")
     records: list[TensorRecord] = []

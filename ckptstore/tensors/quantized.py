@@ -150,8 +150,10 @@ def _make(
     scales, zeros, axis = parameters
     if not isinstance(scales, torch.Tensor) or not isinstance(zeros, torch.Tensor):
         raise CorruptObjectError("the scales of a quantized tensor are no tensors")
-    if not isinstance(axis, int):
-        raise CorruptObjectError("the axis of a quantized tensor is no number")
+    if not isinstance(axis, int) or not 0 <= axis < len(full):
+        raise CorruptObjectError("the axis of a quantized tensor is none of its dimensions")
+    if not scales.numel() == zeros.numel() == full[axis]:
+        raise CorruptObjectError("a quantized tensor has the wrong number of scales")
     return torch._empty_per_channel_affine_quantized(
         full, scales=scales.to(device), zero_points=zeros.to(device), axis=axis, dtype=dtype,
         device=device,

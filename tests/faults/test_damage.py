@@ -255,6 +255,17 @@ def load_part(storage: MemoryBackend, version: str, path: str) -> Any:  # noqa: 
             return error
 
 
+def test_a_damaged_manifest_does_not_stop_the_training(healthy: Healthy) -> None:
+    """A save after a version whose manifest is damaged or gone shares nothing, and works."""
+    last = [version for version, run in healthy.runs.items() if run == "gpt"][-1]
+    key = f"manifests/{last[:2]}/{last}.manifest"
+    for data in (None, healthy.objects[key][:-1]):
+        with reopen(damaged(healthy.objects, key, data)) as store:
+            again = store.run("gpt").save(state_of(healthy.seeds[last]), step=9)
+            assert differences(load_id(store, again), state_of(healthy.seeds[last])) == []
+            assert again.parent == last
+
+
 def test_damage_never_becomes_shared(healthy: Healthy) -> None:
     """A save after damage to a shared chunk still raises nothing, and verify names both versions.
 

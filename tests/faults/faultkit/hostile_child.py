@@ -1,0 +1,122 @@
+"""Opens hostile stores with little memory to spare, and prints what came of it as JSON.
+
+Run as ``python -m faultkit.hostile_child``, a process of its own whose memory is bounded.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ckptstore.errors import CkptStoreError
+from ckptstore.store import Store
+from faultkit.forge import Forge
+from faultkit.lies import LIES
+from faultkit.states import differences, state_of
+from faultkit.stores import contents, create, memory_with, reopen
+
+__all__ = ["MEMORY_BYTES", "main"]
+
+MEMORY_BYTES = 1 << 30
+"""What the process may map beyond what it has when it begins."""
+
+
+def healthy() -> dict[str, bytes]:
+    """Return the objects of a store with two versions."""
+    backend = memory_with({})
+    with create(backend) as store:
+        for seed in (1, 2):
+            store.run("gpt", metrics={"loss": "min"}).save(
+                state_of(seed), step=seed, metrics={"loss": 1 / seed}
+            )
+    return contents(backend)
+
+
+def kib_of(name: str) -> int:
+    """Return a field of this process's status, in KiB."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{name}:")[1].split()[0])
+
+
+def meet(objects: dict[str, bytes], newest: str) -> dict[str, str]:
+    """Do everything that a reader does with a hostile store.
+
+    Returns
+    -------
+    dict
+        Per action ``ok``, or the class of the error; what is no CkptStoreError with its trace.
+    """
+    results: dict[str, str] = {}
+
+    def attempt(name: str, action: Callable[[Store], object]) -> None:
+        try:
+            with reopen(memory_with(objects)) as store:
+                found = action(store)
+        except CkptStoreError as error:
+            results[name] = type(error).__name__
+        except BaseException:  # noqa: BLE001 - this is what the test looks for
+            results[name] = "foreign: " + traceback.format_exc()
+        else:
+            results[name] = "ok" if found is None else str(found)
+
+    def load(store: Store) -> str | None:
+        found = differences(store.load(f"#{newest}"), state_of(2))
+        return "other values" if found else None
+
+    def look(store: Store) -> None:
+        lazy = store.version(f"#{newest}")
+        lazy.tensors()
+        for leaf in lazy._content.leaves[:1]:
+            first = lazy[leaf.path]
+            first.load()
+            if first.shape:
+                first[0]
+
+    def list_all(store: Store) -> None:
+        store.versions()
+        store.runs()
+        store.log()
+
+    def write(store: Store) -> None:
+        store.run("gpt").save(state_of(3), step=3)
+
+    attempt("load", load)
+    attempt("look", look)
+    attempt("list", list_all)
+    attempt("verify", lambda s: None if s.verify().ok else "problems")
+    attempt("save", write)
+    return results
+
+
+def measured(action: Callable[[], dict[str, str]]) -> dict[str, Any]:
+    """Return what `action` returns, and by how much memory in use has peaked meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
+    before = kib_of("VmRSS")
+    found = action()
+    return {**found, "peak_kib": kib_of("VmHWM") - before}
+
+
+def main() -> None:
+    """Meet every hostile store, and print the results."""
+    torch.set_num_threads(1)
+    objects = healthy()
+    newest = Forge(objects).save["version"]
+    bound = kib_of("VmSize") * 1024 + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+    results = {"(healthy)": measured(lambda: meet(objects, newest))}
+    for name, lie in LIES.items():
+        lied = lie(Forge(objects))
+        results[name] = measured(lambda lied=lied: meet(lied, newest))  # type: ignore[misc]
+        del lied
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
