@@ -15,7 +15,7 @@ GIB: Final = 1 << 30
 
 # --- chunks and packs -------------------------------------------------------------------------
 
-# Default size of a chunk before compression. Source: DESIGN section 3; 4 MiB keeps the table of
+# Default size of a chunk before compression. Source: 4 MiB keeps the table of
 # 1 TB at 250k chunks and a chunk inside a typical L3 cache (measured 1-16 MiB: docs/design/0003).
 CHUNK_BYTES_DEFAULT: Final = 4 * MIB
 # Smallest and largest chunk size that a store may be created with. Source: below 64 KiB the
@@ -27,7 +27,7 @@ CHUNK_RAW_BYTES_MAX: Final = 64 * MIB
 # Largest encoded chunk. Source: a codec may expand by its own framing only, never by more than this.
 CHUNK_STORED_BYTES_MAX: Final = CHUNK_RAW_BYTES_MAX + 64 * KIB
 # Tensors below this share a chunk (a slab). Source: at 64 KiB the header and table row of an own
-# chunk cost 0.2%; below, they would cost more than DESIGN's 100 bytes a tensor allows.
+# chunk cost 0.2%; below, they would cost more than 100 bytes a tensor.
 SMALL_TENSOR_BYTES: Final = 64 * KIB
 # A slab is closed at this size. Source: one changed tensor rewrites at most its own bytes, but a
 # reader of one small tensor fetches the slab: 256 KiB is one round trip's worth on object stores.
@@ -37,11 +37,11 @@ PACK_BYTES_MAX: Final = 4 * GIB
 
 # --- memory -----------------------------------------------------------------------------------
 
-# Host memory that one save or load may hold for chunks in flight. Source: issue requirement of a
-# peak under 400 MiB; leaves room for three 64 MiB packs on object stores.
+# Host memory that one save or load may hold for chunks in flight. Source: a save may
+# take 400 MiB at its peak in all; leaves room for three 64 MiB packs on object stores.
 HOST_BYTES_DEFAULT: Final = 256 * MIB
 # Threads that hash, encode and decode. Source: each stage releases the GIL; more than 8 saturate
-# memory bandwidth on the machines measured by peers (FIELD section 5.6).
+# memory bandwidth on the machines measured by peers in published figures.
 WORKERS_MAX: Final = 8
 
 # --- records ----------------------------------------------------------------------------------
@@ -53,7 +53,13 @@ SUPERBLOCK_BYTES_MAX: Final = 64 * KIB
 COMMIT_BYTES_MAX: Final = 4 * MIB
 # Operations in one commit. Source: create-run, save and a few tags travel together.
 COMMIT_OPS_MAX: Final = 1024
-# Commits in one folder of the log. Source: DESIGN section 3.
+# Versions that one operation names, and objects that one condemns. Source: 40,000 keys of 50 bytes
+# are 2 MB of COMMIT_BYTES_MAX; more go into further commits.
+VERSIONS_PER_OP_MAX: Final = 40_000
+KEYS_PER_OP_MAX: Final = 40_000
+# Why a version was deleted or rolled back, for people. Source: one line of a terminal or two.
+REASON_CHARS_MAX: Final = 500
+# Commits in one folder of the log. Source: one listing request of S3 or GCS returns 1,000 names.
 COMMITS_PER_FOLDER: Final = 1000
 # Highest commit number. Source: the folder in the key has 6 digits, and keys must sort as numbers.
 COMMIT_NUMBER_MAX: Final = 10**9 - 1
@@ -104,7 +110,7 @@ TAGS_PER_VERSION_MAX: Final = 100  # Source: tags are typed by people.
 METADATA_BYTES_MAX: Final = 256 * KIB  # Source: a full training config is under 64 KiB.
 METADATA_DEPTH_MAX: Final = 32  # Source: configs are 3-6 deep; far under the recursion limit.
 ROLE_CHARS_MAX: Final = 100  # Source: as tags.
-ROLES_MAX: Final = 64  # Source: DESIGN names five; users add a few.
+ROLES_MAX: Final = 64  # Source: five have names of their own; users add a few.
 RECEIPT_ENTRIES_MAX: Final = 64  # Source: seconds and bytes of each stage of a save.
 BY_CHARS_MAX: Final = 300  # Source: user@host pid; Linux host names have at most 64 characters.
 TIME_MS_MAX: Final = 253_402_300_799_999  # Source: the end of year 9999, where datetime ends.

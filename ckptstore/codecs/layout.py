@@ -2,8 +2,8 @@
 
 Only the exponents of trained floats compress (the mantissas are noise); a plane that holds them
 alone shrinks to about a third, while byte-wise compression of whole floats gains almost nothing.
-The sign goes with the mantissa, since it is noise too. Source of both: FIELD section 3b and
-``benchmarks/codecs.py``.
+The sign goes with the mantissa, since it is noise too. Both were measured:
+docs/design/0006-planes-and-zstd.md.
 
 A `Layout` is one byte in the chunk header. Splitting and joining are exact inverses for every bit
 pattern: NaN payloads, negative zeros and denormals included.

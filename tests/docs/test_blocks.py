@@ -54,7 +54,8 @@ def test_blocks_run(page: Page, tmp_path: Path, request: pytest.FixtureRequest) 
         where = f"{page.path}:{block.line}"
         text = block.text.replace("my-bucket", place)
         if block.language == "python":
-            code = compile("\n" * (block.line - 1) + text, str(page.path), "exec")
+            source = "\n" * (block.line - 1) + text  # so that a traceback has the page's lines
+            code = compile(source, str(page.path), "exec", dont_inherit=True)
             exec(code, namespace)  # noqa: S102 - that is the test
         else:
             for command in _commands(text):

@@ -1,0 +1,47 @@
+"""The reference says what the source says, and leaves nothing public out."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from functools import cache
+from types import ModuleType
+
+import pytest
+from docpages import ROOT
+
+import ckptstore
+
+REFERENCE = ROOT / "docs" / "reference"
+
+
+@cache
+def _generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_generate", REFERENCE / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["api.md", "errors.md", "limits.md"])
+def test_page_is_as_generated(name: str) -> None:
+    """A docstring, an error or a limit that changed has its page changed with it."""
+    written = (REFERENCE / name).read_text(encoding="utf-8")
+    assert _generator().pages()[name] == written, "run: python docs/reference/generate.py"
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """Each name that users may import has a heading."""
+    headings = re.findall(r"^### (\w+)$", (REFERENCE / "api.md").read_text("utf-8"), re.MULTILINE)
+    assert set(ckptstore.__all__) <= set(headings)
+
+
+def test_every_limit_is_read() -> None:
+    """The page knows each constant of the module, so none is left out by its layout."""
+    from ckptstore import limits
+
+    names = {name for group in _generator().read_limits().values() for name in group}
+    units = {"KIB", "MIB", "GIB"}
+    assert names == {name for name in vars(limits) if name.isupper()} - units

@@ -1,0 +1,64 @@
+"""The names that users may rely on."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import ckptstore
+
+MODULES = sorted(module.name for module in pkgutil.walk_packages(ckptstore.__path__, "ckptstore."))
+
+
+def test_root_names_are_these() -> None:
+    """A name that is added or taken away is a decision, made here."""
+    assert ckptstore.__all__ == [
+        "CkptStoreError",
+        "LazyTensor",
+        "LazyVersion",
+        "Progress",
+        "RoleBytes",
+        "Run",
+        "RunInfo",
+        "Store",
+        "TypeAdapter",
+        "Version",
+        "open",
+    ]
+    assert ckptstore.__all__ == sorted(ckptstore.__all__)
+
+
+def test_root_names_resolve() -> None:
+    """Every lazily exported name is there, once, and listed by `dir`."""
+    for name in ckptstore.__all__:
+        value = getattr(ckptstore, name)
+        assert value is getattr(ckptstore, name)
+        assert inspect.getdoc(value)
+    assert set(ckptstore.__all__) <= set(dir(ckptstore))
+
+
+def test_misspelled_name_is_an_attribute_error() -> None:
+    """The lazy export does not hide mistakes."""
+    with pytest.raises(AttributeError, match="Stroe"):
+        _ = ckptstore.Stroe  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_declare_what_they_export(name: str) -> None:
+    """Everything in `__all__` is there and has a docstring."""
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    for each in getattr(module, "__all__", []):
+        value = getattr(module, each)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert inspect.getdoc(value), f"{name}.{each} has no docstring"
+
+
+def test_version_is_the_packages() -> None:
+    """`ckptstore.__version__` and the metadata of the installed package agree."""
+    from importlib.metadata import version
+
+    assert ckptstore.__version__ == version("ckptstore")
