@@ -25,7 +25,7 @@ __all__ = ["annotate"]
 def annotate(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
     metrics: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE...", help="Metrics, such as bleu=31.0.")
+        list[str], typer.Argument(metavar="NAME=VALUE", help="Metrics, such as bleu=31.0.")
     ],
     single_writer: SingleWriter = False,
     store: StoreUrl = None,

@@ -30,7 +30,7 @@ __all__ = ["doctor"]
 
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Where; else --store or CKPTSTORE_URL.")
+        str | None, typer.Argument(metavar="URL", help="Where; else --store or CKPTSTORE_URL.")
     ] = None,
     size: Annotated[
         str | None,

@@ -20,7 +20,7 @@ __all__ = ["du"]
 
 def du(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="One run, version by version.")
+        str | None, typer.Argument(metavar="RUN", help="One run, version by version.")
     ] = None,
     store: StoreUrl = None,
     option: StorageOptions = None,

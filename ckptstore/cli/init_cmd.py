@@ -27,7 +27,7 @@ __all__ = ["init"]
 
 def init(
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Where; else --store or CKPTSTORE_URL.")
+        str | None, typer.Argument(metavar="URL", help="Where; else --store or CKPTSTORE_URL.")
     ] = None,
     chunk_size: Annotated[
         str,

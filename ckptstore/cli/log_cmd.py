@@ -26,7 +26,7 @@ _ROWS: Final = 20
 
 def log(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Only commits that touch this run.")
+        str | None, typer.Argument(metavar="RUN", help="Only commits that touch this run.")
     ] = None,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, metavar="N", help="The newest N; 0 for all.")
@@ -67,11 +67,14 @@ def _newest(store: Store, catalog: Catalog, run: str | None, limit: int) -> list
 
 
 def _touches(commit: Commit, catalog: Catalog, run: str) -> bool:
-    return any(_run_of(op, catalog) == run for op in commit.ops)
+    return any(run in _runs_of(op, catalog) for op in commit.ops)
 
 
-def _run_of(op: Op, catalog: Catalog) -> str:
-    return catalog.version(op.version).run if isinstance(op, Annotate) else op.run
+def _runs_of(op: Op, catalog: Catalog) -> set[str]:
+    """Return the runs that an operation names, itself or through versions."""
+    ids = [getattr(op, "version", ""), *getattr(op, "versions", ())]
+    runs = {catalog.version(version).run for version in ids if catalog.has_version(version)}
+    return runs | {getattr(op, "run", "")}
 
 
 def _name(op: Op) -> str:
@@ -116,7 +119,7 @@ def _draw(screen: Screen, catalog: Catalog, commits: Sequence[Commit], *, utc: b
     columns = (
         Column(title="COMMIT", right=True, wrap=False),
         Column(title="TIME", wrap=False),
-        Column(title="BY"),
+        Column(title="BY", drop=1),
         Column(title="OPERATION", wrap=False),
         Column(title="WHAT"),
     )
@@ -135,8 +138,11 @@ def _save(op: Save, _: Catalog) -> str:
 
 
 def _annotate(op: Annotate, catalog: Catalog) -> str:
-    version = catalog.version(op.version)
-    return f"{version.run}@{version.step} {op.version[:8]}: {_metrics(op.metrics)}"
+    where = op.version[:8]
+    if catalog.has_version(op.version):
+        version = catalog.version(op.version)
+        where = f"{version.run}@{version.step} {where}"
+    return f"{where}: {_metrics(op.metrics)}"
 
 
 def _directions(op: CreateRun | Declare, _: Catalog) -> str:

@@ -33,7 +33,7 @@ _METRIC_COLUMNS_MAX = 4
 
 def ls(
     run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="Only the versions of this run.")
+        str | None, typer.Argument(metavar="RUN", help="Only the versions of this run.")
     ] = None,
     limit: Annotated[
         int | None,
@@ -71,6 +71,7 @@ def ls(
             one_run=run is not None,
             metrics=metric or _usual_metrics(runs, versions),
             utc=utc,
+            output=output,
         )
         document = {
             "store": opening.url,
@@ -115,6 +116,7 @@ class _Listing:
     one_run: bool
     metrics: Sequence[str]
     utc: bool
+    output: Output
 
     @property
     def heads(self) -> set[str]:
@@ -158,18 +160,24 @@ class _Listing:
         screen.table(columns, rows)
 
     def _draw_versions(self, screen: Screen) -> None:
+        last = 3 + len(self.metrics)  # the first metric is the last to go
         columns = [
             *([] if self.one_run else [Column(title="RUN")]),
             Column(title="STEP", right=True, wrap=False),
             Column(title="ID", wrap=False),
-            Column(title="SAVED", wrap=False),
+            Column(title="SAVED", wrap=False, drop=1),
             Column(title="AGE", right=True, wrap=False),
-            *(Column(title=name.upper(), right=True) for name in self.metrics),
-            Column(title="SIZE", right=True, wrap=False),
-            Column(title="STORED", right=True, wrap=False),
+            *(
+                Column(title=name.upper(), right=True, wrap=False, drop=last - place)
+                for place, name in enumerate(self.metrics)
+            ),
+            Column(title="SIZE", right=True, wrap=False, drop=2),
+            Column(title="STORED", right=True, wrap=False, drop=3),
             Column(title="TAGS"),
         ]
-        screen.table(columns, [self._row(version) for version in self.versions])
+        dropped = screen.table(columns, [self._row(version) for version in self.versions])
+        if dropped:
+            self.output.note(f"no room for {', '.join(dropped)}: use a wider terminal, or a pipe")
 
     def _row(self, version: Version) -> list[str | Text]:
         from rich.text import Text

@@ -25,6 +25,8 @@ __all__ = ["Column", "Output", "Pipe", "Screen", "encode_document", "terminal"]
 SCHEMA = 1
 """Version of the JSON documents; rises only when the meaning of a field changes."""
 
+_GAP = 2
+"""Blanks between two columns."""
 _WIDTH_UNBOUNDED = 10_000
 """Width of a table that goes to a file or pipe, in characters: no cell is ever cut there."""
 
@@ -42,6 +44,8 @@ class Column:
     """Numbers: aligned to the right."""
     wrap: bool = True
     """False: never cut or wrapped, however narrow the terminal."""
+    drop: int = 0
+    """Where the terminal is too narrow, columns are left out in this order, from 1; 0: never."""
 
 
 class Screen:
@@ -66,28 +70,53 @@ class Screen:
         for name, value in pairs.items():
             self.line(f"{name:<{width}}  {value}")
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Print rows under bold titles; cells of plain text are escaped."""
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> list[str]:
+        """Print rows under bold titles; cells of plain text are escaped.
+
+        Returns
+        -------
+        The titles of columns that were left out, since the terminal is too narrow.
+        """
         from rich.table import Table
         from rich.text import Text
 
-        grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in columns:
+        cells = [[Text(printable(x)) if isinstance(x, str) else x for x in row] for row in rows]
+        kept = _fitting(columns, cells, self.console.width)
+        grid = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style="bold")
+        for column in (columns[place] for place in kept):
             grid.add_column(
                 column.title,
                 justify="right" if column.right else "left",
                 no_wrap=not column.wrap,
                 overflow="fold",
             )
-        for row in rows:
-            grid.add_row(*(Text(printable(x)) if isinstance(x, str) else x for x in row))
+        for row in cells:
+            grid.add_row(*(row[place] for place in kept))
+        dropped = [column.title for place, column in enumerate(columns) if place not in kept]
         if self.console.is_terminal:
             self.console.print(grid)
-            return
+            return dropped
         with self.console.capture() as drawn:
             self.console.print(grid)
         for line in drawn.get().splitlines():  # without the padding of the last column
             self.console.file.write(line.rstrip() + "\n")
+        return dropped
+
+
+def _fitting(
+    columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int
+) -> tuple[int, ...]:
+    """Return the places of the columns that are shown in `width` characters."""
+    widths = [
+        max([len(column.title), *(row[place].cell_len for row in rows)])
+        for place, column in enumerate(columns)
+    ]
+    kept = list(range(len(columns)))
+    for place in sorted((p for p in kept if columns[p].drop), key=lambda p: columns[p].drop):
+        if sum(widths[p] + _GAP for p in kept) - _GAP <= width:
+            break
+        kept.remove(place)
+    return tuple(kept)
 
 
 class Output:

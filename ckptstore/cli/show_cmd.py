@@ -208,8 +208,8 @@ class _View:
             Column(title="TENSOR"),
             Column(title="DTYPE"),
             Column(title="SHAPE", right=True),
-            Column(title="ROLE"),
-            Column(title="SIZE", right=True),
+            Column(title="ROLE", drop=1),
+            Column(title="SIZE", right=True, wrap=False),
             Column(title="KIND"),
         )
         screen.table(columns, rows)

@@ -31,7 +31,7 @@ class VerifyLevel(StrEnum):
 def verify(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Versions; without any, all and the log itself."),
+        typer.Argument(metavar="REF", help="Versions; without any, all and the log itself."),
     ] = None,
     level: Annotated[
         VerifyLevel,

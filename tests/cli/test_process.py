@@ -93,6 +93,17 @@ def test_colours_only_where_wanted(history: Path, no_color: str, coloured: bool)
     assert (b"[32m" in out or b";32m" in out) is coloured
 
 
+def test_narrow_terminal_gets_fewer_columns_not_broken_ones(history: Path) -> None:
+    """At 70 characters each version is one line still; what went is named, metrics stay."""
+    changes = {"TERM": "xterm-256color", "COLUMNS": "70", "NO_COLOR": "1"}
+    lines = _on_terminal(["ls", "gpt", "-s", str(history)], changes).decode().splitlines()
+    assert len(lines) == 7
+    assert "VAL_LOSS" in lines[0]
+    assert "SAVED" not in lines[0]
+    assert lines[-1].startswith("no room for SAVED")
+    assert max(map(len, lines[1:])) <= 70  # the titles hold the codes for bold
+
+
 def test_progress_is_drawn_on_a_terminal_and_wiped(history: Path) -> None:
     """Verify draws a bar where stderr is a terminal; the result stands below, --quiet has none."""
     changes = {"TERM": "xterm-256color"}
