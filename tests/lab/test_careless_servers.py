@@ -96,7 +96,7 @@ class CarelessServer:
     def test_single_writers_take_turns(self, place: Place, saver: Peer) -> None:
         """Single writers, one after the other, go on where the one before stopped."""
         alone = Place(url=place.url, options=place.options | {"single_writer": True})
-        acked = {}
+        acked: dict[str, list[int]] = {}
         for writer in range(2):
             promises = collect(start_writers(saver, alone, [writer], saves=2))
             assert promises.failed == []

@@ -8,7 +8,16 @@ from typing import Any
 
 from labkit.peers import Call, Peer, PeerError
 
-__all__ = ["NUMBERS", "Place", "Promises", "assert_kept", "collect", "start_writers"]
+__all__ = [
+    "NUMBERS",
+    "Acked",
+    "Place",
+    "Promises",
+    "assert_kept",
+    "collect",
+    "note",
+    "start_writers",
+]
 
 # Float32 values of the large tensor: 128 KiB, which makes chunks of its own, and small enough that
 # 200 versions take little time.
@@ -47,8 +56,8 @@ def start_writers(
     writers: Sequence[int],
     *,
     saves: int,
-    shared: bool = True,
-    **words: object,
+    mark: Sequence[str] = (),
+    without_fsync: str = "",
 ) -> list[Call]:
     """Let several processes save at once.
 
@@ -58,19 +67,22 @@ def start_writers(
         Their numbers; no two of a store may be equal.
     saves
         How many versions each saves; 0 for ever.
-    shared
-        Every second writer saves to the run ``shared``, the others each to one of their own.
+    mark, without_fsync
+        See programs/saver.py.
+
+    Every second writer saves to the run ``shared``, the others each to one of their own.
     """
     return [
         peer.send(
             "save",
             **place.words(),
-            run="shared" if shared and writer % 2 else f"own-{writer}",
+            run="shared" if writer % 2 else f"own-{writer}",
             writer=writer,
             first=0,
             count=saves,
             numbers=NUMBERS,
-            **words,
+            mark=list(mark),
+            without_fsync=without_fsync,
         )
         for writer in writers
     ]

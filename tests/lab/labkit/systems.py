@@ -21,9 +21,9 @@ __all__ = [
     "LabPool",
     "LabSystem",
     "Linux",
+    "LoopDisk",
     "MooseFs",
     "Nfs",
-    "Rclone",
     "S3Server",
     "Swift",
     "TwoMounts",
@@ -181,16 +181,29 @@ class MooseFs(TwoMounts):
     script = "moosefs.sh"
 
 
-class Rclone(S3Server):
-    """``rclone serve s3``, which ignores the conditions of a write."""
-
-    script = "rclone.sh"
-
-
 class Swift(S3Server):
     """OpenStack Swift's s3api, which refuses the conditions of a write."""
 
     script = "swift.sh"
+
+
+class LoopDisk(LabSystem):
+    """A file system of its own whose power can be cut; ``FS`` is ``ext4`` or ``xfs``."""
+
+    script = "loop_disk.sh"
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        super().__init__(folder, **environment)
+        self._fs = environment["FS"]
+
+    @property
+    def mount(self) -> Path:
+        """Return the mount point."""
+        return self.folder / "mnt"
+
+    def up_words(self) -> tuple[str, ...]:
+        """Start with the file system asked for; xfs wants 300 MB at least."""
+        return ("up", self._fs, "640")
 
 
 class Linux(LabSystem):

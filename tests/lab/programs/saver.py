@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ class Requester:
         os.write(1, line.encode() + b"\n")
 
 
-def save(words: Words, requester: Requester) -> dict[str, int]:
+def save(words: Words, requester: Requester) -> Words:
     """Save versions, one after the other; return how many."""
     if words.get("without_fsync"):
         skip_fsync_below(words["without_fsync"])
@@ -148,9 +149,10 @@ def check_version(store: Any, version: Any) -> list[str]:  # noqa: ANN401
     return [f"{version.run}@{version.step}{d}" for d in differences(state, expected)]
 
 
-def check(words: Words, _requester: Requester) -> dict[str, object]:
+def check(words: Words) -> Words:
     """Load and compare everything; then save once more."""
-    acked, problems = words["acked"], []
+    acked: dict[str, list[int]] = words["acked"]
+    problems: list[str] = []
     options = words.get("options", {})
     seen: set[str] = set()
     numbers: list[int] = []
@@ -167,30 +169,35 @@ def check(words: Words, _requester: Requester) -> dict[str, object]:
         problems.append(f"commit numbers have gaps: {numbers}")
     if words["save"]:
         problems += save_once_more(words["url"], options)
-    return {"versions": len(seen), "commits": len(numbers), "problems": problems}
+    shown = [problem[:200] for problem in problems[:10]]
+    return {"versions": len(seen), "commits": len(numbers), "problems": shown}
 
 
 def save_once_more(url: str, options: Words) -> list[str]:
     """Save and load through a store that went through something."""
+    meant = {"writer": 999, "number": 0, "numbers": 4096}
     state = state_of(999, 0, 4096)
     with ckptstore.open(url, create=True, **options) as store:
-        version = store.run("afterwards").save(state, step=0)
+        version = store.run("afterwards").save(state, step=0, metadata=meant)
         return [f"afterwards{d}" for d in differences(store.load(f"#{version.id}"), state)]
 
 
 def carry_out(do: str, words: Words, requester: Requester) -> None:
     """Do what was asked and report how it ended."""
     try:
-        result = {"save": save, "check": check}[do](words, requester)
-        text = json.dumps(result)
-        if len(text) > EVENT_BYTES_MAX:
-            result = {**result, "problems": [text[:EVENT_BYTES_MAX]]}
+        result = save(words, requester) if do == "save" else check(words)
         requester.tell("done", result=result)
     except CkptStoreError as error:
         requester.tell("failed", kind=error.kind, message=str(error)[:EVENT_BYTES_MAX])
     except Exception as error:  # noqa: BLE001 - the one who asked decides
         message = f"{error!r}"[:EVENT_BYTES_MAX]
         requester.tell("failed", kind=type(error).__name__, message=message)
+
+
+def kill(child: int) -> None:
+    """End a child, unless it ended by itself."""
+    with suppress(ProcessLookupError):
+        os.kill(child, signal.SIGKILL)
 
 
 def main() -> None:
@@ -204,7 +211,7 @@ def main() -> None:
         if do == "now":
             requester.tell("done", result=time.time())  # noqa: TID251
         elif do == "kill":
-            os.kill(words["pid"], signal.SIGKILL)
+            kill(words["pid"])
             requester.tell("done", result=None)
         else:
             if words["url"].startswith("s3:"):
@@ -217,10 +224,7 @@ def main() -> None:
             children.add(child)
             requester.tell("started", pid=child)
     for child in children:
-        try:
-            os.kill(child, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+        kill(child)
 
 
 main()

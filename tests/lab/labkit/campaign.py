@@ -1,0 +1,20 @@
+"""How long the lab's campaigns are: a few rounds in each lab run, many in ``make soak``."""
+
+from __future__ import annotations
+
+import os
+
+__all__ = ["moment", "rounds"]
+
+
+def rounds(short: int, long: int) -> int:
+    """Return `short`, or `long` where ``CKPTSTORE_LAB_LONG=1`` asks for it."""
+    return long if os.environ.get("CKPTSTORE_LAB_LONG") == "1" else short
+
+
+def moment(turn: int, first_s: float, last_s: float) -> float:
+    """Return when to strike in round `turn`, in seconds: spread evenly, however many there are.
+
+    Multiples of the golden ratio, modulo 1, leave no large gap and repeat nothing.
+    """
+    return first_s + (last_s - first_s) * (turn * 0.6180339887498949 % 1)

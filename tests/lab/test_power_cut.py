@@ -1,0 +1,73 @@
+"""The power goes off under saving processes, on ext4 and xfs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from labkit.campaign import moment, rounds
+from labkit.peers import Peer, local_peer
+from labkit.saving import Acked, Place, Promises, assert_kept, note, start_writers
+from labkit.systems import LabPool, LoopDisk
+
+ROUNDS = rounds(short=5, long=50)
+TEETH_ROUNDS = 5
+WRITERS = 2
+
+
+@pytest.fixture(scope="module")
+def saver() -> Iterator[Peer]:
+    """Return a process that saves and checks in children of its own."""
+    with local_peer("saver.py") as peer:
+        yield peer
+
+
+@pytest.fixture(params=["ext4", "xfs"])
+def disk(lab_pool: LabPool, request: pytest.FixtureRequest) -> Iterator[LoopDisk]:
+    """Return a new file system, mounted; removed after the test."""
+    yield lab_pool.get(LoopDisk, FS=request.param)
+    lab_pool.close()
+
+
+def save_until_the_power_goes(
+    disk: LoopDisk, saver: Peer, turn: int, moment_s: float, *, without_fsync: str = ""
+) -> Promises:
+    """Let two processes save, cut the power after `moment_s`, and return what was promised."""
+    place = Place(url=str(disk.mount / "store"))
+    writers = [WRITERS * turn + n for n in range(WRITERS)]
+    calls = start_writers(saver, place, writers, saves=0, without_fsync=without_fsync)
+    pids = [call.next()["pid"] for call in calls]
+    time.sleep(moment_s)  # the moment itself is what is varied
+    disk.tell("cut")
+    for pid in pids:
+        saver.ask("kill", pid=pid)
+    promises = Promises()
+    note(calls, promises)
+    disk.tell("remount")
+    return promises
+
+
+def test_promises_outlive_power_cuts(disk: LoopDisk, saver: Peer) -> None:
+    """Whenever the power goes: all that was acknowledged is there, nothing torn, and it goes on."""
+    place = Place(url=str(disk.mount / "store"))
+    acked: Acked = {}
+    for turn in range(ROUNDS):
+        promises = save_until_the_power_goes(disk, saver, turn, moment(turn, 0.05, 0.9))
+        acked |= promises.acked
+        assert_kept(saver, place, acked)
+    assert len(acked) > ROUNDS, "hardly anything was saved: this shows nothing"
+
+
+@pytest.mark.parametrize("kind", ["packs", "manifests", "commits"])
+def test_missing_fsync_is_noticed(disk: LoopDisk, saver: Peer, kind: str) -> None:
+    """The same test finds out when one kind of object is not synced: it has teeth."""
+    place = Place(url=str(disk.mount / "store"))
+    acked: Acked = {}
+    for turn in range(TEETH_ROUNDS):
+        promises = save_until_the_power_goes(disk, saver, turn, 0.9, without_fsync=f"/{kind}/")
+        acked |= promises.acked
+        found = saver.ask("check", **place.words(), acked=acked, save=False)
+        if found["problems"]:
+            return
+    pytest.fail(f"{TEETH_ROUNDS} power cuts without the fsync of {kind}, and nothing was noticed")
