@@ -58,6 +58,16 @@ class Version:
     """How the save went: seconds and bytes by stage; each name ends in its unit."""
     commit: int
     """Number of the commit that made it visible."""
+    level: Literal["full", "weights", "record"] = "full"
+    """How much of it is kept: everything, the tensors of role ``weights``, or this record only."""
+    abandoned: bool = False
+    """A rollback left it beside the line of its run; it can still be loaded."""
+    pinned: bool = False
+    """It may not be deleted."""
+    verified: bool = False
+    """A full verification, recorded in the log, found every byte of it sound."""
+    deleted: bool = False
+    """It can be undeleted until a collection condemns its objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +84,10 @@ class RunInfo:
     versions_count: int
     tags: Mapping[str, str]
     """Tag to version id."""
+    origin: str = ""
+    """Id of the version that it was forked from; empty if it was not."""
+    policy: Mapping[str, Any] | None = None
+    """Its own retention policy; see :mod:`ckptstore.catalog.retention`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

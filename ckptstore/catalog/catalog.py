@@ -7,14 +7,16 @@ threads, and is answered from memory. Listing is lazy: of 100,000 versions a pag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from sys import intern
 
 import msgspec
 
-from ckptstore.catalog.fold import EMPTY, RunState, State, extend
+from ckptstore.catalog.fold import extend
+from ckptstore.catalog.lifecycle import level_of
+from ckptstore.catalog.state import EMPTY, RunState, State
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -23,8 +25,13 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.format.commit import Commit
-from ckptstore.format.names import check_run_name, check_tag
+from ckptstore.format.names import check_metadata_json, check_run_name, check_tag
 from ckptstore.format.snapshot import (
+    ABANDONED,
+    DELETED,
+    PINNED,
+    RECORD_ONLY,
+    VERIFIED,
     RunRow,
     SnapshotBody,
     VersionRow,
@@ -56,8 +63,8 @@ class Catalog:
 
     @property
     def versions_count(self) -> int:
-        """How many versions all runs have."""
-        return len(self._state.versions)
+        """How many versions all runs have, without deleted ones."""
+        return sum(not row.flags & DELETED for row in self._state.versions.values())
 
     def extended(self, commits: Sequence[Commit]) -> tuple[Catalog, CkptStoreError | None]:
         """Return the catalog after further commits; see :func:`ckptstore.catalog.fold.extend`."""
@@ -72,7 +79,7 @@ class Catalog:
 
     def runs(self) -> list[RunInfo]:
         """Return all runs in the order of their creation."""
-        return [_run_info(run) for run in self._state.runs.values()]
+        return [self._run_info(run) for run in self._state.runs.values()]
 
     def run(self, name: str) -> RunInfo:
         """Return one run.
@@ -82,7 +89,7 @@ class Catalog:
         RunNotFoundError
             If there is none of this name; the hint names similar ones.
         """
-        return _run_info(self._run(name))
+        return self._run_info(self._run(name))
 
     # --- versions -----------------------------------------------------------------------------
 
@@ -100,10 +107,13 @@ class Catalog:
             raise VersionNotFoundError(msg)
         return self._version(row)
 
-    def versions(self, run: str | None = None, *, newest_first: bool = False) -> Iterator[Version]:
+    def versions(
+        self, run: str | None = None, *, newest_first: bool = False, deleted: bool = False
+    ) -> Iterator[Version]:
         """Yield the versions of a run, or of all, in the order of their commits.
 
-        Each ``Version`` is built when it is asked for.
+        Each ``Version`` is built when it is asked for. With `deleted`, those that were deleted,
+        and no others.
 
         Raises
         ------
@@ -114,7 +124,12 @@ class Catalog:
         order = reversed(ids) if newest_first else iter(ids)
         tags = _tags_by_version(self._state.runs.values() if run is None else [self._run(run)])
         rows = self._state.versions
-        return (_build(rows[version_id], tags.get(version_id, ())) for version_id in order)
+        wanted = DELETED if deleted else 0
+        return (
+            _build(rows[version_id], tags.get(version_id, ()))
+            for version_id in order
+            if rows[version_id].flags & DELETED == wanted
+        )
 
     def head(self, run: str) -> Version | None:
         """Return the version that the run's next save continues, None before the first.
@@ -133,17 +148,23 @@ class Catalog:
         return found.head if found else ""
 
     def by_step(self, run: str, step: int) -> Version | None:
-        """Return the run's version of this step, the newest if it was saved more than once."""
-        rows = self._state.versions
-        for version_id in reversed(self._run(run).versions):
-            if rows[version_id].step == step:
-                return self._version(rows[version_id])
-        return None
+        """Return the run's version of this step.
+
+        The newest on the line of the run, if it was saved more than once; else the newest that a
+        rollback abandoned.
+        """
+        rows = (self._state.versions[version_id] for version_id in self._run(run).versions)
+        found = [row for row in rows if row.step == step and not row.flags & DELETED]
+        if not found:
+            return None
+        return self._version(max(found, key=lambda row: (not row.flags & ABANDONED, row.commit)))
 
     def by_tag(self, run: str, tag: str) -> Version | None:
         """Return the version that the run's tag points to."""
         version_id = self._run(run).tags.get(tag)
-        return None if version_id is None else self.version(version_id)
+        if version_id is None or self._state.versions[version_id].flags & DELETED:
+            return None
+        return self.version(version_id)
 
     def has_version(self, version_id: str) -> bool:
         """Say whether there is a version of exactly this id."""
@@ -178,16 +199,23 @@ class Catalog:
 
     def steps(self, run: str) -> list[int]:
         """Return the steps that the run has versions of, ascending."""
-        rows = self._state.versions
-        return sorted({rows[version_id].step for version_id in self._run(run).versions})
+        rows = (self._state.versions[version_id] for version_id in self._run(run).versions)
+        return sorted({row.step for row in rows if not row.flags & DELETED})
 
     def metric_values(self, run: str, metric: str) -> Iterator[tuple[str, int, float]]:
-        """Yield (version id, step, value) of those that have the metric, oldest first."""
+        """Yield (version id, step, value) of those that have the metric, oldest first.
+
+        Of those that can be loaded and are on the line of the run: not deleted, not abandoned,
+        and more than a record.
+        """
         rows = self._state.versions
         for version_id in self._run(run).versions:
-            value = decode_metrics(rows[version_id]).get(metric)
+            row = rows[version_id]
+            if row.flags & (DELETED | ABANDONED | RECORD_ONLY):
+                continue
+            value = decode_metrics(row).get(metric)
             if value is not None:
-                yield version_id, rows[version_id].step, value
+                yield version_id, row.step, value
 
     def metric_names(self, run: str) -> set[str]:
         """Return the names of all metrics that versions of the run have."""
@@ -196,6 +224,25 @@ class Catalog:
         for version_id in self._run(run).versions:
             names.update(decode_metrics(rows[version_id]))
         return names
+
+    # --- collection and retention -------------------------------------------------------------
+
+    @property
+    def condemned(self) -> Mapping[str, int]:
+        """Objects that are to be deleted: key to the number of the commit that says so."""
+        return self._state.condemned
+
+    def gone(self, keys: Iterable[str]) -> set[str]:
+        """Return those of `keys` that were condemned, deleted since or not.
+
+        Complete for every object that this process can have looked at: see
+        :attr:`ckptstore.catalog.state.State.gone`.
+        """
+        return {key for key in keys if key in self._state.gone}
+
+    def policy(self, run: str) -> bytes:
+        """Return the retention policy that holds for a run, JSON; empty if there is none."""
+        return self._run(run).policy or self._state.policy
 
     # --- snapshots ----------------------------------------------------------------------------
 
@@ -214,10 +261,20 @@ class Catalog:
             self.number,
             self.digest,
             [
-                RunRow(run.name, run.created_at_ms, run.metrics, run.head, run.tags)
+                RunRow(
+                    run.name,
+                    run.created_at_ms,
+                    run.metrics,
+                    run.head,
+                    run.tags,
+                    run.origin,
+                    run.policy,
+                )
                 for run in self._state.runs.values()
             ],
             list(self._state.versions.values()),
+            self._state.condemned,
+            self._state.policy,
         )
 
     @classmethod
@@ -245,6 +302,20 @@ class Catalog:
             msg = f"there is no run {name!r}"
             raise RunNotFoundError(msg, hint=did_you_mean(name, self._state.runs))
         return found
+
+    def _run_info(self, run: RunState) -> RunInfo:
+        rows = self._state.versions
+        there = {i for i in run.versions if not rows[i].flags & DELETED}
+        return RunInfo(
+            name=run.name,
+            metrics=dict(run.metrics),
+            head=run.head,
+            created_at=datetime.fromtimestamp(run.created_at_ms / 1000, UTC),
+            versions_count=len(there),
+            tags={tag: target for tag, target in run.tags.items() if target in there},
+            origin=run.origin,
+            policy=msgspec.json.decode(run.policy) if run.policy else None,
+        )
 
     def _version(self, row: VersionRow) -> Version:
         tags = self._state.runs[row.run].tags
@@ -283,6 +354,11 @@ def _build(row: VersionRow, tags: tuple[str, ...]) -> Version:
         manifest_bytes=details.manifest_bytes,
         receipt=details.receipt,
         commit=row.commit,
+        level=level_of(row),
+        abandoned=bool(row.flags & ABANDONED),
+        pinned=bool(row.flags & PINNED),
+        verified=bool(row.flags & VERIFIED),
+        deleted=bool(row.flags & DELETED),
     )
 
 
@@ -292,17 +368,6 @@ def _metadata(row: VersionRow, data: bytes) -> dict[str, object]:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         msg = f"the catalog snapshot has damaged metadata for version {row.id}: {error}"
         raise CorruptObjectError(msg) from error
-
-
-def _run_info(run: RunState) -> RunInfo:
-    return RunInfo(
-        name=run.name,
-        metrics=dict(run.metrics),
-        head=run.head,
-        created_at=datetime.fromtimestamp(run.created_at_ms / 1000, UTC),
-        versions_count=len(run.versions),
-        tags=dict(run.tags),
-    )
 
 
 def _tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
@@ -321,6 +386,8 @@ def _state(body: SnapshotBody) -> State:
             metrics=row.metrics,
             head=row.head,
             tags={check_tag(tag): version_id for tag, version_id in row.tags.items()},
+            origin=row.origin,
+            policy=row.policy,
         )
         for row in body.runs
     }
@@ -341,4 +408,17 @@ def _state(body: SnapshotBody) -> State:
             if versions[version_id].run != run.name:
                 msg = f"run {run.name!r} points to a version of another"
                 raise InvalidInputError(msg)
-    return State(number=body.number, digest=body.digest, versions=versions, runs=runs)
+        if run.origin and run.origin not in versions:
+            msg = f"run {run.name!r} was forked from a version that is not there"
+            raise InvalidInputError(msg)
+        check_metadata_json(run.policy or b"{}")
+    check_metadata_json(body.policy or b"{}")
+    return State(
+        number=body.number,
+        digest=body.digest,
+        versions=versions,
+        runs=runs,
+        condemned=body.condemned,
+        gone=frozenset(body.condemned),
+        policy=body.policy,
+    )

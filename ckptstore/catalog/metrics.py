@@ -12,7 +12,7 @@ from typing import TypeVar, get_args
 
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError, LimitError
-from ckptstore.format.commit import Direction
+from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
 
 __all__ = ["best", "check_directions", "check_metrics"]

@@ -25,7 +25,7 @@ from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog, did_you_mean
 from ckptstore.catalog.metrics import best
 from ckptstore.errors import InvalidInputError, InvalidRefError, VersionNotFoundError
-from ckptstore.format.commit import Direction
+from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name, check_run_name, check_tag
 from ckptstore.model import Ref, Version
 
@@ -171,6 +171,8 @@ def _by_id(catalog: Catalog, ref: Ref) -> Version:
     found = catalog.by_prefix(ref.value)
     if not found:
         _missing(ref, "no id begins so", "")
+    if len(found) == 1 and found[0].deleted:
+        _missing(ref, "it was deleted", f"ckptstore undelete #{found[0].id[:12]}")
     if len(found) > 1:
         msg = f"{ref.text!r} is not unique: {len(found)} or more versions begin so"
         raise InvalidRefError(msg, hint="such as " + ", ".join(f"#{v.id[:16]}" for v in found[:3]))
@@ -197,7 +199,8 @@ def _best(catalog: Catalog, ref: Ref, directions: Mapping[str, Direction]) -> Ve
 
 
 def _back(catalog: Catalog, ref: Ref, head: str) -> Version:
-    for distance, version in enumerate(catalog.ancestors(head)):
+    line = (version for version in catalog.ancestors(head) if not version.deleted)
+    for distance, version in enumerate(line):
         if distance == ref.number:
             return version
     return _missing(ref, f"only {distance} versions come before the head", "")

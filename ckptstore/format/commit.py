@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 import msgspec
 
@@ -27,8 +27,31 @@ from ckptstore.errors import (
     LimitError,
     UnsupportedFeatureError,
 )
+from ckptstore.format.fields import (
+    Count,
+    Digest,
+    Direction,
+    Directions,
+    Id,
+    ManifestPointer,
+    Metrics,
+    RoleSizes,
+)
 from ckptstore.format.framing import decode_envelope, encode_envelope
-from ckptstore.format.keys import ID_PATTERN, MANIFEST_KEY_PATTERN, commit_key
+from ckptstore.format.keys import commit_key
+from ckptstore.format.lifecycle import (
+    Condemn,
+    Delete,
+    Fork,
+    Pin,
+    Relocate,
+    Rollback,
+    SetPolicy,
+    Swept,
+    Undelete,
+    Unpin,
+    Verified,
+)
 from ckptstore.format.names import (
     check_metadata_json,
     check_metric_name,
@@ -55,37 +78,6 @@ __all__ = [
 
 MAGIC: Final = "ckptstore-commit"
 FORMAT: Final = 1
-
-Direction = Literal["min", "max"]
-"""Which way a metric gets better."""
-NonFinite = Literal["nan", "inf", "-inf"]
-
-Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
-Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
-Count = Annotated[int, msgspec.Meta(ge=0, le=limits.STEP_MAX)]
-Metrics = Annotated[Mapping[str, float | NonFinite], msgspec.Meta(max_length=limits.METRICS_MAX)]
-Directions = Annotated[Mapping[str, Direction], msgspec.Meta(max_length=limits.METRICS_MAX)]
-
-
-class ManifestPointer(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a version's manifest lies and what its bytes must be."""
-
-    key: Annotated[str, msgspec.Meta(pattern=MANIFEST_KEY_PATTERN)]
-    stored_bytes: Count = msgspec.field(name="bytes")
-    """Size of the object, in bytes."""
-    digest: Digest = msgspec.field(name="blake3")
-    """BLAKE3-256 of the whole object."""
-
-
-class RoleSizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one role in one version."""
-
-    logical: Count
-    """What the tensors take in memory."""
-    new: Count
-    """The part that no earlier version had."""
-    stored: Count
-    """What the new part takes in packs, encoded."""
 
 
 class CreateRun(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="create-run"):
@@ -186,10 +178,28 @@ class Untag(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="unta
         check_tag(self.tag)
 
 
-Op = CreateRun | Declare | Save | Annotate | Tag | Untag
+Op = (
+    CreateRun
+    | Declare
+    | Save
+    | Annotate
+    | Tag
+    | Untag
+    | Fork
+    | Rollback
+    | Delete
+    | Undelete
+    | Pin
+    | Unpin
+    | SetPolicy
+    | Verified
+    | Relocate
+    | Condemn
+    | Swept
+)
 """Every operation of this format; each has one entry in :mod:`ckptstore.catalog.fold`."""
 
-_OPS_KNOWN: Final = frozenset({"create-run", "declare", "save", "annotate", "tag", "untag"})
+_OPS_KNOWN: Final = frozenset(str(op.__struct_config__.tag) for op in get_args(Op))
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):

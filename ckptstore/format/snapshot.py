@@ -14,11 +14,17 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError
-from ckptstore.format.commit import Count, Digest, Direction, Id
+from ckptstore.format.fields import Count, Digest, Direction, Id
 from ckptstore.format.framing import decode_frame, encode_frame
 from ckptstore.format.keys import MANIFEST_KEY_PATTERN
 
 __all__ = [
+    "ABANDONED",
+    "DELETED",
+    "PINNED",
+    "RECORD_ONLY",
+    "VERIFIED",
+    "WEIGHTS_ONLY",
     "Details",
     "RunRow",
     "SnapshotBody",
@@ -31,6 +37,15 @@ __all__ = [
 ]
 
 MAGIC: Final = b"CKPTSNAP"
+
+# Flags of a version; append-only.
+DELETED: Final = 1
+ABANDONED: Final = 2  # a rollback left it beside the line of the run
+PINNED: Final = 4
+VERIFIED: Final = 8  # every byte was read and found sound, once, since it lies where it lies
+WEIGHTS_ONLY: Final = 16
+RECORD_ONLY: Final = 32
+FLAGS_ALL: Final = 63
 
 IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 RawDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -66,6 +81,8 @@ class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """MessagePack map of name to float, see :func:`decode_metrics`."""
     details: bytes
     """MessagePack of :class:`Details`, see :func:`decode_details`."""
+    flags: Annotated[int, msgspec.Meta(ge=0, le=FLAGS_ALL)] = 0
+    """What has become of it: ``DELETED``, ``ABANDONED`` and so on."""
 
 
 class RunRow(msgspec.Struct, frozen=True, array_like=True):
@@ -76,6 +93,10 @@ class RunRow(msgspec.Struct, frozen=True, array_like=True):
     metrics: dict[str, Direction]
     head: IdOrEmpty
     tags: dict[str, Id]
+    origin: IdOrEmpty = ""
+    """The version that it was forked from."""
+    policy: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
+    """JSON, or empty."""
 
 
 class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
@@ -88,6 +109,10 @@ class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
     """In the order of their creation."""
     versions: list[VersionRow]
     """In the order of their commits."""
+    condemned: dict[str, Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]] = {}
+    """Keys of objects that are to be deleted, and the commit that condemned each."""
+    policy: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
+    """JSON, or empty: for runs that have none."""
 
 
 _SNAPSHOT: Final = msgspec.msgpack.Decoder(SnapshotBody)

@@ -17,7 +17,7 @@ from ckptstore.errors import (
     InvalidInputError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.commit import Id
+from ckptstore.format.fields import Id
 from ckptstore.format.framing import decode_envelope, encode_envelope
 
 __all__ = [

@@ -656,10 +656,10 @@ def test_a_newer_operation_is_refused_not_skipped(memory: MemoryBackend, saving:
     log.append(saving(step=1))
     data = memory.get(commit_key(1), bytes_max=10**6)
     raw, digest = decode_envelope(data, where="k")
-    newer = raw.replace(b'"number":1', b'"number":2').replace(b'"op":"save"', b'"op":"fork"')
+    newer = raw.replace(b'"number":1', b'"number":2').replace(b'"op":"save"', b'"op":"transmute"')
     newer = newer.replace(b'"previous":""', b'"previous":"' + digest.encode() + b'"')
     memory.put(commit_key(2), encode_envelope(newer))
-    with pytest.raises(UnsupportedFeatureError, match="fork"):
+    with pytest.raises(UnsupportedFeatureError, match="transmute"):
         log.refresh()
     assert log.catalog.number == 1
 

@@ -1,0 +1,54 @@
+"""Typed fields that several records of the format share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.format.keys import ID_PATTERN, MANIFEST_KEY_PATTERN
+
+__all__ = [
+    "Count",
+    "Digest",
+    "Direction",
+    "Directions",
+    "Id",
+    "ManifestPointer",
+    "Metrics",
+    "NonFinite",
+    "RoleSizes",
+]
+
+Direction = Literal["min", "max"]
+"""Which way a metric gets better."""
+NonFinite = Literal["nan", "inf", "-inf"]
+
+Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
+Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+Count = Annotated[int, msgspec.Meta(ge=0, le=limits.STEP_MAX)]
+Metrics = Annotated[Mapping[str, float | NonFinite], msgspec.Meta(max_length=limits.METRICS_MAX)]
+Directions = Annotated[Mapping[str, Direction], msgspec.Meta(max_length=limits.METRICS_MAX)]
+
+
+class ManifestPointer(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a version's manifest lies and what its bytes must be."""
+
+    key: Annotated[str, msgspec.Meta(pattern=MANIFEST_KEY_PATTERN)]
+    stored_bytes: Count = msgspec.field(name="bytes")
+    """Size of the object, in bytes."""
+    digest: Digest = msgspec.field(name="blake3")
+    """BLAKE3-256 of the whole object."""
+
+
+class RoleSizes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one role in one version."""
+
+    logical: Count
+    """What the tensors take in memory."""
+    new: Count
+    """The part that no earlier version had."""
+    stored: Count
+    """What the new part takes in packs, encoded."""
