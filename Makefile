@@ -72,7 +72,10 @@ coverage: $(VENV)/.dev ## tests, and which lines and branches they miss
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --cov --cov-report=term:skip-covered $(TESTS)
 
 lint: $(VENV)/.dev ## style, types and layers
-	$(call TIMED,$(BIN)/ruff check; $(BIN)/ruff format --check; $(BIN)/mypy; $(BIN)/lint-imports)
+	$(call TIMED,$(BIN)/ruff check; $(BIN)/ruff format --check; $(BIN)/mypy; \
+	for file in tests/*/conftest.py; do \
+	  MYPYPATH=$$(dirname $$file):tests/servers $(BIN)/mypy $$file || exit 1; done; \
+	$(BIN)/lint-imports)
 
 format: $(VENV)/.dev ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix

@@ -30,7 +30,7 @@ class DemoError(Exception):
     """A claim of the demo does not hold."""
 
 
-def claim(text: str, holds: bool) -> None:  # noqa: FBT001 - reads as a sentence
+def claim(text: str, holds: bool) -> None:
     """Print a claim; stop the demo if it does not hold."""
     print(f"  {'ok  ' if holds else 'NOT '} {text}", flush=True)
     if not holds:
@@ -81,7 +81,8 @@ class Trainer:
             if until and line.startswith(until):
                 return line
             print(f"  | {line}", end="", flush=True)
-        claim(f"training process ends with exit code {self.process.wait()}", not self.process.wait())
+        code = self.process.wait()
+        claim(f"the training process ends with exit code {code}", code == 0)
         return ""
 
     def kill(self) -> None:
@@ -129,8 +130,8 @@ def compare(store: ckptstore.Store, name: str, reference: str, ours: Path, their
     repeated = len(seen) - len(dict(seen))
     same = all(expected[step] == loss for step, loss in seen) and len(dict(seen)) == len(expected)
     claim(
-        f"all {len(expected)} losses are equal bit for bit, with {repeated} of them computed twice, "
-        "before the kill and after the resume",
+        f"all {len(expected)} losses are equal bit for bit; {repeated} were computed twice, before "
+        "the kill and after the resume",
         same and repeated > 0,
     )
     pairs = list(zip(store.versions(name), store.versions(reference), strict=True))
@@ -228,6 +229,8 @@ def tell(url: str, plan: Plan, folder: Path) -> None:
         try:
             show_kill(url, store, name, plan, ours)
             output, _ = background.process.communicate()
+            code = background.process.returncode
+            claim(f"the training in the background ends with exit code {code}", code == 0)
         finally:
             background.process.kill()
         print(f"\n  meanwhile, in the background:\n  | {output.strip().splitlines()[-1]}")

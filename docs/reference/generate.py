@@ -2,7 +2,7 @@
 
     python docs/reference/generate.py
 
-``tests/docs/test_reference.py`` fails when a page is not what this would write.
+``tests/docs/test_generated_pages.py`` fails when a page is not what this would write.
 """
 
 from __future__ import annotations
@@ -19,6 +19,24 @@ from ckptstore import errors, limits
 
 HERE = Path(__file__).parent
 MADE = "<!-- made by docs/reference/generate.py from the docstrings: change those -->\n"
+
+ERRORS = """# Errors
+
+{made}
+Everything that ckptstore raises descends from `ckptstore.CkptStoreError`; exceptions of storage
+libraries and of the operating system never come through. Classes group errors by what a caller
+does about them, and are in `ckptstore.errors`.
+
+```text
+{tree}
+```
+
+`error.kind` is stable: programs match on it, never on the message. `error.message` says what
+happened, `error.hint` what to do next. `error.exit_code` is what the command line exits with; with
+`--json` it prints the kind too. Errors can be pickled.
+
+| class | kind | exit code | meaning |
+|---|---|---|---|"""
 
 API = {
     "ckptstore": "What most programs need. `ckptstore.open` makes everything else.",
@@ -154,7 +172,9 @@ def _prose(owner: object) -> str:
         elif section in ("Notes", "Examples", ""):
             out.append(line)
         elif line and not line.startswith(" "):
-            out.append(f"- `{line}`:" if lines[number + 1 :] and below.startswith(" ") else f"- {line}")
+            out.append(
+                f"- `{line}`:" if lines[number + 1 :] and below.startswith(" ") else f"- {line}"
+            )
         else:
             out.append("  " + line.strip() if line else "")
     return _plain("\n".join(out)) + "\n"
@@ -175,25 +195,8 @@ def errors_page() -> str:
         f"| `{cls.__name__}` | `{cls.kind}` | {cls.exit_code} | {_summary(cls)} |"
         for cls in sorted_errors()
     ]
-    return "\n".join(
-        [
-            "# Errors\n",
-            MADE,
-            "Everything that ckptstore raises descends from `ckptstore.CkptStoreError`; exceptions of storage",
-            "libraries and of the operating system never come through. Classes group errors by what a caller",
-            "does about them, and are in `ckptstore.errors`.\n",
-            "```text",
-            inspect.cleandoc(tree),
-            "```\n",
-            "`error.kind` is stable: programs match on it, never on the message. `error.message` says what",
-            "happened, `error.hint` what to do next. `error.exit_code` is what the command line exits with;",
-            "with `--json` it prints the kind too. Errors can be pickled.\n",
-            "| class | kind | exit code | meaning |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-        ]
-    )
+    text = ERRORS.format(made=MADE, tree=inspect.cleandoc(tree))
+    return "\n".join([text, *rows, ""])
 
 
 def sorted_errors() -> list[type[errors.CkptStoreError]]:
@@ -214,11 +217,15 @@ def limits_page() -> str:
     parts = [
         "# Limits and defaults\n",
         MADE,
-        "All are in `ckptstore/limits.py`. What ends in `_MAX` bounds what is accepted from storage;",
-        "what ends in `_DEFAULT` can be set. A name ends in its unit.\n",
+        "All are in `ckptstore/limits.py`. What ends in `_MAX` bounds what is accepted from",
+        "storage; what ends in `_DEFAULT` can be set. A name ends in its unit.\n",
     ]
     for title, group in read_limits().items():
-        parts += [f"## {title[:1].upper()}{title[1:]}\n", "| name | value | what, and why so much |", "|---|---|---|"]
+        parts += [
+            f"## {title[:1].upper()}{title[1:]}\n",
+            "| name | value | what, and why so much |",
+            "|---|---|---|",
+        ]
         parts += [f"| `{name}` | {_amount(name)} | {text} |" for name, text in group.items()]
         parts.append("")
     return "\n".join(parts)

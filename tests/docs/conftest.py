@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from docpages import ROOT, pages, read_page  # noqa: E402 - after the path
+from docpages import ROOT, pages, read_page
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

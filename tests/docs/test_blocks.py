@@ -63,9 +63,7 @@ def test_blocks_run(page: Page, tmp_path: Path, request: pytest.FixtureRequest) 
         assert threading.excepthook is hook, f"{where} leaves a hook behind"
 
 
-def _bucket(
-    blocks: list[Block], patch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> str:
+def _bucket(blocks: list[Block], patch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
     """Return bucket and prefix for the page, with the settings to reach them in the environment."""
     text = "\n".join(block.text for block in blocks)
     if "s3://" in text:

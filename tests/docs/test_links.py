@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _CODE = re.compile(r"`[^`]*`")
-_NAMED = re.compile(r"\b((?:docs|tests|benchmarks|backends|ckptstore)/[\w./-]+\.(?:md|py|sh|svg))\b")
+_NAMED = re.compile(
+    r"\b((?:docs|tests|benchmarks|backends|ckptstore)/[\w./-]+\.(?:md|py|sh|svg))\b"
+)
 
 
 def _links(page: Page) -> list[str]:
@@ -55,7 +57,9 @@ def test_every_page_is_reached() -> None:
         if path in seen:
             continue
         seen.add(path)
-        found = [(path.parent / link.partition("#")[0]).resolve() for link in _links(read_page(path))]
+        found = [
+            (path.parent / link.partition("#")[0]).resolve() for link in _links(read_page(path))
+        ]
         ahead += [target for target in found if target.suffix == ".md" and target.is_file()]
     missed = sorted(str(path.relative_to(ROOT)) for path in set(pages()) - seen)
     assert not missed, f"no link leads to {missed}"

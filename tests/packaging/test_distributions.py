@@ -39,7 +39,10 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy.mkdir()
     for folder in SHIPPED:
         shutil.copytree(
-            ROOT / folder, copy / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+            ROOT / folder,
+            copy / folder,
+            symlinks=True,
+            ignore=shutil.ignore_patterns("__pycache__"),
         )
     for path in ROOT.iterdir():
         if path.is_file():
@@ -95,7 +98,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
 def test_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
     """Unpacked elsewhere, it saves and loads, and its command answers."""
     with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
+        archive.extractall(tmp_path / "site")  # noqa: S202 - we built it
     code = f"""
 import sys
 sys.path.insert(0, {str(tmp_path / "site")!r})

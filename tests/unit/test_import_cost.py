@@ -52,7 +52,9 @@ def test_catalog_commands_load_neither_torch_nor_storage_libraries(
     words: list[str], small_store: Path
 ) -> None:
     """Looking at a local store loads nothing heavy at all."""
-    code = f"from ckptstore.cli.main import run\nassert run({[*words, '--store', str(small_store)]}) == 0"
+    arguments = [*words, "--store", str(small_store)]
+    code = f"from ckptstore.cli.main import run\nassert run({arguments}) == 0"
+
     assert _loaded_after(code) == set()
 
 
