@@ -19,6 +19,7 @@
     |   |-- StoreExistsError
     |   |-- ObjectExistsError           put-if-absent lost
     |   `-- CommitConflictError         the log moved and what the commit relied on no longer holds
+    |       `-- CondemnedError          a collection condemned an object that the commit relied on
     |-- IntegrityError                  stored bytes are not what was written: use verify
     |   |-- CorruptObjectError          an object or record does not match its digest or its limits
     |   `-- CorruptTensorError          the bytes of a named tensor do not match their chunk id
@@ -48,6 +49,7 @@ __all__ = [
     "AmbiguousWriteError",
     "CkptStoreError",
     "CommitConflictError",
+    "CondemnedError",
     "ConflictError",
     "CorruptObjectError",
     "CorruptTensorError",
@@ -210,6 +212,18 @@ class CommitConflictError(ConflictError):
     """Other commits came first and what this one relied on no longer holds."""
 
     kind = "commit_conflict"
+
+
+class CondemnedError(CommitConflictError):
+    """A collection condemned an object that the commit relied on; `keys` says which.
+
+    Savers write what it held again under a new name and go on; it is raised to a caller only when
+    that happened again and again.
+    """
+
+    kind = "condemned"
+    keys: frozenset[str] = frozenset()
+    """The objects that were condemned."""
 
 
 class IntegrityError(CkptStoreError):

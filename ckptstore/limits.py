@@ -153,6 +153,11 @@ VISIBILITY_WAIT_S: Final = 60.0
 # The same where the backend declares no lag. Source: covers a directory read that raced a writer.
 VISIBILITY_WAIT_MIN_S: Final = 1.0
 
+# How often a save writes again what a collection condemned under it. Source: each time needs a
+# collector that lists, condemns and commits between two commits of the saver, with no grace for
+# orphans at all; eight in a row mean that someone collects in a loop with such settings.
+CONDEMNED_TRIES_MAX: Final = 8
+
 # --- retries ----------------------------------------------------------------------------------
 
 # Source: with base 0.1 s, doubling and full jitter, 8 tries spread over about 25 s on average and

@@ -7,7 +7,7 @@ before theirs left. They raise when a precondition fails, and touch nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,6 +16,7 @@ from ckptstore.catalog.catalog import Catalog, did_you_mean
 from ckptstore.catalog.metrics import check_directions, check_metrics
 from ckptstore.errors import (
     CommitConflictError,
+    CondemnedError,
     InvalidInputError,
     LimitError,
     RunNotFoundError,
@@ -35,7 +36,7 @@ from ckptstore.format.commit import (
 from ckptstore.format.names import check_run_name, check_tag, encode_metadata
 from ckptstore.model import RoleBytes
 
-__all__ = ["annotate", "ensure_run", "save", "tag", "untag"]
+__all__ = ["annotate", "check_not_condemned", "ensure_run", "save", "tag", "untag"]
 
 
 def ensure_run(catalog: Catalog, run: str, directions: Mapping[str, str]) -> list[Op]:
@@ -75,13 +76,22 @@ def save(
     metadata: Mapping[str, object] | None = None,
     roles: Mapping[str, RoleBytes] | None = None,
     receipt: Mapping[str, float] | None = None,
+    relies_on: Iterable[str] = (),
 ) -> list[Op]:
     """Return what makes a version visible; its parent is the run's head at this moment.
 
     The run is created where it does not exist. Manifest and packs must be durable already.
 
+    Parameters
+    ----------
+    relies_on
+        Keys of all packs that the manifest names, shared or new, and of the manifest. This check
+        and the commit are one step on the log: a version never names what a sweep deletes.
+
     Raises
     ------
+    CondemnedError
+        If one of `relies_on` was condemned, by a commit up to the newest.
     InvalidInputError
         If a name, a metric, the metadata or the step is not accepted.
     LimitError
@@ -93,6 +103,7 @@ def save(
     if len(tags) > limits.TAGS_PER_VERSION_MAX:
         msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
         raise LimitError(msg)
+    check_not_condemned(catalog, relies_on)
     ops = ensure_run(catalog, run, directions or {})
     head = catalog.head_id(run)
     if catalog.has_version(version):
@@ -118,6 +129,16 @@ def save(
         )
     )
     return ops
+
+
+def check_not_condemned(catalog: Catalog, keys: Iterable[str]) -> None:
+    """Return if no object of `keys` was condemned; raises CondemnedError that names those."""
+    condemned = catalog.gone(keys)
+    if condemned:
+        msg = f"{len(condemned)} objects were condemned meanwhile, such as {min(condemned)}"
+        error = CondemnedError(msg, hint="save again; or collect with a longer grace")
+        error.keys = frozenset(condemned)
+        raise error
 
 
 def annotate(catalog: Catalog, version: str, metrics: Mapping[str, object]) -> list[Op]:

@@ -215,12 +215,23 @@ class Log:
         CkptStoreError
             What `build` raises, what :meth:`refresh` raises, what the storage raises.
         """
+        commit = self.append_any(build)
+        if commit is None:
+            msg = "a commit without operations"
+            raise InvalidInputError(msg)
+        return commit
+
+    def append_any(self, build: Build) -> Commit | None:
+        """Commit as :meth:`append` does; None, and no commit, if `build` finds nothing to do."""
         with self._guard():
             self._check_writable()
             end = self._environment.monotonic() + limits.COMMIT_WAIT_S
             for lost in count():
                 catalog = self.refresh()
-                data, commit, after = self._prepare(catalog, build)
+                ops = tuple(build(catalog))
+                if not ops:
+                    return None
+                data, commit, after = self._prepare(catalog, ops)
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
                     self._catalog, self._own = after, commit
@@ -232,7 +243,7 @@ class Log:
                 self._pause(lost)
         raise AssertionError  # pragma: no cover - the loop has no other end
 
-    def _prepare(self, catalog: Catalog, build: Build) -> tuple[bytes, Commit, Catalog]:
+    def _prepare(self, catalog: Catalog, ops: tuple[Op, ...]) -> tuple[bytes, Commit, Catalog]:
         """Return the bytes of the next commit, the commit, and the catalog after it."""
         body = Body(
             magic=MAGIC,
@@ -242,7 +253,7 @@ class Log:
             write_id=self._environment.random_hex(16),
             at_ms=self._environment.now_ms(),
             by=self._by,
-            ops=tuple(build(catalog)),
+            ops=ops,
         )
         data, commit = encode_commit(body)
         after, error = catalog.extended([commit])

@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 
 from ckptstore import limits
-from ckptstore.errors import CorruptObjectError, ObjectNotFoundError
+from ckptstore.errors import CorruptObjectError, ObjectNotFoundError, VersionNotFoundError
 from ckptstore.format import manifest as manifests
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
@@ -39,23 +39,26 @@ class Manifests:
             The storage failed.
         """
         with self._lock:
-            if version.id in self._kept:
-                self._kept.move_to_end(version.id)
-                return self._kept[version.id]
+            if version.manifest_digest in self._kept:
+                self._kept.move_to_end(version.manifest_digest)
+                return self._kept[version.manifest_digest]
         manifest = self._read(version)
-        self.keep(manifest)
+        self.keep(version.manifest_digest, manifest)
         return manifest
 
-    def keep(self, manifest: Manifest) -> None:
-        """Remember a manifest, because the next save shares with it."""
+    def keep(self, digest: str, manifest: Manifest) -> None:
+        """Remember a manifest by its object's digest, because the next save shares with it."""
         with self._lock:
-            self._kept[manifest.version] = manifest
-            self._kept.move_to_end(manifest.version)
+            self._kept[digest] = manifest
+            self._kept.move_to_end(digest)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
 
     def _read(self, version: Version) -> Manifest:
         key = version.manifest_key
+        if version.level == "record":
+            msg = f"of {version.run}@{version.step} (#{version.id[:8]}) only the record is kept"
+            raise VersionNotFoundError(msg, hint="its metrics and lineage are; its tensors are not")
         named = f"{key} of version {version.run}@{version.step} (#{version.id[:8]})"
         hint = "run ckptstore verify; other versions are not affected"
         if version.manifest_bytes > limits.MANIFEST_STORED_BYTES_MAX:

@@ -7,24 +7,25 @@ failure anywhere raises and leaves no version; what was written before it is an 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from ckptstore import limits
 from ckptstore.catalog import changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.codecs.registry import check_choice
-from ckptstore.errors import FormatError, IntegrityError
+from ckptstore.errors import CondemnedError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import manifest as manifests
 from ckptstore.format import skeleton
 from ckptstore.format.commit import ManifestPointer, Op
-from ckptstore.format.keys import manifest_key
-from ckptstore.format.manifest import Manifest, TensorRecord
+from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Pattern
 from ckptstore.format.roles import RoleRules
 from ckptstore.hashing import blake3_hex, blake3_of
@@ -63,7 +64,8 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     """Write a state as a new version of a run; return when it is durable and visible.
 
     The state must not be changed by other threads until this returns. Pieces that the run's head
-    holds already are shared with it.
+    holds already are shared with it. What a collection condemns between the look-up and the
+    commit is written again under new names: the check and the commit are one step on the log.
 
     Raises
     ------
@@ -73,111 +75,160 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
         A name, metric, tag or step is not accepted; nothing was written.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to; nothing was written.
+    CondemnedError
+        Collections condemned what this save wrote, again and again.
     StorageError
         The storage failed; no version appeared.
     """
-    environment = repo.environment
-    began = environment.monotonic()
+    began = repo.environment.monotonic()
     repo.check_writable()
-    choice = check_choice(request.codec)
+    check_choice(request.codec)
     flat = flatten(state, request.adapters)
-    records = _records(flat, request.roles)
-    frame = skeleton.encode(flat.skeleton)
-    version = environment.random_hex(16)
+    saving = _Saving(
+        repo=repo,
+        request=request,
+        version=repo.environment.random_hex(16),
+        flat=flat,
+        records=_records(flat, request.roles),
+        frame=skeleton.encode(flat.skeleton),
+        began=began,
+    )
     catalog = repo.log.refresh()
-    _build(catalog, request, version, pointer=_NOWHERE, content="0" * 64, roles={}, receipt={})
+    saving.check_wishes(catalog)
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
-    known = _known(cache, parent)
+    shared = [cache.load(parent).pieces] if parent is not None and _has_content(parent) else []
     settle(flat.tensors)
-    staged = environment.monotonic()
-    written = write_pieces(
-        flat.tensors,
-        backend=repo.backend,
-        environment=environment,
-        options=repo.options,
-        known=known,
-        chunk_bytes=repo.superblock.chunk_bytes,
-        choice=choice,
-        progress=request.progress,
-    )
-    packed = environment.monotonic()
-    manifest = Manifest(
-        version=version,
-        chunk_bytes=repo.superblock.chunk_bytes,
-        skeleton=frame,
-        tensors=records,
-        first=written.first,
-        pieces=written.table,
-    )
-    data = manifests.encode(manifest)
-    key = manifest_key(version)
-    repo.backend.put(key, data)
-    described = environment.monotonic()
-    receipt = {
-        "prepare_s": staged - began,
-        "packs_s": packed - staged,
-        "manifest_s": described - packed,
-        "pack_bytes": float(written.pack_bytes),
-        "packs_count": float(written.packs_count),
-        "tensors_count": float(len(records)),
-    }
-
-    def build(now: Catalog) -> list[Op]:
-        return _build(
-            now,
-            request,
-            version,
-            pointer=ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data)),
-            content=_content(manifest),
-            roles=_role_bytes(records, written),
-            receipt=receipt,
-        )
-
-    repo.log.append(build)
-    cache.keep(manifest)
-    return repo.log.catalog.version(version)
+    manifest, pointer = saving.run(shared)
+    cache.keep(pointer.digest, manifest)
+    return repo.log.catalog.version(saving.version)
 
 
-def _known(cache: Manifests, parent: Version | None) -> KnownPieces:
-    """Return what can be shared with the parent; damage to it must not stop the training."""
-    if parent is None:
-        return KnownPieces([])
-    try:
-        return KnownPieces([cache.load(parent).pieces])
-    except (IntegrityError, FormatError) as error:
-        _log.warning("nothing is shared with the version before, which is damaged: %s", error)
-        return KnownPieces([])
+def _has_content(version: Version) -> bool:
+    return version.level != "record"
 
 
 _NOWHERE = ManifestPointer(
     key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64
-)  # for the dry run that refuses bad names before a byte is written
+)  # for the trial that refuses bad names before a byte is written
 
 
-def _build(
-    catalog: Catalog,
-    request: SaveRequest,
-    version: str,
-    *,
-    pointer: ManifestPointer,
-    content: str,
-    roles: Mapping[str, RoleBytes],
-    receipt: Mapping[str, float],
-) -> list[Op]:
-    return changes.save(
-        catalog,
-        run=request.run,
-        version=version,
-        step=request.step,
-        manifest=pointer,
-        content=content,
-        directions=request.directions,
-        metrics=request.metrics,
-        tags=request.tags,
-        metadata=request.metadata,
-        roles=roles,
-        receipt=receipt,
-    )
+@dataclass(slots=True, kw_only=True)
+class _Saving:
+    """One save under way; owned by the calling thread."""
+
+    repo: Repo
+    request: SaveRequest
+    version: str
+    flat: FlatState
+    records: tuple[TensorRecord, ...]
+    frame: bytes
+    began: float
+    receipt: dict[str, float] = field(default_factory=dict)
+
+    def check_wishes(self, catalog: Catalog) -> None:
+        """Raise now what the commit would raise for a name, a metric or a step."""
+        self._ops(catalog, _NOWHERE, content="0" * 64, roles={}, relies_on=())
+
+    def run(self, shared: list[PieceTable]) -> tuple[Manifest, ManifestPointer]:
+        """Write and commit, again if something was condemned; return manifest and place."""
+        environment = self.repo.environment
+        self.receipt["prepare_s"] = environment.monotonic() - self.began
+        written: list[Written] = []
+        without: set[str] = set()
+        name = self.version
+        for attempt in range(limits.CONDEMNED_TRIES_MAX):
+            tables = [*(part.table for part in reversed(written)), *shared]
+            written.append(self._write(KnownPieces(tables, without=without)))
+            manifest, pointer = self._describe(written[-1], name)
+            packs = {pack_key(pack): pack for pack in manifest.pieces.packs}
+            roles = _role_bytes(self.records, written)
+            content = _content(manifest)
+
+            def build(
+                now: Catalog,
+                pointer: ManifestPointer = pointer,
+                roles: dict[str, RoleBytes] = roles,
+                content: str = content,
+                relies_on: tuple[str, ...] = (pointer.key, *packs),
+            ) -> list[Op]:
+                return self._ops(now, pointer, content=content, roles=roles, relies_on=relies_on)
+
+            try:
+                self.repo.log.append(build)
+            except CondemnedError as error:
+                if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
+                    raise
+                without.update(packs[key] for key in error.keys if key in packs)
+                name = environment.random_hex(16)  # a name is never used again
+            else:
+                return manifest, pointer
+        raise AssertionError  # pragma: no cover - the loop has no other end
+
+    def _write(self, known: KnownPieces) -> Written:
+        repo = self.repo
+        began = repo.environment.monotonic()
+        written = write_pieces(
+            self.flat.tensors,
+            backend=repo.backend,
+            environment=repo.environment,
+            options=repo.options,
+            known=known,
+            chunk_bytes=repo.superblock.chunk_bytes,
+            choice=check_choice(self.request.codec),
+            progress=self.request.progress,
+        )
+        self._add("packs_s", repo.environment.monotonic() - began)
+        self._add("pack_bytes", float(written.pack_bytes))
+        self._add("packs_count", float(written.packs_count))
+        self.receipt["tensors_count"] = float(len(self.records))
+        return written
+
+    def _describe(self, written: Written, name: str) -> tuple[Manifest, ManifestPointer]:
+        """Write the manifest; return it and where it is."""
+        environment = self.repo.environment
+        began = environment.monotonic()
+        manifest = Manifest(
+            version=self.version,
+            chunk_bytes=self.repo.superblock.chunk_bytes,
+            skeleton=self.frame,
+            tensors=self.records,
+            first=written.first,
+            pieces=written.table,
+        )
+        data = manifests.encode(manifest)
+        key = manifest_key(name)
+        self.repo.backend.put(key, data)
+        self._add("manifest_s", environment.monotonic() - began)
+        return manifest, ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
+
+    def _add(self, name: str, value: float) -> None:
+        self.receipt[name] = self.receipt.get(name, 0.0) + value
+
+    def _ops(
+        self,
+        catalog: Catalog,
+        pointer: ManifestPointer,
+        *,
+        content: str,
+        roles: Mapping[str, RoleBytes],
+        relies_on: Collection[str],
+    ) -> list[Op]:
+        request = self.request
+        return changes.save(
+            catalog,
+            run=request.run,
+            version=self.version,
+            step=request.step,
+            manifest=pointer,
+            content=content,
+            directions=request.directions,
+            metrics=request.metrics,
+            tags=request.tags,
+            metadata=request.metadata,
+            roles=roles,
+            receipt=self.receipt,
+            relies_on=relies_on,
+        )
 
 
 def _records(flat: FlatState, roles: Mapping[Pattern, str]) -> tuple[TensorRecord, ...]:
@@ -203,8 +254,13 @@ def _content(manifest: Manifest) -> str:
     return blake3_of(parts).hex()
 
 
-def _role_bytes(records: Sequence[TensorRecord], written: Written) -> dict[str, RoleBytes]:
-    """Return logical, new and stored bytes by role."""
+def _role_bytes(
+    records: Sequence[TensorRecord], attempts: Sequence[Written]
+) -> dict[str, RoleBytes]:
+    """Return logical, new and stored bytes by role; what was written twice is stored twice."""
+    written = attempts[-1]
+    is_new = np.logical_or.reduce([part.is_new for part in attempts])
+    stored_new = np.add.reduce([part.stored_new for part in attempts])
     pairs = zip(written.first, written.first[1:], strict=False)
     counts = [last - first for first, last in pairs]
     places = {role: place for place, role in enumerate(sorted({r.role for r in records}))}
@@ -213,8 +269,8 @@ def _role_bytes(records: Sequence[TensorRecord], written: Written) -> dict[str, 
     raw = written.table.raw.astype(np.float64)
     sums = {
         "logical": np.bincount(by_piece, raw, minlength=len(places)),
-        "new": np.bincount(by_piece, raw * written.is_new, minlength=len(places)),
-        "stored": np.bincount(by_piece, written.stored_new, minlength=len(places)),
+        "new": np.bincount(by_piece, raw * is_new, minlength=len(places)),
+        "stored": np.bincount(by_piece, stored_new, minlength=len(places)),
     }
     return {
         role: RoleBytes(**{name: int(column[place]) for name, column in sums.items()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,10 +32,16 @@ class KnownPieces:
     """Looks pieces up by id in the tables of a few versions: the parent, usually.
 
     Holds 16 bytes a piece besides the tables. Immutable, so any thread may look.
+
+    Parameters
+    ----------
+    without
+        Ids of packs that may not be shared, since they were condemned.
     """
 
-    def __init__(self, tables: Sequence[PieceTable]) -> None:
+    def __init__(self, tables: Sequence[PieceTable], *, without: Collection[str] = ()) -> None:
         self._tables = [_Sorted(table) for table in tables if len(table)]
+        self._without = frozenset(without)
 
     def find(self, piece_id: bytes, raw_bytes: int) -> Location | None:
         """Return where the piece of this id and length lies, or None.
@@ -49,7 +55,7 @@ class KnownPieces:
         """
         for table in self._tables:
             location = table.find(piece_id, raw_bytes)
-            if location is not None:
+            if location is not None and location.pack not in self._without:
                 return location
         return None
 
