@@ -1,8 +1,4 @@
-"""The facade: what users hold. It delegates and holds no algorithm.
-
-Importing this module does not import torch: what needs tensors is imported when it is first used,
-so that the command line stays quick.
-"""
+"""A store: one location with everything in it."""
 
 from __future__ import annotations
 
@@ -21,12 +17,13 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.repo import open_repo
+from ckptstore.store.run import Run
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.checkpoint.manifests import Manifests
-    from ckptstore.format.commit import Commit, Direction
+    from ckptstore.format.commit import Commit
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
     from ckptstore.ops.usage import StoreStats, VersionUsage
@@ -35,7 +32,7 @@ if TYPE_CHECKING:
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
-__all__ = ["Run", "Store", "open_store"]
+__all__ = ["Store", "open_store"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -390,158 +387,3 @@ def _knows(catalog: Catalog, ref: Ref) -> bool:
     except CkptStoreError:
         return False
     return True
-
-
-class Run:
-    """A named line of training in a store; made by :meth:`Store.run`. Any thread may use it."""
-
-    def __init__(self, store: Store, name: str, directions: Mapping[str, Direction]) -> None:
-        self._store = store
-        self._directions = directions
-        self.name = name
-
-    def __repr__(self) -> str:
-        """Return name and location."""
-        return f"<Run {self.name} of {self._store.url}>"
-
-    @property
-    def info(self) -> RunInfo:
-        """The run as the catalog knows it; raises RunNotFoundError before its first save."""
-        return self._store.repo.refresh().run(self.name)
-
-    @property
-    def head(self) -> Version | None:
-        """The version that the next save continues; None before the first save."""
-        catalog = self._store.repo.refresh()
-        return catalog.head(self.name) if catalog.has_run(self.name) else None
-
-    def versions(self) -> list[Version]:
-        """Return the versions of the run, oldest first; none before its first save."""
-        catalog = self._store.repo.refresh()
-        return list(catalog.versions(self.name)) if catalog.has_run(self.name) else []
-
-    def save(
-        self,
-        state: object,
-        *,
-        step: int,
-        metrics: Mapping[str, float] | None = None,
-        tags: Sequence[str] = (),
-        metadata: Mapping[str, Any] | None = None,
-        roles: Mapping[Pattern, str] | None = None,
-        codec: str | None = None,
-        adapters: Sequence[TypeAdapter] = (),
-        progress: ProgressCallback = silent,
-    ) -> Version:
-        """Save a state; return when it is durable and visible.
-
-        Tensors that the run's head holds already cost a digest and no bytes. Nothing is pickled.
-
-        Parameters
-        ----------
-        state
-            Nested dicts and lists of tensors, NumPy arrays and plain values; no other thread may
-            change it meanwhile.
-        step
-            Of the training, from 0 on. A step that was saved before gets a further version.
-        metrics
-            Name to number; NaN is allowed and never best.
-        tags
-            Names for this version within the run.
-        metadata
-            A JSON object of the user's own.
-        roles
-            Pattern of paths to ``weights``, ``optimizer``, ``rng``, ``data`` or ``extra``, where
-            the conventions (the top-level keys) do not fit.
-        codec
-            Overrides the store's for this save.
-        adapters
-            Ways to represent objects of other types.
-        progress
-            Called with the bytes done.
-
-        Raises
-        ------
-        StateError
-            The state holds something that cannot be represented; names its path. Nothing was
-            written.
-        InvalidInputError
-            A name, metric or step is not accepted. Nothing was written.
-        ReadOnlyError, UnsafeBackendError
-            The store cannot be written to. Nothing was written.
-        StorageError
-            The storage failed; no version appeared.
-        AmbiguousWriteError
-            The storage gave no clear answer to the commit itself, and none when asked again: the
-            version may appear. ``versions()`` tells, once the storage answers.
-        """
-        from ckptstore.checkpoint.save import SaveRequest, save_version
-
-        request = SaveRequest(
-            run=self.name,
-            step=step,
-            directions=self._directions,
-            metrics=metrics or {},
-            tags=tags,
-            metadata=metadata or {},
-            roles=roles or {},
-            codec=codec or self._store.repo.options.codec,
-            adapters=adapters,
-            progress=progress,
-        )
-        return save_version(self._store.repo, self._store._manifests, state, request)
-
-    def resolve(self, ref: str | int = "latest") -> Version:
-        """Return a version of this run: ``latest``, a step, a tag, ``best:METRIC`` or ``~N``.
-
-        Raises
-        ------
-        InvalidRefError, RunNotFoundError, VersionNotFoundError
-            As :meth:`Store.resolve`.
-        """
-        catalog = self._store.repo.refresh()
-        parsed = parse_ref(str(ref), run=self.name)
-        return resolve(catalog, parsed, directions=self._directions)
-
-    def version(self, ref: str | int = "latest") -> LazyVersion:
-        """Return a version to be read lazily; see :meth:`Store.version`."""
-        return self._store._lazy(self.resolve(ref))
-
-    def load(
-        self,
-        ref: str | int = "latest",
-        *,
-        include: Sequence[Pattern] | None = None,
-        exclude: Sequence[Pattern] | None = None,
-        map_location: MapLocation = None,
-        into: object = None,
-        adapters: Sequence[TypeAdapter] = (),
-        progress: ProgressCallback = silent,
-    ) -> Any:  # noqa: ANN401 - whatever was saved
-        """Return the state of a version of this run; see :meth:`Store.load`."""
-        return self.version(ref).load(
-            include=include,
-            exclude=exclude,
-            map_location=map_location,
-            into=into,
-            adapters=adapters,
-            progress=progress,
-        )
-
-    def tag(self, ref: str | int, tag: str) -> Version:
-        """Give a version of this run a tag; see :meth:`Store.tag`."""
-        return self._store.tag(f"#{self.resolve(ref).id}", tag)
-
-    def untag(self, tag: str) -> None:
-        """Take a tag away.
-
-        Raises
-        ------
-        VersionNotFoundError
-            The run has no such tag.
-        """
-        self._store.repo.log.append(lambda now: changes.untag(now, self.name, tag))
-
-    def annotate(self, ref: str | int, metrics: Mapping[str, float]) -> Version:
-        """Add metrics to a version of this run; see :meth:`Store.annotate`."""
-        return self._store.annotate(f"#{self.resolve(ref).id}", metrics)

@@ -1,0 +1,10 @@
+"""The facade: what users hold. It delegates and holds no algorithm.
+
+Importing it does not import torch: what needs tensors is imported when it is first used, so that
+the command line stays quick.
+"""
+
+from ckptstore.store.run import Run
+from ckptstore.store.store import Store, open_store
+
+__all__ = ["Run", "Store", "open_store"]
