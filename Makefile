@@ -82,7 +82,7 @@ format: $(VENV)/.dev ## rewrite the sources in the house style
 	$(BIN)/ruff format
 
 bench: $(VENV)/.bench ## compare with other tools; several minutes on an idle machine
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.run
 
 docs: $(VENV)/.dev ## run every block of the documentation, follow its links
 	@$(BIN)/python -m pytest tests/docs

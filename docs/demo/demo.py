@@ -248,7 +248,7 @@ def main() -> int:
     """Read the arguments, tell the story, return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("store", nargs="?", default="demo-store", help="path or URL; demo-store")
-    parser.add_argument("--steps", type=int, default=200, help="of training; a multiple of 5")
+    parser.add_argument("--steps", type=int, default=300, help="of training; a multiple of 5")
     parser.add_argument("--width", type=int, default=128, help="of the model; a multiple of 4")
     parser.add_argument("--batch", type=int, default=16)
     given = parser.parse_args()

@@ -20,7 +20,7 @@ from gpt import Batches, Gpt, library_text
 
 import ckptstore
 
-CONTEXT = 128
+CONTEXT = 64
 VALIDATION_SHARE = 0.05
 
 
@@ -44,7 +44,7 @@ class Training:
         text = library_text()
         cut = int(len(text) * (1 - VALIDATION_SHARE))
         self.model = Gpt(width=plan.width, context=CONTEXT)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=2e-3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=4e-3)
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, plan.steps)
         self.batches = Batches(text[:cut], batch=plan.batch, context=CONTEXT, seed=1)
         self._held_out = Batches(text[cut:], batch=32, context=CONTEXT, seed=2).next()
@@ -140,8 +140,8 @@ def main() -> None:
     parser.add_argument("store", help="path or URL of the store")
     parser.add_argument("run", help="name of the run")
     parser.add_argument("--losses", type=Path, required=True, help="file for the loss of each step")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save-every", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--save-every", type=int, default=60)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--hold-in-save", type=int, default=-1, help="step whose save never ends")
