@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import importlib.metadata
 import os
 import platform
@@ -38,7 +38,7 @@ def header(folder: Path) -> dict[str, Any]:
         Where the benchmark writes; its file system and disk are named.
     """
     return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
         "commit": _commit(),
         "host": platform.node(),
         "kernel": platform.release(),

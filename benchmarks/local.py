@@ -99,8 +99,7 @@ def _store_save(state: State, size: int, codec: str) -> Case:
 
     def after(folder: Path, version: object) -> Mapping[str, float]:
         stores.pop().close()
-        assert isinstance(version, ckptstore.Version)
-        return {"stored_bytes": tree_bytes(folder), **version.receipt}
+        return {"stored_bytes": tree_bytes(folder), **_receipt(version)}
 
     return Case(
         name=f"ckptstore {codec}",
@@ -109,6 +108,14 @@ def _store_save(state: State, size: int, codec: str) -> Case:
         after=after,
         logical_bytes=size,
     )
+
+
+def _receipt(version: object) -> Mapping[str, float]:
+    """Return how a save says that it went."""
+    if not isinstance(version, ckptstore.Version):
+        msg = f"a save returned {version!r}"
+        raise TypeError(msg)
+    return version.receipt
 
 
 class _Kept:
@@ -158,9 +165,8 @@ class _Kept:
             pending[:] = [next_state(), tree_bytes(self._folder / store)]
 
         def after(_: Path, version: object) -> Mapping[str, float]:
-            assert isinstance(version, ckptstore.Version)
             added = tree_bytes(self._folder / store) - pending[1]
-            return {"stored_bytes": added, **version.receipt}
+            return {"stored_bytes": added, **_receipt(version)}
 
         return Case(
             name=name,
@@ -298,8 +304,7 @@ def _row_case(
         before[0] = disk_reads()
 
     def after(_: Path, row: object) -> Mapping[str, float]:
-        assert isinstance(row, torch.Tensor)
-        if not torch.equal(row, expected):
+        if not isinstance(row, torch.Tensor) or not torch.equal(row, expected):
             msg = "the row is not the one that was saved"
             raise AssertionError(msg)
         return {"read_bytes": disk_reads() - before[0]}

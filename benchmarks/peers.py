@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint._extension import ZStandard
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from benchmarks.disk import fsync_file, fsync_folder, fsync_tree
 from benchmarks.states import State, flat_tensors
@@ -141,30 +144,32 @@ def _safetensors_row(folder: Path, path: str, row: int) -> torch.Tensor:
 
 
 def _dcp_save(state: State, folder: Path) -> None:
-    writer = dcp.FileSystemWriter(folder, sync_files=True, thread_count=_THREADS)
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    writer = FileSystemWriter(folder, sync_files=True, thread_count=_THREADS)
+    dcp_save(state, storage_writer=writer, no_dist=True)
     fsync_folder(folder)
 
 
 def _dcp_save_zstd(state: State, folder: Path) -> None:
-    writer = dcp.FileSystemWriter(
+    writer = FileSystemWriter(
         folder, sync_files=True, thread_count=_THREADS, _extensions=[ZStandard()]
     )
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp_save(state, storage_writer=writer, no_dist=True)
     fsync_folder(folder)
 
 
 def _dcp_load_into(folder: Path, state: State) -> object:
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    dcp_load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     return state
 
 
 def _dcp_row(folder: Path, path: str, row: int) -> torch.Tensor:
     """Load the tensor that holds the row: without a process group DCP reads whole tensors."""
-    reader = dcp.FileSystemReader(folder)
+    reader = FileSystemReader(folder)
     stored = reader.read_metadata().state_dict_metadata[path]
+    if not isinstance(stored, TensorStorageMetadata):
+        raise TypeError(path)
     wanted = {path: torch.empty(stored.size, dtype=stored.properties.dtype)}
-    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    dcp_load(wanted, storage_reader=reader, no_dist=True)
     return wanted[path][row]
 
 
