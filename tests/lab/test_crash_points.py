@@ -109,11 +109,16 @@ def copy(source: Path, target: Path) -> None:
 def mounted(disk: Path, folder: Path) -> Iterator[Path]:
     """Mount a disk, which recovers its journal."""
     folder.mkdir(exist_ok=True)
-    subprocess.run(["mount", "-o", "loop", str(disk), str(folder)], check=True)
+    attach = ["losetup", "--find", "--show", str(disk)]
+    device = subprocess.run(attach, check=True, capture_output=True, text=True).stdout.strip()
     try:
-        yield folder
+        subprocess.run(["mount", device, str(folder)], check=True)
+        try:
+            yield folder
+        finally:
+            subprocess.run(["umount", str(folder)], check=True)
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        subprocess.run(["losetup", "--detach", device], check=True)
 
 
 def crash_points(recording: Recording, folder: Path) -> Iterator[tuple[int, Acked, Path]]:

@@ -163,7 +163,9 @@ def check(words: Words) -> Words:
                 problems += check_version(store, version)
             numbers = [entry.number for entry in store.log()]
     except StoreNotFoundError:
-        pass  # right if nothing was promised yet, which the next line finds out
+        problems += ["there is no store"] if acked else []
+    except CkptStoreError as error:
+        problems.append(f"{error.kind}: {error}")
     problems += [f"acknowledged, but lost: {acked[name]}" for name in acked if name not in seen]
     if sorted(numbers) != list(range(1, len(numbers) + 1)):
         problems.append(f"commit numbers have gaps: {numbers}")

@@ -30,7 +30,16 @@ up() {
     xfs) mkfs.xfs -q -f "$LAB/disk" ;;
     *) echo "ext4 or xfs?" >&2; exit 2 ;;
   esac
-  mount -o loop "$LAB/disk" "$LAB/mnt"
+  # One loop device for the whole time: `mount -o loop` would give it back and take it again, and
+  # meanwhile find the old one, which is about to vanish.
+  losetup --find --show "$LAB/disk" >"$LAB/device"
+  mount "$(cat "$LAB/device")" "$LAB/mnt"
+}
+
+down() {
+  unmount "$LAB/mnt"
+  [ ! -s "$LAB/device" ] || losetup --detach "$(cat "$LAB/device")" || true
+  rm -rf "$LAB"
 }
 
 case ${1:-} in
@@ -39,7 +48,7 @@ case ${1:-} in
   cut) xfs_io -x -c shutdown "$LAB/mnt" ;;
   remount)
     wait_until 10 umount "$LAB/mnt"
-    mount -o loop "$LAB/disk" "$LAB/mnt" ;;
-  down) unmount "$LAB/mnt"; rm -rf "$LAB" ;;
+    mount "$(cat "$LAB/device")" "$LAB/mnt" ;;
+  down) down ;;
   *) sed -n '2,11p' "$0"; exit 2 ;;
 esac
