@@ -23,7 +23,8 @@ TESTS ?= tests
 # Where the demo keeps its store: a path, or a URL such as s3://bucket/demo.
 STORE ?= demo-store
 
-PIP := $(BIN)/python -m pip install --quiet -c constraints-dev.txt
+# -qq: pip's warnings about build backends say nothing to who only wants to run this.
+PIP = $(BIN)/python -m pip install -qq -c constraints-dev.txt
 TIMED = @began=$$(date +%s); $(1); echo "== $@: $$(($$(date +%s) - began)) s"
 
 .PHONY: help demo test test-lab soak coverage lint format bench docs clean
@@ -35,22 +36,27 @@ help: ## list the targets
 
 $(VENV)/.made:
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or newer found; name one: make PYTHON=..." >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade 'pip>=25.1'
+	@echo "making $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade 'pip>=25.1'
 	@touch $@
 
 # torch comes first and alone: it is most of the bytes, and nothing else decides its version.
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints-dev.txt
-	$(PIP) $(TORCH_FROM) torch
-	$(PIP) -e '.[all]'
+	@echo "installing PyTorch into $(VENV) (most of what there is to fetch)"
+	@$(PIP) $(TORCH_FROM) torch
+	@echo "installing ckptstore"
+	@$(PIP) -e '.[all]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP) --group dev
+	@echo "installing what development needs"
+	@$(PIP) --group dev
 	@touch $@
 
 $(VENV)/.bench: $(VENV)/.run
-	$(PIP) --group bench
+	@echo "installing what the benchmarks need"
+	@$(PIP) --group bench
 	@touch $@
 
 # --- what to do with it -------------------------------------------------------------------------

@@ -24,7 +24,8 @@ CHUNK_BYTES_MIN: Final = 64 * KIB
 # Largest chunk, decoded, that a reader accepts. Source: bounds the memory that one hostile
 # header can ask for.
 CHUNK_RAW_BYTES_MAX: Final = 64 * MIB
-# Largest encoded chunk. Source: a codec may expand by its own framing only, never by more than this.
+# Largest encoded chunk. Source: a codec may expand by its own framing only, never by more than
+# this.
 CHUNK_STORED_BYTES_MAX: Final = CHUNK_RAW_BYTES_MAX + 64 * KIB
 # Tensors below this share a chunk (a slab). Source: at 64 KiB the header and table row of an own
 # chunk cost 0.2%; below, they would cost more than 100 bytes a tensor.
@@ -87,8 +88,8 @@ PACKS_MAX: Final = 4_000_000
 STATE_DEPTH_MAX: Final = 64
 STATE_NODES_MAX: Final = 20_000_000
 TENSOR_DIMS_MAX: Final = 64  # Source: torch refuses more than 64 dimensions.
-# A skeleton, decoded. Source: a leaf takes some 30 bytes, so 10^6 tensors take 30 MB; long bytes and
-# strings are kept as tensors; the rest is room for lists of numbers.
+# A skeleton, decoded. Source: a leaf takes some 30 bytes, so 10^6 tensors take 30 MB; long bytes
+# and strings are kept as tensors; the rest is room for lists of numbers.
 SKELETON_BYTES_MAX: Final = 256 * MIB
 # Bytes and strings of the state from here on are kept as tensors, not in the skeleton. Source: a
 # record of the manifest costs under 100 bytes; the skeleton is read whole by every load.
@@ -174,14 +175,15 @@ STALE_WAIT_S: Final = 0.02
 # --- mounted file systems ---------------------------------------------------------------------
 
 # A writer starts write-back in windows of this size and lets at most the second figure lie between
-# itself and the disk. Source: measured (docs/design/0004): 2.4 GB/s with these whatever the state of
-# the page cache, where one fsync at the end gave 0.3-1.2.
+# itself and the disk. Source: measured (docs/design/0004): 2.4 GB/s with these whatever the state
+# of the page cache, where one fsync at the end gave 0.3-1.2.
 WRITEBACK_WINDOW_BYTES: Final = 8 * MIB
 WRITEBACK_LAG_BYTES: Final = 32 * MIB
 
 # --- files of other formats -------------------------------------------------------------------
 
-# Header of a safetensors file. Source: the safetensors library refuses a larger one (MAX_HEADER_SIZE).
+# Header of a safetensors file. Source: the safetensors library refuses a larger one
+# (MAX_HEADER_SIZE).
 SAFETENSORS_HEADER_BYTES_MAX: Final = 100_000_000
 # Memory for tensors on their way to an exported file. Source: 16 chunks of the default size, enough
 # to keep 16 requests of an object store in flight.
@@ -200,7 +202,8 @@ CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
 # Objects in one page of a listing. Source: the most that S3 and GCS give.
 LIST_PAGE_OBJECTS: Final = 1000
-# Connections of one process to one store. Source: twice the requests in flight of a save and a load.
+# Connections of one process to one store. Source: twice the requests in flight of a save and a
+# load.
 CONNECTIONS_MAX: Final = 32
 # How much of an answer is taken from the socket at a time. Source: large enough that Python's share
 # is small, small enough to stay in the processor's cache.

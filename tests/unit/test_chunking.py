@@ -37,7 +37,7 @@ def test_cuts_cover_every_byte_once(total: int, length: int) -> None:
 
 
 def test_appended_rows_leave_earlier_pieces_alone() -> None:
-    """A table that grows by rows keeps its cuts, so that only the last piece and new ones differ."""
+    """A table that grows by rows keeps its cuts: only the last piece and new ones differ."""
     length = piece_bytes(3000, 4, 1 << 16)
     before, after = list(cut(3000 * 100, length)), list(cut(3000 * 130, length))
 

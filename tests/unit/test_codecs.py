@@ -57,7 +57,7 @@ def test_split_and_join_are_inverses(layout: Layout, data: st.DataObject) -> Non
 @pytest.mark.parametrize("choice", CODEC_CHOICES)
 @pytest.mark.parametrize("layout", Layout)
 def test_every_codec_round_trips_every_layout(layout: Layout, choice: str) -> None:
-    """Whatever the codec picks for noise, zeros, weights and single elements decodes to the same."""
+    """Whatever a codec picks for noise, zeros, weights and single elements decodes to the same."""
     rng = np.random.default_rng(7)
     weights = rng.standard_normal(4096).astype(np.float32).tobytes()
     for raw in (weights, bytes(8192), rng.bytes(8192), rng.bytes(8)):
