@@ -299,6 +299,8 @@ class LazyTensor:
     def _read(self, start: int, out: memoryview) -> None:
         """Fill `out` with the tensor's bytes from `start` on."""
         manifest = self._content.manifest
+        if not len(out):
+            return
         end = start + len(out)
         wants: list[Want] = []
         edges: list[tuple[memoryview, int]] = []

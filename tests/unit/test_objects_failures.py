@@ -1,0 +1,275 @@
+"""One failure stops a save or a load as a whole: no thread, no file and no version is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from ckptstore.backends.base import Backend
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.registry import open_backend
+from ckptstore.config import SYSTEM, Options
+from ckptstore.errors import CorruptTensorError, StorageError
+from ckptstore.events import Progress, silent
+from ckptstore.objects.index import KnownPieces
+from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.objects.writer import Written, write_pieces
+from ckptstore.testing.faulty import Fault, FaultyBackend, When
+
+CHUNK_BYTES = 1 << 16
+
+
+@dataclass
+class Bytes:
+    """A tensor of bytes that counts how often it is read, and may fail at one piece."""
+
+    data: bytes
+    fail_at: int = -1
+    reads: list[int] = field(default_factory=list)
+    dtype: str = "uint8"
+    itemsize: int = 1
+    row_bytes: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Return its length."""
+        return len(self.data)
+
+    @property
+    def payload(self) -> Bytes:
+        """Return itself."""
+        return self
+
+    def view(self) -> memoryview | None:
+        """Say that the bytes must be copied."""
+        return None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Copy a piece, or fail."""
+        self.reads.append(start)
+        if start == self.fail_at * CHUNK_BYTES:
+            msg = "this piece cannot be read"
+            raise OSError(msg)
+        time.sleep(0.001)  # gives the other worker its turn
+        out[:] = self.data[start : start + len(out)]
+
+
+def write(
+    source: Bytes, backend: Backend, *, workers: int = 4, known: KnownPieces | None = None
+) -> Written:
+    """Write one tensor."""
+    return write_pieces(
+        [source],
+        backend=backend,
+        environment=SYSTEM,
+        options=Options(workers=workers),
+        known=known if known is not None else KnownPieces([]),
+        chunk_bytes=CHUNK_BYTES,
+        choice="raw",
+        progress=silent,
+    )
+
+
+def threads_left() -> list[str]:
+    """Return the names of threads of ours."""
+    return [t.name for t in threading.enumerate() if t.name.startswith("ckptstore")]
+
+
+def noise(chunks: int) -> bytes:
+    """Return so many chunks, no two alike."""
+    return b"".join(n.to_bytes(4, "big") * (CHUNK_BYTES // 4) for n in range(chunks))
+
+
+def test_a_failing_worker_stops_the_others() -> None:
+    """After one piece fails, each other worker finishes the piece it has, and no more."""
+    source = Bytes(noise(400), fail_at=10)
+    backend = MemoryBackend("failures/worker")
+
+    with pytest.raises(OSError, match="cannot be read"):
+        write(source, backend)
+
+    assert len(source.reads) < 40
+    assert not backend.objects
+    assert not threads_left()
+
+
+def test_a_failing_pack_stops_the_save() -> None:
+    """A pack that does not become durable, behind the caller's back, is raised all the same."""
+    backend = MemoryBackend("failures/pack")
+    fault = Fault(calls=frozenset({"writer.commit"}), at=1)
+    with pytest.raises(StorageError, match="injected"):
+        write(Bytes(noise(5)), FaultyBackend(backend, fault))
+
+    assert fault.hits == 1
+    assert not backend.objects
+    assert not threads_left()
+
+
+def test_a_failing_read_stops_the_load() -> None:
+    """After one range fails, no thread starts another."""
+    backend = MemoryBackend("failures/read")
+    written = write(Bytes(noise(2000)), backend)
+    fault = Fault(calls=frozenset({"read_into"}), at=2)
+    wants = [Want(row=row, out=None, label="w") for row in range(0, 2000, 2)]
+
+    with pytest.raises(StorageError, match="injected"):
+        read_pieces(
+            written.table,
+            wants,
+            backend=FaultyBackend(backend, fault),
+            options=Options(workers=2),
+            progress=silent,
+        )
+
+    assert fault.seen < 30
+    assert not threads_left()
+
+
+def test_a_damaged_piece_is_reported_and_the_others_are_read() -> None:
+    """With a callback for failures, exactly the pieces that are hit are reported."""
+    backend = MemoryBackend("failures/damaged")
+    written = write(Bytes(noise(20)), backend)
+    table = written.table
+    (key,) = backend.objects
+    torn = bytearray(backend.objects[key].data)
+    torn[int(table.offset[7]) + 64 + 5] ^= 1
+    backend.delete(key)
+    backend.put(key, torn)
+    lost: list[tuple[int, str]] = []
+    outs = [bytearray(CHUNK_BYTES) for _ in range(20)]
+
+    read_pieces(
+        table,
+        [Want(row=r, out=memoryview(out), label=f"t{r}") for r, out in enumerate(outs)],
+        backend=backend,
+        options=Options(workers=2),
+        progress=silent,
+        on_failure=lambda want, error: lost.append((want.row, str(error))),
+    )
+
+    assert [row for row, _ in lost] == [7]
+    assert "tensor t7" in lost[0][1]
+    whole = noise(20)
+    for row, out in enumerate(outs):
+        if row != 7:
+            assert out == whole[row * CHUNK_BYTES : (row + 1) * CHUNK_BYTES]
+    with pytest.raises(CorruptTensorError, match="tensor t7"):
+        read_pieces(
+            table,
+            [Want(row=7, out=None, label="t7")],
+            backend=backend,
+            options=Options(workers=2),
+            progress=silent,
+        )
+
+
+@pytest.mark.parametrize("stage", ["writer.write", "writer.commit", "open_writer"])
+def test_an_interrupt_ends_a_save(stage: str, tmp_path: Path) -> None:
+    """Ctrl-C while workers write: KeyboardInterrupt, no thread, no file under any name."""
+    fault = Fault(
+        calls=frozenset({stage}),
+        at=1,
+        when=When.CALLBACK,
+        callback=lambda _call, _key: os.kill(os.getpid(), signal.SIGINT),
+    )
+    backend = FaultyBackend(open_backend(tmp_path / "store"), fault)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(Bytes(noise(200)), backend)
+
+    assert fault.hits == 1
+    end = time.monotonic() + 10  # an interrupted join returns a moment before its thread has ended
+    while threads_left() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not threads_left()
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [name for name in left if name.startswith(".tmp-")]
+    assert not left or stage == "writer.commit"  # a whole pack that nothing names
+
+
+def interrupted(source: Bytes, backend: Backend) -> None:
+    """Write, and give a signal that came at the very end the time to be seen."""
+    write(source, backend)
+    time.sleep(5)
+
+
+def test_progress_counts_to_the_whole() -> None:
+    """The last report of a save and of a load is the whole, and reports never go back."""
+    backend = MemoryBackend("failures/progress")
+    steps: list[Progress] = []
+    source = Bytes(noise(9))
+    written = write_pieces(
+        [source],
+        backend=backend,
+        environment=SYSTEM,
+        options=Options(workers=3),
+        known=KnownPieces([]),
+        chunk_bytes=CHUNK_BYTES,
+        choice="raw",
+        progress=steps.append,
+    )
+    read_pieces(
+        written.table,
+        [Want(row=row, out=None, label="w") for row in range(9)],
+        backend=backend,
+        options=Options(workers=3),
+        progress=steps.append,
+    )
+
+    for stage in ("write", "read"):
+        done = [step.done for step in steps if step.stage == stage]
+        assert done == sorted(done)
+        assert done[-1] == source.nbytes
+
+
+SAVER = """
+import sys, time, torch, ckptstore
+store = ckptstore.open(sys.argv[1], create=True)
+run = store.run("gpt")
+run.save({"w": torch.zeros(1000)}, step=0)
+state = {"w": torch.randn(20_000_000)}
+print("begins", flush=True)
+step = 1
+while True:
+    state["w"][0] = step
+    state["w"] += 1
+    run.save(state, step=step)
+    step += 1
+"""
+
+
+@pytest.mark.timeout(120)
+def test_an_interrupted_program_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """SIGINT to a program in the middle of a save: it ends by KeyboardInterrupt, without a hang.
+
+    Every version that is there loads; no temporary file is left.
+    """
+    import ckptstore
+
+    folder = tmp_path / "store"
+    with subprocess.Popen(
+        [sys.executable, "-c", SAVER, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as program:
+        assert program.stdout is not None
+        assert program.stdout.readline() == b"begins\n"
+        while not any(path.name.startswith(".tmp-") for path in folder.rglob("*")):
+            time.sleep(0.001)  # until a pack is being written
+        program.send_signal(signal.SIGINT)
+        _, told = program.communicate(timeout=60)
+
+    assert b"KeyboardInterrupt" in told
+    assert program.returncode == -signal.SIGINT
+    assert not [path for path in folder.rglob("*") if path.name.startswith(".tmp-")]
+    with ckptstore.open(folder) as store:
+        assert store.verify().ok
+        assert len(store.versions()) >= 1

@@ -1,0 +1,231 @@
+"""What a save stores and what it does not: sharing, small tensors, lazy reading, in bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.metered import MeteredBackend
+from ckptstore.config import Options
+from ckptstore.repo import Finding, create_on
+from ckptstore.store import Store
+from ckptstore.testing.environment import SimulatedEnvironment
+
+CHUNK_BYTES = 1 << 16
+ROW = 1 << 12  # bytes: sixteen rows to a chunk
+_names = itertools.count()
+
+
+@pytest.fixture
+def metered() -> MeteredBackend:
+    """Return a memory backend of this test alone that counts what is asked of it."""
+    return MeteredBackend(MemoryBackend(f"sharing/{next(_names)}"))
+
+
+def store_on(backend: Backend) -> Store:
+    """Return a new store with chunks of 64 KiB."""
+    repo = create_on(
+        backend,
+        prober=lambda _backend, _environment: Finding(put_if_absent=PutIfAbsent.ATOMIC, report={}),
+        chunk_bytes=CHUNK_BYTES,
+        environment=SimulatedEnvironment(next(_names)),
+        options=Options(workers=2),
+    )
+    return Store(repo)
+
+
+def sizes(backend: MeteredBackend) -> Counter[str]:
+    """Return the bytes of all objects by kind."""
+    assert isinstance(backend.inner, MemoryBackend)
+    found: Counter[str] = Counter()
+    for key, item in backend.inner.objects.items():
+        found[key.split("/")[0]] += len(item.data)
+    return found
+
+
+def noise(seed: int, rows: int) -> torch.Tensor:
+    """Return bytes that do not compress, as a tensor of rows of 4 KiB."""
+    data = np.random.default_rng(seed).integers(0, 256, (rows, ROW), dtype=np.uint8)
+    return torch.from_numpy(data)
+
+
+def roles_sum(version: Any, name: str) -> int:  # noqa: ANN401
+    """Return a byte count of a version over its roles."""
+    return sum(getattr(role, name) for role in version.roles.values())
+
+
+def test_equal_tensors_of_one_save_are_stored_once(metered: MeteredBackend) -> None:
+    """Tied tensors, and others of equal bytes, large and small, cost their bytes once."""
+    tied, small = noise(1, 32), noise(2, 1)[:, :100].clone()
+    state = {"a": tied, "b": tied, "c": tied.clone(), "d": small, "e": small.clone()}
+    with store_on(metered) as store:
+        version = store.run("r").save(state, step=0)
+        loaded = store.load("r")
+
+    assert roles_sum(version, "logical") == 2 * tied.nbytes + 2 * small.nbytes
+    assert roles_sum(version, "new") == tied.nbytes + small.nbytes
+    assert sizes(metered)["packs"] < tied.nbytes + small.nbytes + 1000
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_a_state_that_did_not_change_costs_a_manifest_and_a_commit(
+    metered: MeteredBackend,
+) -> None:
+    """Saving it again opens no pack: one put, one put-if-absent, no byte of a tensor."""
+    state = {"w": noise(1, 64), "s": [noise(n, 1)[:, :64].clone() for n in range(2, 50)]}
+    with store_on(metered) as store:
+        run = store.run("r")
+        run.save(state, step=0)
+        before = metered.snapshot()
+        version = run.save(state, step=1)
+        after = metered.snapshot()
+
+    def calls(name: str) -> int:
+        return after[name].calls - before[name].calls
+
+    assert (calls("open_writer"), calls("writer.write"), calls("writer.commit")) == (0, 0, 0)
+    assert (calls("put"), calls("put_if_absent")) == (1, 1)
+    assert "read_into" not in after
+    assert (roles_sum(version, "new"), roles_sum(version, "stored")) == (0, 0)
+    assert sizes(metered)["manifests"] < 10_000
+
+
+def test_one_changed_row_costs_one_chunk(metered: MeteredBackend) -> None:
+    """The rest of the tensor is shared with the version before; appended rows cost their own."""
+    weight = noise(1, 64)
+    with store_on(metered) as store:
+        run = store.run("r")
+        run.save({"w": weight}, step=0)
+        base = sizes(metered)["packs"]
+        changed = weight.clone()
+        changed[20] ^= 1
+        second = run.save({"w": changed}, step=1)
+        one_chunk = sizes(metered)["packs"] - base
+        third = run.save({"w": torch.cat([changed, noise(9, 16)])}, step=2)
+        appended = sizes(metered)["packs"] - base - one_chunk
+
+        assert torch.equal(store.load("r@1")["w"], changed)
+    assert roles_sum(second, "new") == roles_sum(third, "new") == CHUNK_BYTES
+    assert max(one_chunk, appended) < CHUNK_BYTES + 300
+
+
+def test_one_changed_small_tensor_costs_its_own_bytes(metered: MeteredBackend) -> None:
+    """Small tensors that share a chunk are shared one by one."""
+    state = {f"s{n}": noise(n, 1)[:, :500].clone() for n in range(100)}
+    with store_on(metered) as store:
+        run = store.run("r")
+        run.save(state, step=0)
+        base = sizes(metered)["packs"]
+        state["s50"] = noise(1000, 1)[:, :500].clone()
+        version = run.save(state, step=1)
+        loaded = store.load("r")
+
+    assert roles_sum(version, "new") == 500
+    assert sizes(metered)["packs"] - base < 500 + 300
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_a_run_shares_with_its_own_version_before(metered: MeteredBackend) -> None:
+    """Another run does not look at it: what is shared does not depend on who else saves."""
+    with store_on(metered) as store:
+        store.run("one").save({"w": noise(1, 32)}, step=0)
+        other = store.run("two").save({"w": noise(1, 32)}, step=0)
+
+    assert roles_sum(other, "new") == 32 * ROW
+
+
+def test_small_tensors_cost_less_than_100_bytes_each(metered: MeteredBackend) -> None:
+    """2,000 weights of 64 bytes: the whole store, every record included, under 100 bytes each."""
+    random = torch.Generator().manual_seed(0)
+    state = {f"model.layers.{n}.norm": torch.randn(16, generator=random) for n in range(2000)}
+    with store_on(metered) as store:
+        store.run("r").save(state, step=0)
+        loaded = store.load("r")
+
+    assert sum(sizes(metered).values()) < 100 * 2000
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_small_tensors_that_do_not_compress_have_little_overhead(metered: MeteredBackend) -> None:
+    """Where the 64 bytes are noise, all the rest is under 40 bytes each; an id alone takes 32."""
+    state = {f"model.layers.{n}.norm": noise(n, 1)[0, :64].clone() for n in range(2000)}
+    with store_on(metered) as store:
+        store.run("r").save(state, step=0)
+
+    assert sum(sizes(metered).values()) < (64 + 40) * 2000
+
+
+@pytest.mark.parametrize(
+    ("index", "chunks"),
+    [
+        pytest.param(slice(20, 21), 1, id="one-row"),
+        pytest.param(20, 1, id="one-row-by-number"),
+        pytest.param(slice(15, 17), 2, id="over-a-border"),
+        pytest.param(slice(0, 64), 4, id="all"),
+        pytest.param(slice(5, 5), 0, id="nothing"),
+        pytest.param((3, slice(10, 20)), 1, id="part-of-a-row"),
+        pytest.param(slice(-1, None), 1, id="the-last"),
+    ],
+)
+def test_a_slice_reads_the_chunks_that_it_needs_and_no_more(
+    metered: MeteredBackend,
+    index: Any,  # noqa: ANN401
+    chunks: int,
+) -> None:
+    """Of four chunks, those are read that hold the rows asked for, and no other object."""
+    weight = noise(1, 64)
+    with store_on(metered) as store:
+        store.run("r").save({"other": noise(2, 64), "w": weight}, step=0)
+        lazy = store.version("r")
+        before = metered.snapshot()
+        found = lazy["w"][index]
+        after = metered.snapshot()
+
+    read = after["read_into"].bytes_moved if "read_into" in after else 0
+    assert torch.equal(found, weight[index])
+    assert chunks * CHUNK_BYTES <= read <= chunks * (CHUNK_BYTES + 64)
+    assert after.get("get") == before.get("get")
+
+
+def test_a_partial_load_reads_only_what_is_included(metered: MeteredBackend) -> None:
+    """Tensors that are left out cost no byte."""
+    with store_on(metered) as store:
+        store.run("r").save({"a": noise(1, 64), "b": noise(2, 16)}, step=0)
+        loaded = store.load("r", include=["b"])
+
+    assert list(loaded) == ["b"]
+    assert metered.snapshot()["read_into"].bytes_moved == CHUNK_BYTES + 64
+
+
+@pytest.mark.parametrize("tail", [1, 100, 4096, 65_535, 65_537])
+def test_a_tensor_with_a_short_last_piece_comes_back(metered: MeteredBackend, tail: int) -> None:
+    """The last piece of a large tensor may be of any length, below that of small tensors too."""
+    whole = noise(1, 40).reshape(-1)[: 2 * CHUNK_BYTES + tail].clone()
+    with store_on(metered) as store:
+        store.run("r").save({"w": whole, "odd": whole.reshape(-1)[:70_001].clone()}, step=0)
+        loaded = store.load("r")
+
+    assert torch.equal(loaded["w"], whole)
+    assert torch.equal(loaded["odd"], whole[:70_001])
+
+
+@pytest.mark.parametrize("columns", [1, 999, 1000, 16_384, 16_385, 100_000])
+def test_rows_of_any_length_come_back(metered: MeteredBackend, columns: int) -> None:
+    """Rows that do not divide the chunk, or are larger than it, are cut on elements."""
+    count = max(3, 70_000 // columns)
+    tensor = torch.arange(count * columns, dtype=torch.float32).reshape(count, columns)
+    with store_on(metered) as store:
+        store.run("r").save({"w": tensor, "t": tensor.t()}, step=0)
+        loaded = store.load("r")
+        row = store.version("r")["w"][1]
+
+    assert torch.equal(loaded["w"], tensor)
+    assert torch.equal(loaded["t"], tensor.t())
+    assert torch.equal(row, tensor[1])
