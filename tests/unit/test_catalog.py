@@ -312,7 +312,7 @@ def test_directions_merge_and_conflict() -> None:
         ({"directions": {"a": "down"}}, InvalidInputError),
         ({"version": A}, CommitConflictError),
     ],
-    ids=str,
+    ids=[str(number) for number in range(15)],
 )
 def test_wishes_that_are_refused(changed: dict[str, Any], error: type[Exception]) -> None:
     """A save with a wrong argument raises before anything is written."""
