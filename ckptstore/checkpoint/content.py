@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from ckptstore.errors import CkptStoreError, CorruptObjectError
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.format.skeleton_check import validate
+from ckptstore.hashing import blake3_of
 
-__all__ = ["Content", "TensorInfo", "read_content"]
+__all__ = ["Content", "TensorInfo", "content_digest", "read_content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,16 @@ def read_content(manifest: Manifest) -> Content:
         leaves=leaves,
         labels=_labels(leaves, len(manifest.tensors)),
     )
+
+
+def content_digest(manifest: Manifest) -> str:
+    """Return the digest of what a version holds: its skeleton, what each tensor is, its pieces.
+
+    Equal for equal states, wherever their pieces lie.
+    """
+    tensors = [(r.dtype, r.shape, r.order, r.nbytes) for r in manifest.tensors]
+    parts = (manifest.skeleton, msgspec.msgpack.encode(tensors), manifest.pieces.ids.tobytes())
+    return blake3_of(parts).hex()
 
 
 def _labels(leaves: Sequence[Leaf], count: int) -> tuple[str, ...]:

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.catalog import changes
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.codecs.registry import check_choice
 from ckptstore.errors import CondemnedError
@@ -28,7 +28,7 @@ from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Pattern
 from ckptstore.format.roles import RoleRules
-from ckptstore.hashing import blake3_hex, blake3_of
+from ckptstore.hashing import blake3_hex
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.writer import Written, write_pieces
@@ -104,7 +104,8 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
 
 
 def _has_content(version: Version) -> bool:
-    return version.level != "record"
+    """Say whether a save may share with `version`: with one of which parts are lost, it may not."""
+    return version.level != "record" and not version.damaged
 
 
 _NOWHERE = ManifestPointer(
@@ -142,7 +143,7 @@ class _Saving:
             manifest, pointer = self._describe(written[-1], name)
             packs = {pack_key(pack): pack for pack in manifest.pieces.packs}
             roles = _role_bytes(self.records, written)
-            content = _content(manifest)
+            content = content_digest(manifest)
 
             def build(
                 now: Catalog,
@@ -245,13 +246,6 @@ def _records(flat: FlatState, roles: Mapping[Pattern, str]) -> tuple[TensorRecor
         )
         for tensor, path in zip(flat.tensors, first_paths, strict=True)
     )
-
-
-def _content(manifest: Manifest) -> str:
-    """Return the digest of what was saved: the skeleton, what each tensor is, and its pieces."""
-    tensors = [(r.dtype, r.shape, r.order, r.nbytes) for r in manifest.tensors]
-    parts = (manifest.skeleton, msgspec.msgpack.encode(tensors), manifest.pieces.ids.tobytes())
-    return blake3_of(parts).hex()
 
 
 def _role_bytes(

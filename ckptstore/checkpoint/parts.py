@@ -1,0 +1,106 @@
+"""A part of a manifest as a manifest of its own: some leaves, their tensors, their pieces.
+
+No tensor is read: what stays keeps its chunks where they lie. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ckptstore.checkpoint.content import read_content
+from ckptstore.format import skeleton
+from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Node
+
+__all__ = ["part_of"]
+
+_INDEXED = frozenset({"T", "V", "N", "B"})
+
+
+def part_of(
+    manifest: Manifest, node: Node, *, roles: Mapping[int, str] | None = None, version: str = ""
+) -> Manifest:
+    """Return the manifest of what a pruned skeleton still names.
+
+    Parameters
+    ----------
+    node
+        The skeleton of `manifest`, or a part of it as :func:`ckptstore.format.skeleton.prune`
+        returns it; indices are those of `manifest`.
+    roles
+        Roles of tensors that change, by their index in `manifest`.
+    version
+        The version that it is to describe, if that is another one.
+    """
+    kept = sorted({leaf.index for leaf in skeleton.iter_leaves(node)})
+    places = {index: place for place, index in enumerate(kept)}
+    changed = roles or {}
+    records = tuple(
+        _with_role(manifest.tensors[index], changed.get(index, manifest.tensors[index].role))
+        for index in kept
+    )
+    first = [0]
+    for index in kept:
+        first.append(first[-1] + manifest.first[index + 1] - manifest.first[index])
+    part = Manifest(
+        version=version or manifest.version,
+        chunk_bytes=manifest.chunk_bytes,
+        skeleton=skeleton.encode(_renumbered(node, places)),
+        tensors=records,
+        first=tuple(first),
+        pieces=_rows_of(manifest, kept),
+    )
+    read_content(part)  # a part that would not load is never written
+    return part
+
+
+def _with_role(record: TensorRecord, role: str) -> TensorRecord:
+    return TensorRecord(
+        dtype=record.dtype,
+        shape=record.shape,
+        order=record.order,
+        role=role,
+        nbytes=record.nbytes,
+    )
+
+
+def _rows_of(manifest: Manifest, kept: Sequence[int]) -> PieceTable:
+    """Return the rows of some tensors, over the packs that they are in and no others."""
+    table = manifest.pieces
+    parts = [np.arange(manifest.first[i], manifest.first[i + 1], dtype=np.int64) for i in kept]
+    rows = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+    used, pack = np.unique(table.pack[rows], return_inverse=True)
+    return PieceTable(
+        ids=table.ids[rows],
+        raw=table.raw[rows],
+        pack=pack.astype(np.uint32),
+        offset=table.offset[rows],
+        stored=table.stored[rows],
+        inner=table.inner[rows],
+        slab=table.slab[rows],
+        packs=[table.packs[int(place)] for place in used],
+    )
+
+
+def _renumbered(node: Node, places: Mapping[int, int]) -> Node:
+    """Return a validated skeleton whose tensors have other indices."""
+    if not isinstance(node, list):
+        return node
+    tag = str(node[0])
+    if tag in _INDEXED:
+        return [tag, places[int(node[1])], *node[2:]]  # type: ignore[arg-type]  # validated: an int
+    if tag in MAPS:
+        start = MAPS[tag]
+        head = [_renumbered(item, places) if tag == "o" else item for item in node[1:start]]
+        tail = [
+            _renumbered(item, places) if (at - start) % 2 else item
+            for at, item in enumerate(node[start:], start)
+        ]
+        return [tag, *head, *tail]
+    if tag in SEQUENCES:
+        start = SEQUENCES[tag]
+        return [*node[:start], *(_renumbered(item, places) for item in node[start:])]
+    at = {"x": (2,), "Q": (1, 5), "G": (2,)}.get(tag, ())
+    return [_renumbered(item, places) if place in at else item for place, item in enumerate(node)]
