@@ -66,6 +66,8 @@ class Version:
     """It may not be deleted."""
     verified: bool = False
     """A full verification, recorded in the log, found every byte of it sound."""
+    damaged: bool = False
+    """A repair found parts of it lost; what it lost can still come back from a second store."""
     deleted: bool = False
     """It can be undeleted until a collection condemns its objects."""
 

@@ -28,6 +28,7 @@ from ckptstore.format.commit import Commit
 from ckptstore.format.names import check_metadata_json, check_run_name, check_tag
 from ckptstore.format.snapshot import (
     ABANDONED,
+    DAMAGED,
     DELETED,
     PINNED,
     RECORD_ONLY,
@@ -358,6 +359,7 @@ def _build(row: VersionRow, tags: tuple[str, ...]) -> Version:
         abandoned=bool(row.flags & ABANDONED),
         pinned=bool(row.flags & PINNED),
         verified=bool(row.flags & VERIFIED),
+        damaged=bool(row.flags & DAMAGED),
         deleted=bool(row.flags & DELETED),
     )
 

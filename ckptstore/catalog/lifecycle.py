@@ -20,6 +20,7 @@ from ckptstore.format.lifecycle import (
     Fork,
     Level,
     Pin,
+    Quarantine,
     Relocate,
     Rollback,
     SetPolicy,
@@ -30,6 +31,7 @@ from ckptstore.format.lifecycle import (
 )
 from ckptstore.format.snapshot import (
     ABANDONED,
+    DAMAGED,
     DELETED,
     PINNED,
     RECORD_ONLY,
@@ -153,7 +155,13 @@ def _set_policy(fold: Fold, op: SetPolicy, commit: Commit) -> None:
 def _verified(fold: Fold, op: Verified, commit: Commit) -> None:
     for version_id in op.versions:
         row = fold.version(version_id, commit)
-        _set(fold, row, row.flags | VERIFIED)
+        _set(fold, row, (row.flags | VERIFIED) & ~DAMAGED)
+
+
+def _quarantine(fold: Fold, op: Quarantine, commit: Commit) -> None:
+    for version_id in op.versions:
+        row = fold.version(version_id, commit)
+        _set(fold, row, (row.flags | DAMAGED) & ~VERIFIED)
 
 
 def _relocate(fold: Fold, op: Relocate, commit: Commit) -> None:
@@ -177,7 +185,7 @@ def _relocate(fold: Fold, op: Relocate, commit: Commit) -> None:
         content=bytes.fromhex(op.content),
         roles={role: (item.logical, item.new, item.stored) for role, item in op.roles.items()},
     )
-    flags = row.flags & ~(WEIGHTS_ONLY | RECORD_ONLY | VERIFIED)
+    flags = row.flags & ~(WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED)
     flags |= {"full": 0, "weights": WEIGHTS_ONLY, "record": RECORD_ONLY}[op.level]
     fold.versions[row.id] = msgspec.structs.replace(
         row, flags=flags, details=msgspec.msgpack.encode(details)
@@ -205,6 +213,7 @@ APPLY: Final[dict[Any, Callable[[Fold, Any, Commit], None]]] = {
     Unpin: _unpin,
     SetPolicy: _set_policy,
     Verified: _verified,
+    Quarantine: _quarantine,
     Relocate: _relocate,
     Condemn: _condemn,
     Swept: _swept,

@@ -32,6 +32,7 @@ from ckptstore.format.lifecycle import (
     Fork,
     Level,
     Pin,
+    Quarantine,
     Relocate,
     Rollback,
     SetPolicy,
@@ -49,6 +50,7 @@ __all__ = [
     "delete",
     "fork",
     "pin",
+    "quarantine",
     "relocate",
     "rollback",
     "set_policy",
@@ -258,6 +260,26 @@ def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
         and not there[version_id].verified
     ]
     return [Verified(versions=part) for part in _parts(ids)]
+
+
+def quarantine(catalog: Catalog, lost: Mapping[str, str]) -> list[Op]:
+    """Return what records that parts of versions are lost.
+
+    Parameters
+    ----------
+    lost
+        Version id to the digest of its manifest then: a version that lies elsewhere since is left
+        out, as are those that were deleted or are recorded already.
+    """
+    there = {version.id: version for version in catalog.versions()}
+    ids = [
+        version_id
+        for version_id, digest in lost.items()
+        if version_id in there
+        and there[version_id].manifest_digest == digest
+        and not there[version_id].damaged
+    ]
+    return [Quarantine(versions=part) for part in _parts(ids)]
 
 
 def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:

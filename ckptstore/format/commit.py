@@ -44,6 +44,7 @@ from ckptstore.format.lifecycle import (
     Delete,
     Fork,
     Pin,
+    Quarantine,
     Relocate,
     Rollback,
     SetPolicy,
@@ -193,6 +194,7 @@ Op = (
     | Unpin
     | SetPolicy
     | Verified
+    | Quarantine
     | Relocate
     | Condemn
     | Swept

@@ -26,6 +26,7 @@ __all__ = [
     "Fork",
     "Level",
     "Pin",
+    "Quarantine",
     "Relocate",
     "Rollback",
     "SetPolicy",
@@ -118,6 +119,12 @@ class SetPolicy(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="
 
 class Verified(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="verified"):
     """Every byte of these versions was read and found sound at this commit."""
+
+    versions: Ids
+
+
+class Quarantine(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="quarantine"):
+    """Parts of these versions are lost: nothing is shared with them until they are mended."""
 
     versions: Ids
 

@@ -20,6 +20,7 @@ from ckptstore.format.keys import MANIFEST_KEY_PATTERN
 
 __all__ = [
     "ABANDONED",
+    "DAMAGED",
     "DELETED",
     "PINNED",
     "RECORD_ONLY",
@@ -45,7 +46,8 @@ PINNED: Final = 4
 VERIFIED: Final = 8  # every byte was read and found sound, once, since it lies where it lies
 WEIGHTS_ONLY: Final = 16
 RECORD_ONLY: Final = 32
-FLAGS_ALL: Final = 63
+DAMAGED: Final = 64  # a repair found parts of it lost; until it is mended or found sound
+FLAGS_ALL: Final = 127
 
 IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 RawDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
