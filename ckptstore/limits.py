@@ -64,6 +64,9 @@ REASON_CHARS_MAX: Final = 500
 COMMITS_PER_FOLDER: Final = 1000
 # Highest commit number. Source: the folder in the key has 6 digits, and keys must sort as numbers.
 COMMIT_NUMBER_MAX: Final = 10**9 - 1
+# Manifests that ageing writes before it commits them together. Source: a relocate takes under 2 KiB
+# of COMMIT_BYTES_MAX, and two operations in three stay free in COMMIT_OPS_MAX.
+RELOCATES_PER_COMMIT: Final = 256
 # Level at which records (manifests, snapshots) are compressed. Source: zstd's own default.
 RECORD_ZSTD_LEVEL: Final = 3
 # Required features that a superblock may name. Source: one a release for sixty releases.
@@ -113,6 +116,8 @@ METADATA_DEPTH_MAX: Final = 32  # Source: configs are 3-6 deep; far under the re
 ROLE_CHARS_MAX: Final = 100  # Source: as tags.
 ROLES_MAX: Final = 64  # Source: five have names of their own; users add a few.
 RECEIPT_ENTRIES_MAX: Final = 64  # Source: seconds and bytes of each stage of a save.
+POLICY_RULES_MAX: Final = 64  # Source: a level of a policy has one to three; a few a metric.
+POLICY_CHARS_MAX: Final = 16_384  # Source: 64 rules whose metrics have the longest names.
 BY_CHARS_MAX: Final = 300  # Source: user@host pid; Linux host names have at most 64 characters.
 TIME_MS_MAX: Final = 253_402_300_799_999  # Source: the end of year 9999, where datetime ends.
 STEP_MAX: Final = 2**63 - 1  # Source: signed 64 bits, as msgpack, JSON readers and NumPy hold it.
@@ -158,6 +163,51 @@ VISIBILITY_WAIT_MIN_S: Final = 1.0
 # collector that lists, condemns and commits between two commits of the saver, with no grace for
 # orphans at all; eight in a row mean that someone collects in a loop with such settings.
 CONDEMNED_TRIES_MAX: Final = 8
+
+# --- collection -------------------------------------------------------------------------------
+
+# How long what is condemned stays for those who are reading it. Source: a load of 1 TB at 500 MB/s
+# takes 35 minutes.
+GC_GRACE_S: Final = 3600.0
+# Objects that no commit has named yet are left alone for so long, by the storage's clock. Source:
+# the slowest save seen in published figures takes minutes; a stalled one gets a day. A shorter time
+# costs a slow saver a second upload, never a version.
+GC_ORPHAN_AGE_S: Final = 86_400.0
+# A temporary file is taken away only past this age, however short the age of orphans: unlike an
+# object, it cannot be taken from under its writer without failing that save. Source: a write that
+# stood still for an hour has been given up by every retry here.
+GC_LEFTOVER_AGE_MIN_S: Final = 3600.0
+# A pack is written anew when less than this share of it is live. Source: at a half, each byte
+# copied frees at least one.
+GC_REPACK_BELOW: Final = 0.5
+# Live bytes that a repack copies before it commits. Source: what a crash may cost; 64 GiB are some
+# minutes of copying, and one rewrite of each manifest concerned.
+GC_REPACK_BATCH_BYTES: Final = 64 * GIB
+# Versions that one commit relocates. Source: an operation takes up to 10 KB with 64 roles, so 2.5 MB
+# of COMMIT_BYTES_MAX.
+GC_MOVES_PER_COMMIT: Final = 256
+
+# --- verify and repair ------------------------------------------------------------------------
+
+# Bytes of tensors between two entries in the state of a verification that can be resumed. Source:
+# a few seconds of reading at 200 MB/s to 1 GB/s; what an interruption costs at most.
+VERIFY_BATCH_BYTES: Final = 1 * GIB
+# How often a long verification records versions found sound, in seconds. Source: a commit costs
+# milliseconds; what an interruption leaves unrecorded is then minutes of reading.
+VERIFY_RECORD_S: Final = 300.0
+# State of a verification, as read back. Source: about 100 bytes a GiB; 256 TiB is 26 MB.
+VERIFY_STATE_BYTES_MAX: Final = 256 * MIB
+# Parts that a sample may be split into. Source: one chunk in a million is a sample of nothing.
+SAMPLE_PARTS_MAX: Final = 1_000_000
+# How much of a damaged pack is searched for the next chunk at once. Source: one request's worth.
+SCAN_WINDOW_BYTES: Final = 1 * MIB
+# Bytes that a forward scan reads for headers whose bytes do not match, as a multiple of the pack.
+# Source: damage at k places costs k chunks; a pack of nothing but lies would cost its square.
+SCAN_REREADS_MAX: Final = 8
+# Bytes of pieces that a repair holds before it writes them. Source: one pack of an object store.
+MEND_BATCH_BYTES: Final = 64 * MIB
+# Versions that one commit relocates. Source: about 1 KiB each in a commit of at most 4 MiB.
+MOVES_PER_COMMIT: Final = 500
 
 # --- retries ----------------------------------------------------------------------------------
 
