@@ -20,8 +20,8 @@ TORCH_FROM ?=
 JOBS ?= 2
 # What pytest runs, and how: make test TESTS="tests/unit -k refs"
 TESTS ?= tests
-# Where the demo keeps its store: a path, or a URL such as s3://bucket/demo.
-STORE ?= demo-store
+# Where the demo keeps its store: a path, or a URL such as s3://bucket/demo. URL= says the same.
+STORE ?= $(or $(URL),demo-store)
 
 # -qq: pip's warnings about build backends say nothing to who only wants to run this.
 PIP = $(BIN)/python -m pip install -qq -c constraints-dev.txt
@@ -61,7 +61,7 @@ $(VENV)/.bench: $(VENV)/.run
 
 # --- what to do with it -------------------------------------------------------------------------
 
-demo: $(VENV)/.run ## train, save, kill -9, resume bit for bit (STORE=path or URL); 2-3 minutes
+demo: $(VENV)/.run ## train, save, kill -9, resume bit for bit (STORE=path or URL); 1-3 minutes
 	@if [ "$(STORE)" = demo-store ]; then rm -rf demo-store; fi
 	@$(BIN)/python docs/demo/demo.py "$(STORE)"
 
@@ -83,9 +83,10 @@ lint: $(VENV)/.dev ## style, types and layers
 	  MYPYPATH=$$(dirname $$file):tests/servers $(BIN)/mypy $$file || exit 1; done; \
 	$(BIN)/lint-imports)
 
-format: $(VENV)/.dev ## rewrite the sources in the house style
+format: $(VENV)/.dev ## rewrite the sources in the house style, and the pages made from them
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+	$(BIN)/python docs/reference/generate.py
 
 bench: $(VENV)/.bench ## compare with other tools; several minutes on an idle machine
 	$(BIN)/python -m benchmarks.run
