@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,7 @@ from benchmarks import peers
 from benchmarks.command_line import time_ls
 from benchmarks.disk import Workspace, tree_bytes
 from benchmarks.host import header
-from benchmarks.measure import Case, Measured, Result, run_cases, say
+from benchmarks.measure import FAILURES, Case, Measured, Result, run_cases, say
 from benchmarks.peers import PEERS, Peer
 from benchmarks.states import State
 from ckptstore.catalog import changes, snapshots
@@ -45,7 +45,15 @@ _TAIL = 150
 _BATCH = 1000
 
 
-def run(space: Workspace, *, versions: int, tensors: int, commits: int, rounds: int) -> Result:
+def run(
+    space: Workspace,
+    *,
+    versions: int,
+    tensors: int,
+    commits: int,
+    rounds: int,
+    processes: Sequence[int] = _PROCESSES,
+) -> Result:
     """Run everything; return the tables ``commits``, ``many versions``, ``tiny tensors``.
 
     Parameters
@@ -56,6 +64,8 @@ def run(space: Workspace, *, versions: int, tensors: int, commits: int, rounds: 
         Of 64 bytes each, in the state with tiny tensors.
     commits
         That the processes of one round make together.
+    processes
+        How many commit at the same time, case by case.
     """
     peers.quiet()
     result = Result(
@@ -69,7 +79,7 @@ def run(space: Workspace, *, versions: int, tensors: int, commits: int, rounds: 
             "tail": min(_TAIL, versions // 2),
         },
     )
-    result.tables["commits"] = _commits(space, commits, rounds)
+    result.tables["commits"] = _commits(space, commits, rounds, processes)
     result.tables["tiny tensors"] = _tiny(space, tensors, rounds)
     folder = space.fresh()
     began = time.perf_counter()
@@ -85,10 +95,10 @@ def run(space: Workspace, *, versions: int, tensors: int, commits: int, rounds: 
 # --- commits by several processes -------------------------------------------------------------
 
 
-def _commits(space: Workspace, commits: int, rounds: int) -> list[Measured]:
-    """Time the same number of durable commits by 1, 2, 4 and 8 processes at once."""
+def _commits(space: Workspace, commits: int, rounds: int, crews: Sequence[int]) -> list[Measured]:
+    """Time the same number of durable commits by crews of several processes at once."""
     cases = []
-    for processes in _PROCESSES:
+    for processes in crews:
         crew = _Crew(processes, commits // processes)
         name = f"{processes} process{'es' if processes > 1 else ''}"
         cases.append(Case(name=name, prepare=crew.start, run=crew.work, after=crew.check))
@@ -291,7 +301,7 @@ def _tiny_loads(peer: Peer, state: State, space: Workspace) -> list[Case]:
     folder = space.fresh()
     try:
         peer.save(state, folder)
-    except Exception as error:  # noqa: BLE001 - reported by the case of saving
+    except FAILURES as error:
         say(f"{peer.name} does not save: {error}")
         return []
     load: Callable[[Path], object]

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,18 @@ _REPO = Path(__file__).resolve().parent.parent
 _TIMEOUT_S = 300
 
 
-def peak_of_saves(state_file: Path, space: Workspace) -> list[Measured]:
+def peak_of_saves(state_file: Path, space: Workspace, names: Sequence[str] = ()) -> list[Measured]:
     """Return one row for each way to save, with ``extra_bytes``.
 
     Parameters
     ----------
     state_file
         The state, as torch.save wrote it.
+    names
+        Ways to save; all by default.
     """
     rows = []
-    for name in _names():
+    for name in names or _names():
         folder = space.fresh()
         command = [sys.executable, "-m", "benchmarks.peak", name, str(state_file), str(folder)]
         done = subprocess.run(

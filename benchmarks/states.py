@@ -45,14 +45,11 @@ class StateSpec:
     """Of the training that gives the values."""
 
     @property
-    def width(self) -> int:
-        """Width of the model: that of GPT-2 small, or less for a state under 256 MiB."""
-        return 768 if self.bytes_min >= 256 << 20 else 128
-
-    @property
-    def vocabulary(self) -> int:
-        """Rows of the embedding."""
-        return 24_000 if self.bytes_min >= 256 << 20 else 2_000
+    def sizes(self) -> tuple[int, int, int]:
+        """Width, vocabulary and context: GPT-2 small's width, or less for a small state."""
+        if self.bytes_min >= 256 << 20:
+            return 768, 24_000, 1024
+        return (128, 2_000, 1024) if self.bytes_min >= 16 << 20 else (32, 256, 64)
 
 
 def make_state(spec: StateSpec) -> State:
@@ -110,14 +107,14 @@ def make_values(
 
 def _shapes(spec: StateSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the parameters of a GPT with as many layers as it takes."""
-    width, vocabulary = spec.width, spec.vocabulary
+    width, vocabulary, context = spec.sizes
     yield "embed.weight", (vocabulary, width)
-    yield "position.weight", (1024, width)
+    yield "position.weight", (context, width)
     yield "ln.weight", (width,)
     yield "ln.bias", (width,)
-    done = (vocabulary + 1024 + 2) * width * _BYTES_PER_PARAMETER
+    done = (vocabulary + context + 2) * width * _BYTES_PER_PARAMETER
     layer = 0
-    while done < spec.bytes_min:
+    while done < spec.bytes_min or not layer:
         for name, shape in _block(width):
             yield f"blocks.{layer}.{name}", shape
         done += (12 * width + 13) * width * _BYTES_PER_PARAMETER
