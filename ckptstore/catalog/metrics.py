@@ -15,7 +15,7 @@ from ckptstore.errors import InvalidInputError, LimitError
 from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
 
-__all__ = ["best", "check_directions", "check_metrics"]
+__all__ = ["best", "check_directions", "check_metrics", "ranked"]
 
 V = TypeVar("V")
 
@@ -80,6 +80,18 @@ def best(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> V 
         if winner is None or rank <= winner:
             winner, found = rank, version
     return found
+
+
+def ranked(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> list[V]:
+    """Return versions from the best to the worst, those left out whose value is NaN.
+
+    The first is what :func:`best` returns; candidates are given as for it.
+    """
+    sign = 1 if direction == "min" else -1
+    numbers = [each for each in candidates if not math.isnan(each[2])]
+    numbers.reverse()  # the sort keeps the order of equals: the newer version first
+    numbers.sort(key=lambda each: (sign * each[2], each[1]))
+    return [version for version, _, _ in numbers]
 
 
 def _number(name: str, value: object) -> float:

@@ -1,0 +1,342 @@
+"""Retention: what becomes of each version of a run under a policy, and why. Pure planning.
+
+A version is kept at the highest level that has a rule for it, never at more than it has, and not at
+all if no level has one. Whatever the rules say,
+
+- a pinned version stays as it is,
+- the head of a run stays as it is: training goes on from it,
+- a tagged version stays as it is where the policy does not say ``tagged`` at some level,
+- the newest verified version stays as it is, where no other verified one would,
+- a version whose tensors have no role ``weights`` is not reduced to them: nothing would be left.
+
+Versions that a rollback abandoned count for no rule but ``tagged``, ``abandoned`` and ``all``.
+A version of which only the record is left takes no place of ``last``, ``every`` and ``best`` at
+the levels above. A plan that was carried out and is made again on what is left changes nothing.
+
+A policy that keeps the content of no version is refused, as a mistake.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.metrics import ranked
+from ckptstore.catalog.policy import (
+    Abandoned,
+    All,
+    Best,
+    EverySteps,
+    EveryTime,
+    Last,
+    Policy,
+    Rule,
+    Tagged,
+    Within,
+)
+from ckptstore.errors import CkptStoreError, InvalidInputError
+from ckptstore.format.fields import Direction
+from ckptstore.format.lifecycle import Level
+from ckptstore.model import Version
+
+__all__ = ["Decision", "Fate", "RunPlan", "plan", "plan_run", "reclaimable", "stored_policy"]
+
+Fate = Literal["full", "weights", "record", "gone"]
+"""The level at which a version is kept, or ``gone``: deleted."""
+
+_ORDER: Final[tuple[Fate, ...]] = ("gone", *LEVELS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of one version, and why."""
+
+    version: Version
+    fate: Fate
+    reasons: tuple[str, ...]
+    """Rules, and what holds whatever the rules say; for what loses something, why nothing held."""
+    reclaimable_bytes: int
+    """Stored bytes that no longer have to be kept for it: what a collection frees at most, since
+    later versions may share a part of them."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything becomes of it at all."""
+        return self.fate != self.version.level
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunPlan:
+    """What becomes of the versions of one run."""
+
+    run: str
+    policy: Policy | None
+    """None: the run has none, nothing is changed."""
+    decisions: tuple[Decision, ...]
+    """Oldest version first."""
+    refused: str = ""
+    """Why this plan must not be carried out; empty if it may be."""
+
+    @property
+    def changes(self) -> tuple[Decision, ...]:
+        """The decisions that change a version."""
+        return tuple(decision for decision in self.decisions if decision.changes)
+
+
+def plan(
+    catalog: Catalog, *, policy: Policy | None = None, run: str | None = None, now_ms: int
+) -> list[RunPlan]:
+    """Return what becomes of each version of a run, or of all runs.
+
+    Parameters
+    ----------
+    policy
+        For all these runs; None for the policy that each has, or the store's.
+    now_ms
+        Time that ages are counted from, in milliseconds since 1970; they are those of the writers'
+        clocks.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    """
+    names = [run] if run is not None else [info.name for info in catalog.runs()]
+    plans = []
+    for name in names:
+        try:
+            found = policy or stored_policy(catalog, name)
+        except CkptStoreError as error:
+            plans.append(_untouched(catalog, name, refused=str(error)))
+            continue
+        if found is None:
+            plans.append(_untouched(catalog, name))
+        else:
+            plans.append(plan_run(catalog, name, found, now_ms=now_ms))
+    return plans
+
+
+def stored_policy(catalog: Catalog, run: str) -> Policy | None:
+    """Return the policy that holds for a run: its own, the store's, or None.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    InvalidInputError
+        The policy that is stored has something that this version does not know.
+    """
+    text = catalog.policy(run)
+    return Policy.from_json(json.loads(text)) if text else None
+
+
+def plan_run(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> RunPlan:
+    """Return what becomes of each version of one run under a policy.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    PolicyError
+        The policy has no rule.
+    """
+    policy.check()
+    versions = list(catalog.versions(run))
+    planning = _Planning(
+        versions=versions,
+        policy=policy,
+        head=catalog.head_id(run),
+        directions=dict(catalog.run(run).metrics),
+        now_ms=now_ms,
+    )
+    try:
+        return planning.plan(run)
+    except InvalidInputError as error:
+        return _untouched(catalog, run, policy=policy, refused=str(error))
+
+
+def reclaimable(version: Version, fate: Fate) -> int:
+    """Return the stored bytes of a version that are not kept for it at a level."""
+    if _ORDER.index(fate) >= _ORDER.index(version.level) or version.level == "record":
+        return 0
+    if fate == "weights":
+        return sum(part.stored for role, part in version.roles.items() if role != "weights")
+    return sum(part.stored for part in version.roles.values()) + version.manifest_bytes
+
+
+def _untouched(
+    catalog: Catalog, run: str, *, policy: Policy | None = None, refused: str = ""
+) -> RunPlan:
+    why = "refused" if refused else "no policy"
+    return RunPlan(
+        run=run,
+        policy=policy,
+        decisions=tuple(
+            Decision(version=version, fate=version.level, reasons=(why,), reclaimable_bytes=0)
+            for version in catalog.versions(run)
+        ),
+        refused=refused,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Planning:
+    """One run and one policy."""
+
+    versions: Sequence[Version]
+    """Oldest first."""
+    policy: Policy
+    head: str
+    directions: dict[str, Direction]
+    now_ms: int
+
+    def plan(self, run: str) -> RunPlan:
+        fates: dict[str, tuple[Fate, list[str]]] = {}
+        for version in self.versions:
+            why = "abandoned, and no rule for that" if version.abandoned else "no rule"
+            fates[version.id] = ("gone", [why])
+        having = {version.id for version in self.versions if version.level != "record"}
+        kept_content = False
+        for level in LEVELS:  # from the least: what a higher level says replaces it
+            matched = self._matched(level)
+            kept_content = kept_content or (level != "record" and bool(having & matched.keys()))
+            for version_id, reasons in matched.items():
+                fates[version_id] = (level, reasons)
+        for version in self.versions:
+            fate, reasons = self._held(version, *fates[version.id])
+            fates[version.id] = (fate, reasons)
+        self._keep_a_verified(fates)
+        refused = ""
+        if having and not kept_content:
+            refused = f"it would keep the content of none of {len(having)} versions"
+        decisions = tuple(
+            Decision(
+                version=version,
+                fate=fates[version.id][0],
+                reasons=tuple(fates[version.id][1]),
+                reclaimable_bytes=reclaimable(version, fates[version.id][0]),
+            )
+            for version in self.versions
+        )
+        return RunPlan(run=run, policy=self.policy, decisions=decisions, refused=refused)
+
+    def _held(self, version: Version, fate: Fate, reasons: list[str]) -> tuple[Fate, list[str]]:
+        """Return what holds for a version whatever the rules say."""
+        if _ORDER.index(fate) >= _ORDER.index(version.level):
+            return version.level, reasons
+        held = []
+        if version.pinned:
+            held.append("pinned")
+        if version.id == self.head:
+            held.append("head")
+        if version.tags and not self._says_tagged():
+            held.append("tagged " + ", ".join(version.tags))
+        if fate == "weights" and not _has_weights(version):
+            held.append("no tensors of role weights")
+        if held:
+            ruled = [] if fate == "gone" else reasons
+            return version.level, [*held, *ruled]
+        return fate, reasons
+
+    def _says_tagged(self) -> bool:
+        rules = (*self.policy.full, *self.policy.weights, *self.policy.record)
+        return Tagged() in rules
+
+    def _keep_a_verified(self, fates: dict[str, tuple[Fate, list[str]]]) -> None:
+        """Keep the newest verified version as it is, if no verified one would stay so."""
+        sound = [v for v in self.versions if v.verified and v.level != "record"]
+        if sound and not any(fates[v.id][0] == v.level for v in sound):
+            chosen = ([v for v in sound if not v.abandoned] or sound)[-1]
+            fates[chosen.id] = (chosen.level, ["the only verified one"])
+
+    def _matched(self, level: Level) -> dict[str, list[str]]:
+        """Return the versions that have a rule at a level, and which."""
+        rivals = [v for v in self.versions if not v.abandoned]
+        if level != "record":
+            rivals = [v for v in rivals if v.level != "record"]
+        found: dict[str, list[str]] = {}
+        for rule in self.policy.rules(level):
+            among = rivals if type(rule) in _CONTESTED else self.versions
+            for version_id in _CHOOSE[type(rule)](self, rule, among):
+                found.setdefault(version_id, []).append(str(rule))
+        return found
+
+    def age_s(self, version: Version) -> float:
+        return self.now_ms / 1000 - version.created_at.timestamp()
+
+
+def _has_weights(version: Version) -> bool:
+    part = version.roles.get("weights")
+    return part is not None and part.logical > 0
+
+
+def _last(_: _Planning, rule: Last, among: Sequence[Version]) -> Iterable[str]:
+    return [version.id for version in among[-rule.count :]]
+
+
+def _every_steps(_: _Planning, rule: EverySteps, among: Sequence[Version]) -> Iterable[str]:
+    chosen: dict[int, Version] = {}
+    for version in among:
+        stretch = version.step // rule.steps
+        # Of one step that was saved twice the newer one, as for refs.
+        if stretch not in chosen or version.step <= chosen[stretch].step:
+            chosen[stretch] = version
+    return [version.id for version in chosen.values()]
+
+
+def _every_time(_: _Planning, rule: EveryTime, among: Sequence[Version]) -> Iterable[str]:
+    chosen: dict[int, str] = {}
+    for version in among:
+        chosen.setdefault(math.floor(version.created_at.timestamp() / rule.seconds), version.id)
+    return list(chosen.values())
+
+
+def _best(planning: _Planning, rule: Best, among: Sequence[Version]) -> Iterable[str]:
+    direction = planning.directions.get(rule.metric)
+    if direction is None:
+        msg = f"it is not known whether {rule.metric!r} is better low or high"
+        fix = f"store.run(NAME, metrics={{{rule.metric!r}: 'min'}}) or 'max'"
+        raise InvalidInputError(msg, hint=fix)
+    values = [(v.id, v.step, v.metrics[rule.metric]) for v in among if rule.metric in v.metrics]
+    chosen = ranked(values, direction)[: rule.count]
+    if rule.missing == "keep":
+        chosen += [v.id for v in among if rule.metric not in v.metrics]
+    return chosen
+
+
+def _within(planning: _Planning, rule: Within, among: Sequence[Version]) -> Iterable[str]:
+    line = (version for version in among if not version.abandoned)
+    return [version.id for version in line if planning.age_s(version) < rule.seconds]
+
+
+def _tagged(_: _Planning, __: Tagged, among: Sequence[Version]) -> Iterable[str]:
+    return [version.id for version in among if version.tags]
+
+
+def _abandoned(planning: _Planning, rule: Abandoned, among: Sequence[Version]) -> Iterable[str]:
+    left = (version for version in among if version.abandoned)
+    return [version.id for version in left if planning.age_s(version) < rule.seconds]
+
+
+def _all(_: _Planning, __: All, among: Sequence[Version]) -> Iterable[str]:
+    return [version.id for version in among]
+
+
+_CONTESTED: Final = frozenset({Last, EverySteps, EveryTime, Best})
+"""Rules that choose between versions; the others look at each by itself."""
+_CHOOSE: Final[dict[type[Rule], Callable[[_Planning, Any, Sequence[Version]], Iterable[str]]]] = {
+    Last: _last,
+    EverySteps: _every_steps,
+    EveryTime: _every_time,
+    Within: _within,
+    Best: _best,
+    Tagged: _tagged,
+    Abandoned: _abandoned,
+    All: _all,
+}
+"""Which versions each rule chooses of some, oldest first."""

@@ -1,0 +1,213 @@
+"""Carries out what retention plans: deletes and ages versions by commits, never more. Torch-free.
+
+The plan is made again inside every commit, on the catalog that it follows: a version that was
+tagged or pinned meanwhile stays, and one that became the head too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ckptstore import limits
+from ckptstore.catalog import changes, lifecycle_changes, retention
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.catalog.policy import Policy
+from ckptstore.catalog.retention import Decision, RunPlan
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
+from ckptstore.format.commit import Op
+from ckptstore.format.lifecycle import Level, SetPolicy
+from ckptstore.ops import ageing
+from ckptstore.repo import Repo
+
+__all__ = ["AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
+
+AnyPolicy: TypeAlias = "Policy | Mapping[str, object]"
+"""A policy, or its JSON form: ``{"full": "last 3", "weights": ["best 5 val_loss"]}``."""
+_Key: TypeAlias = tuple[str, str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetainReport:
+    """What retention did, or would do."""
+
+    dry_run: bool
+    plans: tuple[RunPlan, ...]
+    """Of each run. After a run that was not dry: what was decided about versions as they were."""
+    commits: tuple[int, ...] = ()
+    """Numbers of the commits that carried it out."""
+
+    @property
+    def changes(self) -> tuple[Decision, ...]:
+        """The decisions that change a version, of all runs."""
+        return tuple(decision for plan in self.plans for decision in plan.changes)
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """Stored bytes that no longer have to be kept; a collection frees that much at most."""
+        return sum(decision.reclaimable_bytes for decision in self.changes)
+
+
+def check_policy(policy: AnyPolicy) -> Policy:
+    """Return a policy that was given in either form.
+
+    Raises
+    ------
+    InvalidInputError
+        It does not follow the grammar.
+    PolicyError
+        It has no rule.
+    """
+    found = policy if isinstance(policy, Policy) else Policy.from_json(policy)
+    found.check()
+    return found
+
+
+def set_policy(
+    repo: Repo, run: str, policy: AnyPolicy | None, *, directions: Mapping[str, str] | None = None
+) -> None:
+    """Store the policy of a run, which is made if it is not there, or of the store.
+
+    Parameters
+    ----------
+    run
+        Empty for the policy of all runs that have none.
+    policy
+        None takes it away.
+
+    Raises
+    ------
+    InvalidInputError, PolicyError
+        The policy is not accepted.
+    """
+    value = {} if policy is None else check_policy(policy).to_json()
+
+    def build(now: Catalog) -> list[Op]:
+        made = changes.ensure_run(now, run, directions or {}) if run else []
+        if run and not now.has_run(run):
+            store = lifecycle_changes.set_policy(now, "", value)[0]
+            assert isinstance(store, SetPolicy)  # noqa: S101 - for the type checker
+            return [*made, SetPolicy(run=run, policy=store.policy)]
+        return [*made, *lifecycle_changes.set_policy(now, run, value)]
+
+    repo.log.append(build)
+
+
+def retain(
+    repo: Repo,
+    cache: Manifests,
+    *,
+    policy: AnyPolicy | None = None,
+    run: str | None = None,
+    dry_run: bool,
+) -> RetainReport:
+    """Plan what becomes of versions, and carry it out unless `dry_run`.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    InvalidInputError
+        No policy was given, and none is stored; or it does not follow the grammar.
+    PolicyError
+        The plan of a run is refused: its policy would keep no content. Nothing was changed.
+    CorruptObjectError
+        The manifest of a version that is to be aged is damaged; what was committed before stays.
+    StorageError
+        The storage failed; what was committed before stays, and a repetition goes on.
+    """
+    checked = None if policy is None else check_policy(policy)
+    applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run)
+    plans = applying.plans(repo.refresh())
+    if not any(plan.policy or plan.refused for plan in plans):
+        of = f"run {run!r}" if run is not None else "this store"
+        msg = f"{of} has no retention policy, and none was given"
+        raise InvalidInputError(msg, hint="such as full='last 3', weights='best 5 val_loss'")
+    if dry_run:
+        return RetainReport(dry_run=True, plans=tuple(plans))
+    repo.check_writable()
+    commits = applying.carry_out()
+    return RetainReport(dry_run=False, plans=tuple(plans), commits=tuple(commits))
+
+
+class _Retaining:
+    """One call; owned by one thread."""
+
+    def __init__(
+        self, *, repo: Repo, cache: Manifests, policy: Policy | None, run: str | None
+    ) -> None:
+        self._repo = repo
+        self._cache = cache
+        self._policy = policy
+        self._run = run
+        self._now_ms = repo.environment.now_ms()
+        self._prepared: dict[_Key, Move] = {}
+
+    def plans(self, catalog: Catalog) -> list[RunPlan]:
+        return retention.plan(catalog, policy=self._policy, run=self._run, now_ms=self._now_ms)
+
+    def carry_out(self) -> list[int]:
+        """Commit until nothing is left to do; return the numbers of the commits."""
+        numbers: list[int] = []
+        condemned = 0
+        while True:
+            left = self._prepare(self._repo.refresh())
+            try:
+                commit = self._repo.log.append_any(self._build)
+            except CondemnedError as error:
+                # A collection without patience took a new manifest for an orphan.
+                condemned += 1
+                if condemned == limits.CONDEMNED_TRIES_MAX:
+                    raise
+                self._forget(error.keys)
+                continue
+            if commit is not None:
+                numbers.append(commit.number)
+            elif not left:
+                return numbers
+
+    def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Level]]:
+        """Return what is to be deleted and what is to be aged, by what it is now."""
+        gone: list[str] = []
+        aged: dict[_Key, Level] = {}
+        for plan in self.plans(catalog):
+            if plan.refused:
+                policy = f" ({plan.policy})" if plan.policy else ""
+                msg = f"the policy of run {plan.run!r}{policy} is refused: {plan.refused}"
+                raise PolicyError(msg, hint="give the run a policy of its own, or mend this one")
+            for decision in plan.changes:
+                version = decision.version
+                if decision.fate == "gone":
+                    gone.append(version.id)
+                else:
+                    aged[version.id, version.manifest_digest, decision.fate] = decision.fate
+        return gone, aged
+
+    def _prepare(self, catalog: Catalog) -> bool:
+        """Write manifests for one commit; return whether there was anything to do."""
+        gone, aged = self._todo(catalog)
+        self._prepared = {key: move for key, move in self._prepared.items() if key in aged}
+        for key, level in aged.items():
+            if len(self._prepared) == limits.RELOCATES_PER_COMMIT:
+                break
+            if key not in self._prepared:
+                version = catalog.version(key[0])
+                self._prepared[key] = ageing.prepare(self._repo, self._cache, version, level)
+        return bool(gone or aged)
+
+    def _build(self, now: Catalog) -> Sequence[Op]:
+        gone, aged = self._todo(now)
+        ops: list[Op] = []
+        if gone:
+            part = gone[: limits.VERSIONS_PER_OP_MAX]
+            ops += lifecycle_changes.delete(now, part, reason="retention")
+        moves = [move for key, move in self._prepared.items() if key in aged]
+        return [*ops, *ageing.relocating(now, moves)]
+
+    def _forget(self, keys: frozenset[str]) -> None:
+        self._prepared = {
+            key: move for key, move in self._prepared.items() if keys.isdisjoint(move.relies_on)
+        }
