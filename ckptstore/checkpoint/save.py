@@ -19,7 +19,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.codecs.registry import check_choice
-from ckptstore.errors import CondemnedError
+from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import manifest as manifests
 from ckptstore.format import skeleton
@@ -96,16 +96,25 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     catalog = repo.log.refresh()
     saving.check_wishes(catalog)
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
-    shared = [cache.load(parent).pieces] if parent is not None and _has_content(parent) else []
+    shared = [] if parent is None else _shareable(cache, parent)
     settle(flat.tensors)
     manifest, pointer = saving.run(shared)
     cache.keep(pointer.digest, manifest)
     return repo.log.catalog.version(saving.version)
 
 
-def _has_content(version: Version) -> bool:
-    """Say whether a save may share with `version`: with one of which parts are lost, it may not."""
-    return version.level != "record" and not version.damaged
+def _shareable(cache: Manifests, parent: Version) -> list[PieceTable]:
+    """Return what can be shared with the parent; damage to it must not stop the training."""
+    if parent.level == "record":
+        return []
+    if parent.damaged:
+        _log.warning("nothing is shared with version #%s, parts of which are lost", parent.id[:8])
+        return []
+    try:
+        return [cache.load(parent).pieces]
+    except (IntegrityError, FormatError) as error:
+        _log.warning("nothing is shared with the version before, which is damaged: %s", error)
+        return []
 
 
 _NOWHERE = ManifestPointer(
