@@ -29,6 +29,7 @@ from ckptstore.hashing import xxh3_64
 
 __all__ = [
     "CHUNK_HEADER_BYTES",
+    "CHUNK_MAGIC",
     "HEADER_BYTES",
     "INDEX_ROW_BYTES",
     "TRAILER_BYTES",
@@ -49,7 +50,8 @@ _CRC: Final = struct.Struct("<I")
 _ROW: Final = struct.Struct("<32sQII")
 _TRAILER: Final = struct.Struct("<QIIQ8s")
 _MAGIC: Final = b"CKPTPACK"
-_CHUNK_MAGIC: Final = b"CHNK"
+CHUNK_MAGIC: Final = b"CHNK"
+"""What every chunk's header begins with."""
 _END_MAGIC: Final = b"CKPTEND1"
 
 HEADER_BYTES: Final = _HEADER.size
@@ -74,7 +76,7 @@ class ChunkHeader:
     def to_bytes(self) -> bytes:
         """Return the 64 bytes of the header."""
         body = _CHUNK.pack(
-            _CHUNK_MAGIC,
+            CHUNK_MAGIC,
             self.codec,
             self.layout,
             0,
@@ -142,7 +144,7 @@ def parse_chunk_header(data: bytes | bytearray | memoryview, *, where: str) -> C
         raise _corrupt(where, f"chunk header of {len(data)} bytes")
     magic, codec, layout, zero, raw, stored, checksum, chunk_id, zero2 = _CHUNK.unpack_from(data)
     (crc,) = _CRC.unpack_from(data, _CHUNK.size)
-    if magic != _CHUNK_MAGIC or zlib.crc32(data[: _CHUNK.size]) != crc or zero or zero2:
+    if magic != CHUNK_MAGIC or zlib.crc32(data[: _CHUNK.size]) != crc or zero or zero2:
         raise _corrupt(where, "damaged chunk header")
     if raw > limits.CHUNK_RAW_BYTES_MAX or stored > limits.CHUNK_STORED_BYTES_MAX:
         raise _corrupt(where, f"chunk of {raw} bytes, {stored} stored, is over the limit")

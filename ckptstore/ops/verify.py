@@ -1,49 +1,41 @@
 """Verify that everything the catalog names is there, and is what was written.
 
 ``records`` reads the log, every manifest and the size of every pack that a version needs;
-``full`` reads every byte besides. A chunk that several versions share is read once. Nothing is
-changed, and damage to one object never stops the check of the others.
+``full`` reads every byte besides, or a sample of it. A chunk that several versions share is read
+once. Damage to one object never stops the check of the others. Nothing is changed, but that
+``record`` writes into the log which versions were found sound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from ckptstore.backends.base import ObjectInfo
-from ckptstore.catalog import snapshots
-from ckptstore.checkpoint.content import Content, read_content
+from ckptstore import limits
+from ckptstore.catalog import lifecycle_changes, snapshots
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
-from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format import pack as packs
-from ckptstore.format.keys import SNAPSHOTS_PREFIX, pack_key, snapshot_number
+from ckptstore.errors import (
+    CorruptObjectError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+)
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
 from ckptstore.model import Version
-from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.ops.leftovers import Notice, find_leftovers
+from ckptstore.ops.survey import Problem, Sample, Survey
+from ckptstore.ops.verify_state import VerifyState
 from ckptstore.repo import Repo
 
-__all__ = ["Level", "Problem", "VerifyReport", "verify"]
+__all__ = ["Level", "Notice", "Problem", "Sample", "VerifyReport", "sample_of", "verify"]
 
 Level = Literal["records", "full"]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Problem:
-    """One thing that is not as it should be."""
-
-    kind: str
-    """Code of the error, as in ``CkptStoreError.kind``."""
-    message: str
-    version: str
-    """Id of the version that it touches; empty for an object that no version needs to load."""
-    run: str
-    step: int
-    """-1 without a version."""
-    tensor: str
-    """Path of the tensor that it touches; empty if it is the whole version."""
+_DAY_MS = 24 * 3600 * 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +46,16 @@ class VerifyReport:
     versions_count: int
     packs_count: int
     chunks_count: int
-    """Chunks that were read; 0 at level ``records``."""
+    """Chunks that were read, by this check or the one that it resumed; 0 at level ``records``."""
     read_bytes: int
     """Bytes of tensors that were decoded and compared."""
     seconds: float
     problems: tuple[Problem, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    """Objects that no version needs; no damage."""
+    recorded: tuple[str, ...] = ()
+    """Ids of versions that this check recorded as sound."""
+    sample: Sample | None = None
 
     @property
     def ok(self) -> bool:
@@ -71,29 +68,31 @@ class VerifyReport:
         return tuple(dict.fromkeys(p.version for p in self.problems if p.version))
 
 
-@dataclass(slots=True)
-class _Check:
-    repo: Repo
-    cache: Manifests
-    level: Level
-    progress: ProgressCallback
-    problems: list[Problem] = field(default_factory=list)
-    checked: dict[tuple[str, int, int], str] = field(default_factory=dict)
-    """Pack, offset and inner offset of every piece read, with what is wrong with it."""
-    packs: set[str] = field(default_factory=set)
-    read_bytes: int = 0
+def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | None:
+    """Return the part of all chunks that is to be read; None for all of them.
 
-    def found(self, error: CkptStoreError, version: Version | None, tensor: str = "") -> None:
-        self.problems.append(
-            Problem(
-                kind=error.kind,
-                message=error.message,
-                version=version.id if version else "",
-                run=version.run if version else "",
-                step=version.step if version else -1,
-                tensor=tensor,
-            )
-        )
+    Parameters
+    ----------
+    fraction
+        Above 0, at most 1. The chunks are split into ``round(1 / fraction)`` parts.
+    part
+        Which of them, modulo their number; None for that of the day, so that a check a day reads
+        every chunk within so many days.
+    now_ms
+        The time, in milliseconds since 1970.
+
+    Raises
+    ------
+    InvalidInputError
+        The fraction is not of this range.
+    """
+    if not 1 / limits.SAMPLE_PARTS_MAX <= fraction <= 1:
+        msg = f"a sample is a fraction from {1 / limits.SAMPLE_PARTS_MAX} to 1, not {fraction!r}"
+        raise InvalidInputError(msg)
+    parts = round(1 / fraction)
+    if parts == 1:
+        return None
+    return Sample(parts=parts, part=(now_ms // _DAY_MS if part is None else part) % parts)
 
 
 def verify(
@@ -102,9 +101,25 @@ def verify(
     *,
     versions: Sequence[Version] | None = None,
     level: Level = "full",
+    sample: Sample | None = None,
+    record: bool = False,
+    resume: Path | None = None,
     progress: ProgressCallback = silent,
 ) -> VerifyReport:
-    """Check versions (all, if none are given) and report every problem.
+    """Check versions and report every problem.
+
+    Parameters
+    ----------
+    versions
+        All that are not deleted, the log and the snapshots, if None. Versions of which only the
+        record is kept have nothing to check.
+    sample
+        Read only these chunks, at level ``full``.
+    record
+        Write into the log which versions are sound in every byte; not with a sample.
+    resume
+        A file that keeps how far the check has come: if it is there, the check goes on where it
+        stopped. It is removed when the check is complete.
 
     Raises
     ------
@@ -112,148 +127,96 @@ def verify(
         The storage itself failed (permissions, retries used up): the check is not complete.
     CorruptObjectError
         The log is damaged; nothing above it can be trusted. The message names the commit.
+    InvalidInputError
+        The arguments exclude each other, or the file is of another check.
+    ReadOnlyError, UnsafeBackendError
+        It is to be recorded, and cannot be.
     """
+    if level != "full" and (sample is not None or record or resume is not None):
+        msg = "a sample, a record or a check to be resumed needs the level full"
+        raise InvalidInputError(msg)
+    if record and sample is not None:
+        msg = "a version of which a sample was read cannot be recorded as sound"
+        raise InvalidInputError(msg, hint="leave out one of the two")
+    if record:
+        repo.check_writable()
     began = repo.environment.monotonic()
     catalog = repo.refresh()
-    check = _Check(repo=repo, cache=cache, level=level, progress=progress)
+    survey = Survey(repo=repo, cache=cache, full=level == "full", sample=sample, progress=progress)
+    everything = versions is None
     if versions is None:
-        _check_log(check)
+        _check_log(survey)
         versions = list(catalog.versions())
-    contents = _check_manifests(check, versions)
-    sizes = {info.key: info for info in repo.backend.list("packs/")}
-    for version, content in contents:
-        _check_packs(check, version, content, sizes)
-    if level == "full":
-        _check_pieces(check, contents)
+    recorded = _check_versions(survey, versions, record=record, resume=resume)
     return VerifyReport(
         level=level,
         versions_count=len(versions),
-        packs_count=len(check.packs),
-        chunks_count=len({key[:2] for key in check.checked}),
-        read_bytes=check.read_bytes,
+        packs_count=len(survey.packs),
+        chunks_count=len({key[:2] for key in survey.read}),
+        read_bytes=survey.read_bytes,
         seconds=repo.environment.monotonic() - began,
-        problems=tuple(check.problems),
+        problems=tuple(survey.problems),
+        notices=find_leftovers(survey) if everything else (),
+        recorded=recorded,
+        sample=sample,
     )
 
 
-def _check_log(check: _Check) -> None:
-    """Read every commit again, not only those since the last snapshot; and the snapshots."""
-    for _ in check.repo.log.commits():
-        pass
-    for info in check.repo.backend.list(SNAPSHOTS_PREFIX):
-        try:
-            if (number := snapshot_number(info.key)) is not None:
-                snapshots.read_one(check.repo.backend, number)
-        except (IntegrityError, FormatError, NotFoundError) as error:
-            check.found(error, None)
+def _check_versions(
+    survey: Survey, versions: Sequence[Version], *, record: bool, resume: Path | None
+) -> tuple[str, ...]:
+    """Check version after version; return the ids of those recorded as sound."""
+    survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
+    if resume is None:
+        return _check_each(survey, versions, record=record)
+    state = VerifyState.begin(
+        resume, store_id=survey.repo.superblock.store_id, sample=survey.sample
+    )
+    with state:
+        survey.known, survey.told = state.known, state.told
+        recorded = _check_each(survey, versions, record=record)
+    state.remove()
+    return recorded
 
 
-def _check_manifests(check: _Check, versions: Iterable[Version]) -> list[tuple[Version, Content]]:
-    contents = []
+def _check_each(survey: Survey, versions: Sequence[Version], *, record: bool) -> tuple[str, ...]:
+    repo = survey.repo
+    recorded: set[str] = set()
+    waiting: dict[str, str] = {}
+
+    def write() -> None:
+        fresh = {v.id for v in repo.refresh().versions() if v.id in waiting and not v.verified}
+        repo.log.append_any(lambda now: lifecycle_changes.verified(now, waiting))
+        recorded.update(fresh)
+        waiting.clear()
+
+    last = repo.environment.monotonic()
     for version in versions:
-        try:
-            contents.append((version, read_content(check.cache.load(version))))
-        except (IntegrityError, FormatError) as error:
-            check.found(error, version)
-        check.progress(Progress(stage="manifests", done=len(contents), total=0, unit="versions"))
-    return contents
-
-
-def _check_packs(
-    check: _Check, version: Version, content: Content, sizes: dict[str, ObjectInfo]
-) -> None:
-    """Check that packs are there and long enough; at level ``full`` also header and index."""
-    table = content.manifest.pieces
-    for place, pack in enumerate(table.packs):
-        rows = np.nonzero(table.pack == place)[0]
-        if not len(rows):
+        if version.level == "record":
             continue
-        info = sizes.get(pack_key(pack))
-        ends = table.offset[rows] + table.stored[rows] + np.uint64(packs.CHUNK_HEADER_BYTES)
-        if info is None:
-            what = "is gone"
-        elif info.size_bytes < int(ends.max()):
-            what = f"has {info.size_bytes} bytes of at least {int(ends.max())}"
-        else:
-            what = ""
-        if what:
-            index = int(np.searchsorted(content.manifest.first, int(rows[0]), "right")) - 1
-            msg = f"pack {pack} {what}; it holds pieces of {content.labels[index]} and others"
-            check.found(IntegrityError(msg), version)
-        elif check.level == "full" and pack not in check.packs and info is not None:
-            _check_frame(check, version, pack, info)
-        check.packs.add(pack)
+        survey.check(version)
+        if record and version.id in survey.sound:
+            waiting[version.id] = survey.sound[version.id]
+            if repo.environment.monotonic() - last >= limits.VERIFY_RECORD_S:
+                write()
+                last = repo.environment.monotonic()
+    if waiting:
+        write()
+    return tuple(version.id for version in versions if version.id in recorded)
 
 
-def _check_frame(check: _Check, version: Version, pack: str, info: ObjectInfo) -> None:
-    """Check header, index and trailer of a pack: what a rebuild would need, loads do not."""
-    backend, key = check.repo.backend, pack_key(pack)
-
-    def read(offset: int, size: int) -> bytes:
-        memory = bytearray(size)
-        backend.read_into(key, offset, [memoryview(memory)])
-        return bytes(memory)
-
-    try:
-        packs.parse_header(read(0, packs.HEADER_BYTES), pack_id=pack)
-        tail = read(max(0, info.size_bytes - packs.TRAILER_BYTES), packs.TRAILER_BYTES)
-        offset, count, checksum = packs.parse_trailer(tail, pack_bytes=info.size_bytes, where=pack)
-        index = read(offset, count * packs.INDEX_ROW_BYTES)
-        packs.parse_index(index, checksum=checksum, offset=offset, where=pack)
-    except (IntegrityError, FormatError, NotFoundError) as error:
-        msg = f"{error.message} (needed to rebuild, not to load {version.run}@{version.step})"
-        check.found(type(error)(msg), None)
-
-
-def _check_pieces(check: _Check, contents: Sequence[tuple[Version, Content]]) -> None:
-    total = sum(sum(r.nbytes for r in content.manifest.tensors) for _, content in contents)
-    done = 0
-    for version, content in contents:
-        base = done
-        table = content.manifest.pieces
-        wants: list[Want] = []
-        keys: dict[int, tuple[str, int, int]] = {}
-        for index, label in enumerate(content.labels):
-            for row in range(content.manifest.first[index], content.manifest.first[index + 1]):
-                key = (
-                    table.packs[int(table.pack[row])],
-                    int(table.offset[row]),
-                    int(table.inner[row]),
-                )
-                keys[row] = key
-                if key not in check.checked:
-                    check.checked[key] = ""
-                    wants.append(Want(row=row, out=None, label=label))
-
-        def failed(
-            want: Want, error: CkptStoreError, keys: dict[int, tuple[str, int, int]] = keys
-        ) -> None:
-            check.checked[keys[want.row]] = error.message
-
-        def step(progress: Progress, base: int = base) -> None:
-            check.progress(Progress(stage="verify", done=base + progress.done, total=total))
-
-        read_pieces(
-            table,
-            wants,
-            backend=check.repo.backend,
-            options=check.repo.options,
-            progress=step,
-            on_failure=failed,
-        )
-        check.read_bytes += sum(int(table.raw[want.row]) for want in wants)
-        done += sum(record.nbytes for record in content.manifest.tensors)
-        check.progress(Progress(stage="verify", done=done, total=total))
-        _report(check, version, content, keys)
-
-
-def _report(
-    check: _Check, version: Version, content: Content, keys: dict[int, tuple[str, int, int]]
-) -> None:
-    """Report each tensor of a version that has a damaged piece, whoever met it first."""
-    for index, label in enumerate(content.labels):
-        rows = range(content.manifest.first[index], content.manifest.first[index + 1])
-        wrong = [check.checked[keys[row]] for row in rows if check.checked[keys[row]]]
-        if wrong:
-            more = f" (and {len(wrong) - 1} more pieces)" if len(wrong) > 1 else ""
-            check.found(IntegrityError(f"tensor {label}: {wrong[0]}{more}"), version, label)
+def _check_log(survey: Survey) -> None:
+    """Read every commit again, not only those since the last snapshot; and the snapshots."""
+    backend = survey.repo.backend
+    infos = backend.list(SNAPSHOTS_PREFIX)
+    numbers = {number for info in infos if (number := snapshot_number(info.key)) is not None}
+    commits = survey.repo.log.commits()
+    digests = {c.number: c.digest for c in commits if c.number in numbers}
+    for number in sorted(numbers):
+        try:
+            catalog = snapshots.read_one(backend, number)
+            if number in digests and catalog.digest != digests[number]:
+                msg = f"the catalog snapshot {number} is not of this log"
+                raise CorruptObjectError(msg, hint="ckptstore repair writes it anew")
+        except (IntegrityError, FormatError, NotFoundError) as error:
+            survey.found(error, None)
