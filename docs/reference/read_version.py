@@ -1,0 +1,200 @@
+"""Restores a version of a ckptstore store (format-v1.md) without ckptstore; checks every digest.
+
+python read_version.py STORE RUN [OUT.npz]   (a run gives its newest version; or a version's id)
+"""
+
+import io
+import json
+import struct
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+from blake3 import blake3
+
+OPS = {"create-run", "declare", "save", "annotate", "tag", "untag"}
+COLUMNS = {"raw": "u4", "pack": "u4", "offset": "u8", "stored": "u4", "inner": "u4", "slab": "u4"}
+SAME = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 complex64 "
+BITS = {"bfloat16": "u2", "bits16": "u2", "complex32": "u4", "complex128": "complex128"}
+BITS |= {name: name for name in SAME.split()}  # what is not listed has one byte: uint8
+SHARES = ((1,), (1, 1, 2), (1, 1), (1,) * 8, (1, 1), (1,) * 4, (1,) * 8)  # of planes, by layout
+FIRST = {"d": 1, "o": 2, "dd": 2, "ct": 1, "l": 1, "t": 1, "q": 2}  # where the items begin
+NUMBERS = dict(zip(range(0xCA, 0xD4), "fdBHIQbhiq", strict=True))  # MessagePack code to struct's
+SIZED = ((0xDE, dict, 2), (0xDC, list, 2), (0xD9, str, 1), (0xC4, bytes, 1))
+
+
+def require(condition: object, problem: str) -> None:
+    """Raise ValueError unless `condition` holds."""
+    if not condition:
+        raise ValueError(problem)
+
+
+def envelope(path: Path) -> tuple[dict[str, Any], str]:
+    """Return body and digest of store.json or a commit."""
+    data = path.read_bytes()
+    body, tail = data[8:-78], data[-78:]
+    digest = blake3(body).hexdigest()
+    right = data[:8] == b'{"body":' and tail == b',"blake3":"%s"}\n' % digest.encode()
+    require(right, f"{path} does not match its digest")
+    return json.loads(body), digest
+
+
+def find_save(store: Path, name: str) -> dict[str, Any]:
+    """Return the save operation of the newest version of a run, or of a version's id."""
+    body, _ = envelope(store / "store.json")
+    needs = (body["magic"], body["format"], *body["features"])
+    require(needs == ("ckptstore-store", 1), f"not a store that this can read: {needs}")
+    found, previous, unknown = {}, "", set()
+    for number, path in enumerate(sorted((store / "commits").glob("[0-9]*/[0-9]*.json")), 1):
+        commit, digest = envelope(path)
+        chained = commit["number"] == number and commit["previous"] == previous
+        require(chained, f"{path} does not follow the commit before it")
+        for op in commit["ops"]:
+            unknown |= {op["op"]} - OPS
+            if op["op"] == "save" and name in (op["run"], op["version"]):
+                found = op
+        previous = digest
+    require(found, f"there is no run or version {name}")
+    require(not unknown or name == found["version"], f"unknown {unknown}: ask for a version's id")
+    return found
+
+
+def unpack(data: io.BytesIO) -> Any:  # noqa: ANN401
+    """Return the next MessagePack value."""
+    first = data.read(1)[0]
+    if first < 0x80 or first >= 0xE0:
+        return first - (first >= 0xE0) * 256
+    if first in (0xC0, 0xC2, 0xC3):
+        return {0xC0: None, 0xC2: False, 0xC3: True}[first]
+    if code := NUMBERS.get(first):
+        return struct.unpack(f">{code}", data.read(struct.calcsize(code)))[0]
+    if first < 0xC0:
+        kind, size = (dict, list, str, str)[first // 16 - 8], first & (31 if first >= 0xA0 else 15)
+    else:
+        kind, width = next((k, w << first - base) for base, k, w in SIZED if base <= first)
+        size = int.from_bytes(data.read(width), "big")
+    if kind is dict:
+        return {unpack(data): unpack(data) for _ in range(size)}
+    if kind is list:
+        return [unpack(data) for _ in range(size)]
+    return data.read(size).decode() if kind is str else data.read(size)
+
+
+def unzstd(frame: bytes, size: int) -> bytes:
+    """Return what a zstd frame of exactly `size` bytes holds."""
+    require(zstandard.frame_content_size(frame) == size, "a zstd frame of another length")
+    return zstandard.ZstdDecompressor().decompress(frame, max_output_size=size)
+
+
+def read_manifest(store: Path, save: dict[str, Any]) -> dict[str, Any]:
+    """Return the map inside of a version's manifest, its columns as arrays."""
+    pointer, version = save["manifest"], save["version"]
+    require(pointer["key"] == f"manifests/{version[:2]}/{version}.manifest", "another's manifest")
+    data = (store / pointer["key"]).read_bytes()
+    right = len(data) == pointer["bytes"] and blake3(data).hexdigest() == pointer["blake3"]
+    require(right, f"{pointer['key']} is not what the commit names")
+    magic, form, flags, zero, raw, length, digest = struct.unpack_from("<8sHHIQQ32s", data)
+    require((magic, form, flags, zero) == (b"CKPTMANI", 1, 0, 0), "not a manifest of format 1")
+    right = len(data) == 64 + length and blake3(data[64:]).digest() == digest
+    require(right and raw <= max(16 << 20, 2000 * length), "a damaged manifest")
+    body = unpack(io.BytesIO(unzstd(data[64:], raw)))
+    require(body["version"] == version, "a manifest of another version")
+    for name, dtype in COLUMNS.items():
+        body[name] = np.frombuffer(body[name], dtype)
+        require(len(body[name]) * 32 == len(body["ids"]), "columns of different lengths")
+    return body
+
+
+def join(layout: int, planes: list[bytes]) -> bytes:
+    """Return the elements whose planes are given."""
+    parts = [np.frombuffer(plane, np.uint8) for plane in planes]
+    if layout in (1, 2):  # exponent | sign and upper mantissa | for float32 the lower 16 bits
+        upper, lower = parts[0].astype(np.uint32), parts[1].astype(np.uint32)
+        bits = (lower & 0x80) << 8 | upper << 7 | lower & 0x7F
+        whole = bits if layout == 2 else bits << 16 | parts[2].view("u2")
+        return whole.astype("u2" if layout == 2 else "u4").tobytes()
+    stacked = np.stack(parts[::-1] if layout == 3 else parts, axis=1)
+    if layout == 3:  # float64, turned left by one bit, the highest byte first
+        turned = stacked.view("u8")
+        stacked = turned >> np.uint64(1) | turned << np.uint64(63)
+    return stacked.tobytes()
+
+
+def decode(codec: int, layout: int, stored: bytes, raw_bytes: int) -> bytes:
+    """Return the bytes of a chunk."""
+    require(codec in (0, 1, 2) and layout < 7, f"unknown codec {codec} or layout {layout}")
+    if codec < 2:
+        return unzstd(stored, raw_bytes) if codec else stored
+    sizes = [raw_bytes // sum(SHARES[layout]) * share for share in SHARES[layout]]
+    at, planes = 4 * len(sizes), []
+    for length, size in zip(struct.unpack_from(f"<{len(sizes)}I", stored), sizes, strict=True):
+        part = stored[at : at + (length & 0x7FFFFFFF)]
+        planes.append(unzstd(part, size) if length >> 31 else part)
+        at += len(part)
+    return join(layout, planes)
+
+
+def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
+    """Return one piece, checked against its id."""
+    raw, place, offset, stored, inner, slab = (int(body[name][row]) for name in COLUMNS)
+    pack = body["packs"][16 * place : 16 * place + 16].hex()
+    with (store / "packs" / pack[:2] / f"{pack}.pack").open("rb") as file:
+        file.seek(offset)
+        head, data = file.read(64), file.read(stored)
+    magic, codec, layout, _, raw_bytes, length, _, _, _, crc = struct.unpack("<4sBBHIIQ32sII", head)
+    where = f"pack {pack}, chunk at byte {offset}"
+    require(magic == b"CHNK" and zlib.crc32(head[:60]) == crc, f"{where}: damaged header")
+    require((raw_bytes, length, len(data)) == (slab, stored, stored), f"{where}: other lengths")
+    piece = decode(codec, layout, data, raw_bytes)[inner : inner + raw]
+    require(blake3(piece).digest() == body["ids"][32 * row : 32 * row + 32], f"{where}: damaged")
+    return piece
+
+
+def collect(node: Any, path: str, tensors: list[Any], into: dict[str, Any]) -> None:  # noqa: ANN401
+    """Put what is below a node of the skeleton into `into`, by dotted path."""
+    tag = node[0] if isinstance(node, list) else None
+    if tag in FIRST and len(node) > FIRST[tag]:
+        rest = node[FIRST[tag] :]
+        keyed = tag in ("d", "o", "dd", "ct")
+        for key, item in zip(rest[::2], rest[1::2], strict=True) if keyed else enumerate(rest):
+            collect(item, f"{path}.{key}" if path else str(key), tensors, into)
+    elif tag == "x":  # an adapter's name, and what the adapter made of the object
+        collect(node[2], path, tensors, into)
+    elif tag == "Q":  # quantized: the integers, then dtype, shape, scheme, parameters
+        collect(node[1], path, tensors, into)
+        collect(node[5], f"{path}.quantizer", tensors, into)
+    elif tag == "V":  # a view: index, dtype, byte offset, shape, strides in elements
+        flat = np.frombuffer(tensors[node[1]][1], BITS.get(node[2], "u1"), offset=node[3])
+        into[path] = np.ndarray(node[4], flat.dtype, flat, 0, [flat.itemsize * n for n in node[5]])
+    elif tag in ("T", "N", "G", "B"):
+        array, data = tensors[(node[2] if tag == "G" else node)[1]]
+        text = str(data, "utf-8", "surrogatepass") if node[2:] == ["str"] else data
+        into[path] = text if tag == "B" else array
+    else:
+        into[path] = node
+
+
+def restore(store: Path, name: str) -> dict[str, Any]:
+    """Return what the newest version of a run, or the version of an id, holds, by dotted path."""
+    body = read_manifest(store, find_save(store, name))
+    tensors, row, found = [], 0, {}
+    for dtype, _, shape, order, nbytes, count in body["tensors"]:
+        data = b"".join(read_piece(store, body, at) for at in range(row, row + count))
+        require(len(data) == nbytes, "the pieces of a tensor do not add up to its bytes")
+        order = order or list(range(len(shape)))  # the dimensions as they lie in memory
+        array = np.frombuffer(data, BITS.get(body["dtypes"][dtype], "u1"))
+        array = array.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+        tensors.append((array, data))
+        row += count
+    collect(unpack(io.BytesIO(body["skeleton"])), "", tensors, found)
+    return found
+
+
+if __name__ == "__main__":
+    values = restore(Path(sys.argv[1]), sys.argv[2])
+    print(*(f"{path}: {value!r:.80}" for path, value in values.items()), sep="\n")
+    if len(sys.argv) > 3:
+        np.savez(sys.argv[3], **{k: v for k, v in values.items() if isinstance(v, np.ndarray)})

@@ -1,0 +1,173 @@
+"""Makes the golden store of format v1; run it only when a new format version needs a new one.
+
+    python tests/compat/make_golden.py tests/compat/golden/v1
+
+The golden store is committed. Later versions of ckptstore must read it as it is, so the store that
+is there is never made again; ``test_golden_v1.py`` holds what every value must be, as literals.
+Ids, times and names come from simulated surroundings: the same program gives the same store, but
+for what zstd makes of the chunks.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import pathlib
+import sys
+import warnings
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptstore import limits, repo
+from ckptstore.backends.base import PutIfAbsent
+from ckptstore.backends.registry import open_backend
+from ckptstore.config import Options
+from ckptstore.repo import Finding, create_on
+from ckptstore.store import Store
+from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.testing.environment import SimulatedEnvironment
+
+
+class Money:
+    """A type of a user's own, stored through an adapter."""
+
+    def __init__(self, cents: int) -> None:
+        self.cents = cents
+
+
+MONEY = TypeAdapter(
+    name="money",
+    type=Money,
+    to_state=lambda money: {"cents": money.cents},
+    from_state=lambda state: Money(state["cents"]),
+)
+
+
+def tensors() -> dict[str, Any]:
+    """Return tensors of every kind, and of every layout of planes."""
+    base = torch.arange(12, dtype=torch.float32).reshape(3, 4)
+    tied = torch.tensor([1.5, -2.5, 3.25])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch is about to drop quantized tensors
+        quantized = torch.quantize_per_tensor(torch.tensor([0.0, 1.0, 2.0]), 0.5, 10, torch.quint8)
+    wave = torch.arange(40_000) % 251
+    return {
+        "float32": base,
+        "view": base[1:, ::2],
+        "tied": tied,
+        "tied_again": tied,
+        "parameter": torch.nn.Parameter(torch.tensor([[1.0, 2.0]])),
+        "frozen": torch.nn.Parameter(torch.tensor([3.0]), requires_grad=False),
+        "buffer": torch.nn.Buffer(torch.tensor([7.0])),
+        "channels_last": torch.arange(24.0)
+        .reshape(1, 2, 3, 4)
+        .contiguous(memory_format=torch.channels_last),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 5),
+        "bool": torch.tensor([True, False, True]),
+        "bfloat16": torch.tensor([1.0, -0.5, 3.0], dtype=torch.bfloat16),
+        "float16": torch.arange(100, dtype=torch.float16) / 8,
+        "float8": torch.tensor([1.0, -2.0, 0.5]).to(torch.float8_e4m3fn),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+        "complex64": torch.tensor([1 + 2j, -3.5j]),
+        "quantized": quantized,
+        "generator": torch.Generator().manual_seed(7),
+        "large_float32": wave.to(torch.float32) / 8,
+        "large_equal": wave.to(torch.float32) / 8,
+        "planes_float64": torch.arange(500, dtype=torch.float64) / 4,
+        "planes_bfloat16": (torch.arange(600) % 17).to(torch.bfloat16),
+        "planes_int16": torch.arange(700, dtype=torch.int16),
+        "planes_int32": torch.arange(800, dtype=torch.int32) * 3,
+        "planes_int64": torch.arange(900, dtype=torch.int64) - 450,
+        "zstd_uint8": torch.arange(2000).remainder(5).to(torch.uint8),
+    }
+
+
+def others() -> dict[str, Any]:
+    """Return NumPy values and plain values of every kind."""
+    attributed: OrderedDict[str, int] = OrderedDict(b=1, a=2)
+    attributed._metadata = {"version": 2}  # type: ignore[attr-defined]
+    return {
+        "numpy": np.arange(6, dtype=np.int16).reshape(2, 3).T,
+        "numpy_struct": np.array([(1, 2.5), (3, 4.5)], dtype=[("id", "<i4"), ("x", "<f8")]),
+        "numpy_text": np.array(["ab", "ü"]),
+        "numpy_scalar": np.float32(0.5),
+        "numpy_dtype": np.dtype("<u2"),
+        "long_bytes": b"0123456789" * 500,
+        "long_text": "grün " * 1000,
+        "long_bytearray": bytearray(b"xyz" * 2000),
+        "plain": [None, True, False, 0, -5, 2**63, -(10**30), 1.5, float("-inf"), "ä", b"\x00\xff"],
+        "surrogate": "a\udc80b",
+        "complex": 1.5 - 2j,
+        "tuple": (1, (2,), ()),
+        "set": {1, "a"},
+        "frozenset": frozenset({(1, 2)}),
+        "deque": deque([1, 2], maxlen=5),
+        "ordered": attributed,
+        "defaultdict": defaultdict(list, {"k": [1]}),
+        "counter": Counter("aab"),
+        "keys": {
+            1: "int",
+            "1": "str",
+            None: "none",
+            (1, "x"): "tuple",
+            2.5: "float",
+            b"b": "bytes",
+        },
+        "bytearray": bytearray(b"abc"),
+        "range": range(1, 10, 3),
+        "slice": slice(None, 5),
+        "path": pathlib.PurePosixPath("/data/x"),
+        "date": dt.date(2024, 2, 29),
+        "datetime": dt.datetime(2024, 2, 29, 12, 30, tzinfo=dt.UTC),
+        "timedelta": dt.timedelta(days=-1, seconds=5),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        "money": Money(250),
+    }
+
+
+def make(folder: pathlib.Path) -> None:
+    """Make the golden store in a folder that is not there yet."""
+    repo.writer_identity = lambda: "golden@example 1"  # type: ignore[attr-defined]
+    limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]
+    torch.set_num_threads(1)
+    finding = Finding(put_if_absent=PutIfAbsent.ATOMIC, report={"made by": "make_golden.py"})
+    environment = SimulatedEnvironment(1)
+    opened = create_on(
+        open_backend(folder, kind="local"),
+        prober=lambda _backend, _environment: finding,
+        chunk_bytes=limits.CHUNK_BYTES_MIN,
+        environment=environment,
+        options=Options(workers=1),
+    )
+    state: dict[str, Any] = {"model": tensors(), "extra": others()}
+    with Store(opened) as store:
+        run = store.run("gpt", metrics={"loss": "min"})
+        run.save(state, step=1, metrics={"loss": 0.5}, adapters=[MONEY])
+        environment.sleep(60)
+        run.annotate(1, {"bleu": 31.0})
+        state["model"]["float16"] = torch.full((100,), -1.5, dtype=torch.float16)
+        run = store.run("gpt", metrics={"loss": "min", "acc": "max"})
+        run.save(
+            state,
+            step=2,
+            metrics={"loss": float("nan"), "acc": float("inf")},
+            tags=["good"],
+            metadata={"lr": 0.001, "note": "größer", "layers": [1, 2]},
+            adapters=[MONEY],
+        )
+        run.tag(1, "first")
+        run.tag(1, "gone")
+        run.untag("gone")
+        noise = np.random.default_rng(5).integers(0, 256, 70_000, np.uint8)
+        state = {"weights": torch.from_numpy(noise), "bias": torch.arange(300.0)}
+        store.run("raw").save(state, step=0, codec="raw")
+        store.run("zstd/a").save({"bias": torch.arange(300.0)}, step=0, codec="zstd")
+
+
+if __name__ == "__main__":
+    make(pathlib.Path(sys.argv[1]))
