@@ -206,8 +206,12 @@ SCAN_WINDOW_BYTES: Final = 1 * MIB
 SCAN_REREADS_MAX: Final = 8
 # Bytes of pieces that a repair holds before it writes them. Source: one pack of an object store.
 MEND_BATCH_BYTES: Final = 64 * MIB
-# Versions that one commit relocates. Source: about 1 KiB each in a commit of at most 4 MiB.
-MOVES_PER_COMMIT: Final = 500
+# Versions that one commit of a repair relocates. Source: up to 10 KB each with 64 roles.
+MOVES_PER_COMMIT: Final = 256
+
+# Pieces of a target store's versions that a fork from another store looks at, to find out what is
+# there. Source: 60 bytes each in a manifest: 600 MB read at most, 40 TB of chunks known.
+TRANSPLANT_PIECES_MAX: Final = 10_000_000
 
 # --- retries ----------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 
-__all__ = ["Span", "Want", "plan_spans", "read_pieces"]
+__all__ = ["ChunkRead", "Span", "Want", "plan_spans", "read_pieces"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

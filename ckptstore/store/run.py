@@ -174,3 +174,26 @@ class Run:
     def annotate(self, ref: str | int, metrics: Mapping[str, float]) -> Version:
         """Add metrics to a version of this run; see :meth:`Store.annotate`."""
         return self._store.annotate(f"#{self.resolve(ref).id}", metrics)
+
+    def rollback(self, ref: str | int, *, reason: str = "") -> Version:
+        """Make a version the head of the run again; return it.
+
+        The next save continues it, and ``latest`` names it. Versions after it are abandoned: they
+        stay, can be loaded by step or id, and come back by rolling back to the last of them.
+        Nothing is copied or deleted.
+
+        Parameters
+        ----------
+        ref
+            A version of this run, such as ``best:val_loss``.
+        reason
+            For people who read the log.
+
+        Raises
+        ------
+        VersionNotFoundError
+            It names no version, or one of which only the record is kept.
+        ReadOnlyError, UnsafeBackendError, StorageError
+            It could not be committed.
+        """
+        return self._store.rollback(f"#{self.resolve(ref).id}", reason=reason)

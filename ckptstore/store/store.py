@@ -319,6 +319,84 @@ class Store:
         self._repo.log.append(lambda now: changes.annotate(now, version.id, metrics))
         return self._repo.catalog.version(version.id)
 
+    def fork(
+        self,
+        ref: str,
+        new_run: str,
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        rename: Mapping[Pattern, Pattern] | None = None,
+        roles: Sequence[str] | None = None,
+        metrics: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        store: Store | None = None,
+        progress: ProgressCallback = silent,
+    ) -> Run:
+        """Begin a run at a version; return the run. No tensor is read or written.
+
+        Its first version shares the chunks of the source, which it has for a parent, for good.
+        It has the source's step, and neither its metrics nor its tags.
+
+        Parameters
+        ----------
+        ref
+            The version to begin at.
+        new_run
+            A name that no run has.
+        include, exclude
+            Patterns of paths: which leaves of the state to take over; all if not given.
+        rename
+            Prefix of a path to what replaces it: ``{"model.backbone": "model.encoder"}``; see
+            :mod:`ckptstore.format.renames`.
+        roles
+            Take over leaves of these roles only, such as ``["weights"]``.
+        metrics
+            Metric to ``"min"`` or ``"max"``, besides what the source's run has declared.
+        metadata
+            A JSON object of the user's own.
+        store
+            Another store to begin the run in. Chunks that it does not have travel, as they are
+            stored; where they came from is kept in the metadata, below ``forked_from``.
+        progress
+            Called with the bytes that have travelled.
+
+        Raises
+        ------
+        ConflictError
+            There is a run `new_run`.
+        VersionNotFoundError, TensorNotFoundError
+            The ref, a pattern or a prefix names nothing.
+        InvalidInputError
+            A name or role is not accepted, or two leaves would come to lie in one place.
+        ReadOnlyError, UnsafeBackendError, StorageError
+            It could not be committed.
+        """
+        from ckptstore.checkpoint.selection import Selection
+        from ckptstore.ops.fork import ForkRequest, fork, fork_into
+
+        chosen = Selection(include=include, exclude=exclude, roles=roles, rename=rename)
+        request = ForkRequest(
+            run=new_run,
+            selection=chosen,
+            directions=metrics or {},
+            metadata=metadata or {},
+            progress=progress,
+        )
+        source = self.resolve(ref)
+        if store is None or store._repo is self._repo:
+            fork(self._repo, self._manifests, source, request)
+            return self.run(new_run)
+        fork_into(store._repo, store._manifests, self._repo, self._manifests, source, request)
+        return store.run(new_run)
+
+    def rollback(self, ref: str, *, reason: str = "") -> Version:
+        """Make a version the head of its run again; return it. See :meth:`Run.rollback`."""
+        from ckptstore.ops.rollback import rollback
+
+        version = self.resolve(ref)
+        return rollback(self._repo, version.run, version.id, reason=reason).target
+
     # --- maintenance --------------------------------------------------------------------------
 
     def usage(self, run: str | None = None) -> list[VersionUsage]:

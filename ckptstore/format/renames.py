@@ -1,0 +1,168 @@
+"""Renaming by prefix: where a leaf of one state goes in another.
+
+A renaming maps prefixes to replacements. A leaf moves if a prefix is its path, or leads to it; the
+longest such prefix counts, and it is applied once, so that two names can be swapped. The empty
+prefix leads to every leaf; an empty replacement takes the prefix away.
+
+Text is compared with the dotted text of paths, up to a dot or the end. The keys of the result:
+
+- what both the prefix and its replacement begin with stays as it is;
+- a prefix that leads to a dict gives a path of dicts: with ``{"model": "net.inner"}`` the dict
+  ``model`` becomes ``inner`` in ``net``;
+- a prefix that is a leaf, or ends inside of a key (``model.backbone``, where ``model`` is a state
+  dict with keys such as ``backbone.0.weight``), renames inside of that key.
+
+Tuples of keys say it exactly: ``{("model",): ("net", "inner")}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptstore.errors import InvalidInputError, TensorNotFoundError
+from ckptstore.format.paths import Key, Path, Pattern, path_text
+
+__all__ = ["Renames"]
+
+
+class Renames:
+    """Applies a renaming; counts which prefixes led anywhere.
+
+    Parameters
+    ----------
+    mapping
+        Prefix to replacement: both texts, or both tuples of keys.
+
+    Raises
+    ------
+    InvalidInputError
+        A prefix or a replacement is of another type.
+    """
+
+    def __init__(self, mapping: Mapping[Pattern, Pattern]) -> None:
+        if not isinstance(mapping, Mapping):
+            raise InvalidInputError(
+                f"rename must map prefixes to replacements, not be a {type(mapping).__name__}",
+                hint="write rename={'model.backbone': 'model.encoder'}",
+            )
+        for old, new in mapping.items():
+            texts = isinstance(old, str) and isinstance(new, str)
+            if not texts and not (isinstance(old, tuple) and isinstance(new, tuple)):
+                raise InvalidInputError(
+                    f"a renaming has two texts or two tuples of keys, not {old!r} and {new!r}"
+                )
+        # The longest first: it is the most specific.
+        order = sorted(mapping, key=lambda old: -len(_text(old)))
+        self._mapping = {old: mapping[old] for old in order}
+        self._unused = {old for old, new in mapping.items() if old != new}
+
+    def __bool__(self) -> bool:
+        """Return whether there is anything to rename."""
+        return bool(self._mapping)
+
+    def path(self, path: Path, *, leads_to_dict: bool = False) -> Path:
+        """Return where what lies at `path` goes; `leads_to_dict` where that is a dict.
+
+        Raises
+        ------
+        InvalidInputError
+            Nothing would be left of the path of a leaf.
+        """
+        text = path_text(path)
+        for old, new in self._mapping.items():
+            if isinstance(old, tuple) and isinstance(new, tuple):
+                if path[: len(old)] != old:
+                    continue
+                found = new + path[len(old) :]
+            elif isinstance(old, str) and isinstance(new, str) and _leads(old, text):
+                found = _by_text(path, old, new, leads_to_dict=leads_to_dict)
+            else:
+                continue
+            if not leads_to_dict:
+                self._unused.discard(old)
+                if not found:
+                    raise InvalidInputError(f"nothing would be left of the path {text!r}")
+            return found
+        return path
+
+    def text(self, path: Path) -> str:
+        """Return the dotted text of where the leaf at `path` goes."""
+        text = path_text(path)
+        for old, new in self._mapping.items():
+            prefix = _text(old)
+            at_keys = not isinstance(old, tuple) or path[: len(old)] == old
+            if at_keys and _leads(prefix, text):
+                self._unused.discard(old)
+                rest = text[len(prefix) :].removeprefix(".")
+                return ".".join(part for part in (_text(new), rest) if part)
+        return text
+
+    def check_all_used(self) -> None:
+        """Raise if a prefix has led to no leaf so far: it is likely misspelled.
+
+        Raises
+        ------
+        TensorNotFoundError
+            Names the prefixes.
+        """
+        if self._unused:
+            names = ", ".join(sorted(map(repr, self._unused)))
+            raise TensorNotFoundError(
+                f"there is nothing to rename at {names}",
+                hint="a renaming names dict keys, or whole parts of them between dots",
+            )
+
+
+def _text(prefix: Pattern) -> str:
+    return prefix if isinstance(prefix, str) else path_text(prefix)
+
+
+def _leads(prefix: str, text: str) -> bool:
+    return not prefix or text == prefix or text.startswith(prefix + ".")
+
+
+def _by_text(path: Path, old: str, new: str, *, leads_to_dict: bool) -> Path:
+    keys = [path_text((key,)) for key in path]
+    at = 0
+    while old and new and _leads(keys[at], old) and _leads(keys[at], new):
+        if old == keys[at] and at + 1 == len(keys) and not leads_to_dict:
+            break  # the leaf's own key
+        old, new = _after(keys[at], old), _after(keys[at], new)
+        at += 1
+    end, rest, tail = at, old, ""
+    while rest:  # up to the key in which the prefix ends
+        if _leads(keys[end], rest):
+            rest = _after(keys[end], rest)
+        else:
+            rest, tail = "", keys[end][len(rest) + 1 :]
+        end += 1
+    parts = new.split(".") if new else []
+    found: list[Key] = list(parts)
+    if tail or (end == len(path) and end > at and not leads_to_dict):
+        found = list(_divided(parts, keys[at : end - 1], tail))
+    if len(found) == end - at:
+        found = [_like(key, text) for key, text in zip(path[at:end], found, strict=True)]
+    return (*path[:at], *found, *path[end:])
+
+
+def _after(key: str, text: str) -> str:
+    return text[len(key) + 1 :]
+
+
+def _divided(parts: list[str], before: list[str], tail: str) -> list[str]:
+    """Divide `parts` as the keys `before` were; what is left goes before `tail`, in one key."""
+    found = []
+    for key in before:
+        count = key.count(".") + 1
+        if len(parts) <= count:
+            break
+        found.append(".".join(parts[:count]))
+        parts = parts[count:]
+    last = ".".join([*parts, tail] if tail else parts)
+    return [*found, last] if last else found
+
+
+def _like(key: Key, text: Key) -> Key:
+    """Return `text` as a number where it stands for a number."""
+    number = type(key) is int and isinstance(text, str) and text.isdecimal() and text.isascii()
+    return int(str(text)) if number else text

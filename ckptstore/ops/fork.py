@@ -1,0 +1,252 @@
+"""Fork: a run begins at a version of another, and shares its chunks. No tensor is read or written.
+
+Within a store a fork is one manifest and one commit, whatever the size of the version. Into another
+store, the chunks that are missing there travel as they are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from ckptstore import limits
+from ckptstore.catalog import changes, lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.content import content_digest
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.selection import Selection, logical_roles, select
+from ckptstore.errors import CondemnedError, ConflictError, CorruptObjectError, InvalidInputError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format import manifest as manifests
+from ckptstore.format.commit import Op
+from ckptstore.format.fields import ManifestPointer
+from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.manifest import Manifest
+from ckptstore.hashing import blake3_hex
+from ckptstore.model import Version
+from ckptstore.ops.transplant import ORIGIN_KEY, transplant
+from ckptstore.repo import Repo
+
+__all__ = ["ForkRequest", "fork", "fork_into"]
+
+_NOWHERE: Final = ManifestPointer(key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkRequest:
+    """What the user asks for, besides the version."""
+
+    run: str
+    """Name of the new run."""
+    selection: Selection = field(default_factory=Selection)
+    directions: Mapping[str, str] = field(default_factory=dict)
+    """Which way metrics get better, besides what the source's run knows."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    progress: ProgressCallback = silent
+    """Called while chunks travel to another store."""
+
+
+def fork(repo: Repo, cache: Manifests, source: Version, request: ForkRequest) -> Version:
+    """Begin a run at a version of the same store; return its first version.
+
+    What a collection condemns between reading the source and the commit is looked at again: the
+    source may lie elsewhere since. The check and the commit are one step on the log.
+
+    Raises
+    ------
+    ConflictError
+        There is a run of this name.
+    VersionNotFoundError
+        The source was deleted, or only its record is kept.
+    TensorNotFoundError, InvalidInputError
+        A pattern, prefix, name or role is not accepted; nothing was written.
+    CorruptObjectError
+        Parts of the source are lost.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        The store cannot be written to.
+    CondemnedError
+        Collections condemned what it needs, again and again.
+    """
+    repo.check_writable()
+    version = name = repo.environment.random_hex(16)
+    catalog = repo.refresh()
+    build = _Forking(source=source, version=version, request=request)
+    build(catalog)  # refuses now what the commit would refuse
+    for attempt in range(limits.CONDEMNED_TRIES_MAX):
+        source = catalog.version(source.id)
+        _check_whole(source)
+        manifest = select(cache.load(source), request.selection, version=version)
+        build.manifest = manifest
+        build.content = content_digest(manifest)
+        build.pointer = _write(repo, manifest, name)
+        try:
+            repo.log.append(build)
+        except CondemnedError:
+            if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
+                raise
+            name = repo.environment.random_hex(16)  # a name is never used again
+            catalog = repo.refresh()
+        else:
+            cache.keep(build.pointer.digest, manifest)
+            return repo.catalog.version(version)
+    raise AssertionError  # pragma: no cover - the loop has no other end
+
+
+@dataclass(slots=True, kw_only=True)
+class _Forking:
+    """Builds the commit of a fork, on whatever the catalog is then."""
+
+    source: Version
+    version: str
+    request: ForkRequest
+    manifest: Manifest | None = None
+    pointer: ManifestPointer = _NOWHERE
+    content: str = "0" * 64
+
+    def __call__(self, catalog: Catalog) -> list[Op]:
+        manifest = self.manifest
+        return lifecycle_changes.fork(
+            catalog,
+            run=self.request.run,
+            source=self.source.id,
+            version=self.version,
+            step=self.source.step,
+            manifest=self.pointer,
+            content=self.content,
+            roles=logical_roles(manifest) if manifest is not None else {},
+            metrics={},
+            metadata=self.request.metadata,
+            directions=self.request.directions,
+            relies_on=_needs(self.pointer, manifest) if manifest is not None else (),
+        )
+
+
+def fork_into(
+    target: Repo,
+    target_cache: Manifests,
+    repo: Repo,
+    cache: Manifests,
+    source: Version,
+    request: ForkRequest,
+) -> Version:
+    """Begin a run of `target` at a version of another store; return its first version.
+
+    Chunks that versions of `target` hold already are shared with them (see
+    :mod:`ckptstore.ops.transplant` for which are looked at); the others travel as they are
+    stored, and each is checked on the way. Where it came from is kept in the metadata, below
+    :data:`ckptstore.ops.transplant.ORIGIN_KEY`: a version of another store cannot be a parent.
+
+    Raises
+    ------
+    ConflictError
+        `target` has a run of this name.
+    CorruptTensorError
+        A chunk of the source is damaged.
+    CkptStoreError
+        As :func:`fork`.
+    """
+    target.check_writable()
+    if ORIGIN_KEY in request.metadata:
+        msg = f"the metadata key {ORIGIN_KEY!r} is taken"
+        raise InvalidInputError(msg)
+    _check_whole(source)
+    inherited = repo.catalog.run(source.run).metrics
+    version = name = target.environment.random_hex(16)
+    metadata = {**request.metadata, ORIGIN_KEY: _origin(repo, source)}
+    directions = {**inherited, **request.directions}
+    plan = _Landing(
+        version=version, source=source, run=request.run, metadata=metadata, directions=directions
+    )
+    plan(target.refresh())
+    wanted = select(cache.load(source), request.selection, version=version)
+    without: set[str] = set()
+    for attempt in range(limits.CONDEMNED_TRIES_MAX):
+        landed = transplant(
+            wanted,
+            source=repo,
+            target=target,
+            target_cache=target_cache,
+            source_id=source.id,
+            without=without,
+            progress=request.progress,
+        )
+        plan.manifest, plan.roles = landed.manifest, landed.roles
+        plan.receipt = landed.receipt
+        plan.content = content_digest(landed.manifest)
+        plan.pointer = _write(target, landed.manifest, name)
+        try:
+            target.log.append(plan)
+        except CondemnedError as error:
+            if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
+                raise
+            packs = {pack_key(pack): pack for pack in landed.manifest.pieces.packs}
+            without.update(packs[key] for key in error.keys if key in packs)
+            name = target.environment.random_hex(16)
+        else:
+            target_cache.keep(plan.pointer.digest, landed.manifest)
+            return target.catalog.version(version)
+    raise AssertionError  # pragma: no cover - the loop has no other end
+
+
+@dataclass(slots=True, kw_only=True)
+class _Landing:
+    """Builds the commit of a fork that came from another store."""
+
+    version: str
+    source: Version
+    run: str
+    metadata: Mapping[str, Any]
+    directions: Mapping[str, str]
+    manifest: Manifest | None = None
+    pointer: ManifestPointer = _NOWHERE
+    content: str = "0" * 64
+    roles: Mapping[str, Any] = field(default_factory=dict)
+    receipt: Mapping[str, float] = field(default_factory=dict)
+
+    def __call__(self, catalog: Catalog) -> list[Op]:
+        if catalog.has_run(self.run):
+            msg = f"there is a run {self.run!r} already"
+            raise ConflictError(msg, hint="fork to another name")
+        manifest = self.manifest
+        return changes.save(
+            catalog,
+            run=self.run,
+            version=self.version,
+            step=self.source.step,
+            manifest=self.pointer,
+            content=self.content,
+            directions=self.directions,
+            metadata=self.metadata,
+            roles=self.roles,
+            receipt=self.receipt,
+            relies_on=_needs(self.pointer, manifest) if manifest is not None else (),
+        )
+
+
+def _needs(pointer: ManifestPointer, manifest: Manifest) -> Iterable[str]:
+    return (pointer.key, *map(pack_key, manifest.pieces.packs))
+
+
+def _origin(repo: Repo, source: Version) -> dict[str, object]:
+    return {
+        "store_id": repo.superblock.store_id,
+        "url": repo.url,
+        "version": source.id,
+        "run": source.run,
+        "step": source.step,
+    }
+
+
+def _check_whole(source: Version) -> None:
+    if source.damaged:
+        msg = f"parts of {source.run}@{source.step} (#{source.id[:8]}) are lost"
+        hint = "load what is intact (include=) and save it as a run of its own"
+        raise CorruptObjectError(msg, hint=hint)
+
+
+def _write(repo: Repo, manifest: Manifest, name: str) -> ManifestPointer:
+    data = manifests.encode(manifest)
+    key = manifest_key(name)
+    repo.backend.put(key, data)
+    return ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
