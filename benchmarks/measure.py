@@ -7,6 +7,7 @@ always follows the same one. Ratios are taken within each round, and their media
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import statistics
@@ -81,7 +82,7 @@ class Result:
 
 
 def run_cases(
-    table: str, cases: Sequence[Case], space: Workspace, *, rounds: int, warmups: int = 1
+    table: str, cases: Sequence[Case], space: Workspace, *, rounds: int
 ) -> list[Measured]:
     """Time all cases, interleaved; a case that raises is reported with its error and left out.
 
@@ -90,8 +91,9 @@ def run_cases(
     table
         Printed with the progress.
     rounds
-        Counted rounds, after `warmups` that are not.
+        Counted rounds, after one that is not; with a single round there is none to warm up.
     """
+    warmups = 1 if rounds > 1 else 0
     measured = {case.name: _new(case) for case in cases}
     gc.collect()
     gc.freeze()  # what is imported is not looked through again before each measurement
@@ -131,6 +133,17 @@ def _new(case: Case) -> Measured:
     return Measured(name=case.name, logical_bytes=case.logical_bytes, note=case.note)
 
 
+def _trim() -> None:
+    """Give the memory that the C library keeps for reuse back to the kernel.
+
+    Otherwise a case that follows one that freed much would get its memory without page faults,
+    which a process that resumes a training does not.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+
+
 def _once(case: Case, one: Measured, space: Workspace) -> float:
     """Run a case once; note its numbers, or its error."""
     folder = case.folder or space.fresh()
@@ -138,6 +151,7 @@ def _once(case: Case, one: Measured, space: Workspace) -> float:
         if case.prepare is not None:
             case.prepare(folder)
         gc.collect()
+        _trim()
         if case.writes:
             os.sync()
         began = time.perf_counter()
