@@ -105,3 +105,7 @@ class Ref:
     """Metric, tag, or the beginning of an id."""
     number: int = 0
     """Step, or how many versions back."""
+    step_min: int = 0
+    """Of ``best``: the first step that counts."""
+    step_max: int | None = None
+    """Of ``best``: the last step that counts; None: no bound."""

@@ -5,9 +5,10 @@
     ref      = run [ "@" relative ] | "#" id        id: 4 to 32 hex digits, a unique beginning
     relative = "latest"                              the head of the run; also what `run` alone is
              | digits                                the version of this step, the newest of several
-             | "best:" metric                        by the metric's direction in the run
+             | "best" { bound } ":" metric           by the metric's direction in the run
              | "~" digits                            so many parents before the head
              | tag
+    bound    = ( "<" | "<=" | ">" | ">=" ) digits    of the step: best<9000:val_loss
 
 Inside a run the relative part stands alone (``run.load("best:val_loss")``), and ``#id`` is
 accepted too. Names cannot hold what the grammar needs (:mod:`ckptstore.format.names`), so every
@@ -34,8 +35,10 @@ __all__ = ["ID_PREFIX_CHARS_MIN", "parse_ref", "resolve"]
 ID_PREFIX_CHARS_MIN: Final = 4
 """Shortest beginning of an id. Source: of 100 versions two share three digits in 70% of stores."""
 
-_TEXT_CHARS_MAX: Final = limits.RUN_NAME_CHARS_MAX + limits.METRIC_NAME_CHARS_MAX + 10
+_TEXT_CHARS_MAX: Final = limits.RUN_NAME_CHARS_MAX + limits.METRIC_NAME_CHARS_MAX + 60
 _DIGITS: Final = re.compile(r"[0-9]+\Z")
+_BOUNDED: Final = re.compile(r"best[<>]")
+_BOUND: Final = re.compile(r"([<>]=?)([0-9]{1,19})")
 _HEX: Final = re.compile(r"[0-9a-f]*")
 _FORMS: Final = "latest, a step, best:METRIC, ~N or a tag"
 
@@ -126,14 +129,36 @@ def _parse_relative(text: str, run: str, start: int) -> Ref:
         return Ref(text=text, run=run, kind="back", number=_number(text, start + 1))
     if _DIGITS.match(part):
         return Ref(text=text, run=run, kind="step", number=_number(text, start))
-    head, colon, metric = part.partition(":")
-    if head == "best":
-        try:
-            check_metric_name(metric)
-        except InvalidInputError as error:
-            _refuse(text, start + len(head + colon), error.message, "write best:val_loss")
-        return Ref(text=text, run=run, kind="best", value=metric)
+    if part.partition(":")[0] == "best" or _BOUNDED.match(part):
+        return _parse_best(text, run, start)
     return _parse_tag(text, run, start)
+
+
+def _parse_best(text: str, run: str, start: int) -> Ref:
+    """Parse ``best``, the bounds, a colon and the metric, which begin at `start`."""
+    at = start + len("best")
+    step_min, step_max = 0, limits.STEP_MAX
+    while text[at : at + 1] in ("<", ">"):
+        bound = _BOUND.match(text, at)
+        if bound is None:
+            _refuse(text, at, "a bound is <, <=, > or >= and a step", "write best<9000:val_loss")
+        number = int(bound[2])
+        if bound[1][0] == "<":
+            step_max = min(step_max, number - (bound[1] == "<"))
+        else:
+            step_min = max(step_min, number + (bound[1] == ">"))
+        at = bound.end()
+    if text[at : at + 1] != ":" and at > start + len("best"):
+        _refuse(text, at, "a colon and the metric must follow", "write best<9000:val_loss")
+    if step_min > step_max:
+        _refuse(text, start + len("best"), "no step is within these bounds", "")
+    metric = text[at + 1 :]
+    try:
+        check_metric_name(metric)
+    except InvalidInputError as error:
+        _refuse(text, min(at + 1, len(text)), error.message, "write best:val_loss")
+    top = None if step_max == limits.STEP_MAX else step_max
+    return Ref(text=text, run=run, kind="best", value=metric, step_min=step_min, step_max=top)
 
 
 def _parse_tag(text: str, run: str, start: int) -> Ref:
@@ -182,7 +207,12 @@ def _by_id(catalog: Catalog, ref: Ref) -> Version:
 
 
 def _best(catalog: Catalog, ref: Ref, directions: Mapping[str, Direction]) -> Version:
-    values = list(catalog.metric_values(ref.run, ref.value))
+    every = list(catalog.metric_values(ref.run, ref.value))
+    values = [each for each in every if _within(each[1], ref)]
+    if every and not values:
+        steps = sorted(step for _, step, _ in every)
+        hint = f"those with {ref.value!r} have steps {steps[0]} to {steps[-1]}"
+        _missing(ref, "no version is within the bounds", hint)
     if not values:
         names = sorted(catalog.metric_names(ref.run))
         what = f"no version of run {ref.run!r} has the metric {ref.value!r}"
@@ -196,6 +226,10 @@ def _best(catalog: Catalog, ref: Ref, directions: Mapping[str, Direction]) -> Ve
     if winner is None:
         _missing(ref, f"every value of {ref.value!r} is NaN", "")
     return catalog.version(winner)
+
+
+def _within(step: int, ref: Ref) -> bool:
+    return ref.step_min <= step and (ref.step_max is None or step <= ref.step_max)
 
 
 def _back(catalog: Catalog, ref: Ref, head: str) -> Version:

@@ -17,16 +17,17 @@ from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import (
     CorruptObjectError,
     InvalidInputError,
+    InvalidRefError,
     ObjectNotFoundError,
     PolicyError,
     VersionNotFoundError,
 )
 from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_key
-from ckptstore.model import Version
+from ckptstore.model import Ref, Version
 from ckptstore.repo import Repo
 
-__all__ = ["Removal", "remove", "undelete"]
+__all__ = ["Removal", "find_deleted", "remove", "undelete"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +121,32 @@ def _check_verified(catalog: Catalog, chosen: Collection[str]) -> None:
                 f"{run}@{sound[-1].step} (#{sound[-1].id[:8]}) is the only verified one of its run"
             )
             raise PolicyError(msg, hint="verify another one first, or force it")
+
+
+def find_deleted(catalog: Catalog, ref: Ref) -> str:
+    """Return the id of the deleted version that ``#ID`` or ``RUN@STEP`` names.
+
+    Raises
+    ------
+    VersionNotFoundError, RunNotFoundError
+        It names none.
+    InvalidRefError
+        It is of another form, or an id that is not unique.
+    """
+    if ref.kind == "id":
+        found = [v for v in catalog.by_prefix(ref.value) if not ref.run or v.run == ref.run]
+        if len(found) > 1:
+            msg = f"{ref.text!r} is not unique: {len(found)} or more versions begin so"
+            raise InvalidRefError(msg)
+    elif ref.kind == "step":
+        found = [v for v in catalog.versions(ref.run, deleted=True) if v.step == ref.number]
+    else:
+        msg = f"{ref.text!r}: a deleted version is named by its id or step"
+        raise InvalidRefError(msg, hint="#ID or RUN@STEP; log RUN shows what was deleted")
+    if not found:
+        msg = f"{ref.text!r} names no version that was deleted"
+        raise VersionNotFoundError(msg, hint="ckptstore log shows what was deleted")
+    return found[-1].id
 
 
 def undelete(repo: Repo, cache: Manifests, versions: Sequence[str]) -> list[Version]:

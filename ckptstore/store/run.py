@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.catalog import changes
 from ckptstore.catalog.refs import parse_ref, resolve
+from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import RunInfo, Version
 
@@ -14,11 +16,14 @@ if TYPE_CHECKING:
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.format.commit import Direction
     from ckptstore.format.paths import Pattern
+    from ckptstore.ops.retain import AnyPolicy, RetainReport
     from ckptstore.store.store import Store
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
 __all__ = ["Run"]
+
+_log = logging.getLogger("ckptstore")
 
 
 class Run:
@@ -60,6 +65,7 @@ class Run:
         roles: Mapping[Pattern, str] | None = None,
         codec: str | None = None,
         adapters: Sequence[TypeAdapter] = (),
+        retain: bool = False,
         progress: ProgressCallback = silent,
     ) -> Version:
         """Save a state; return when it is durable and visible.
@@ -86,6 +92,9 @@ class Run:
             Overrides the store's for this save.
         adapters
             Ways to represent objects of other types.
+        retain
+            Carry out the retention policy of the run afterwards. The version is durable by then:
+            if that fails, it is logged, and the next time catches up.
         progress
             Called with the bytes done.
 
@@ -106,6 +115,8 @@ class Run:
         """
         from ckptstore.checkpoint.save import SaveRequest, save_version
 
+        if retain:
+            self._check_policy()
         request = SaveRequest(
             run=self.name,
             step=step,
@@ -118,7 +129,26 @@ class Run:
             adapters=adapters,
             progress=progress,
         )
-        return save_version(self._store.repo, self._store._manifests, state, request)
+        version = save_version(self._store.repo, self._store._manifests, state, request)
+        if retain:
+            self._retain_after_save()
+            version = self._store.repo.catalog.version(version.id)
+        return version
+
+    def _check_policy(self) -> None:
+        """Raise before a save that is to be followed by retention, if that could only fail."""
+        from ckptstore.catalog.retention import stored_policy
+
+        catalog = self._store.repo.refresh()
+        if not catalog.has_run(self.name) or stored_policy(catalog, self.name) is None:
+            msg = f"run {self.name!r} has no retention policy"
+            raise InvalidInputError(msg, hint="run.set_policy({'full': 'last 3'})")
+
+    def _retain_after_save(self) -> None:
+        try:
+            self.retain()
+        except CkptStoreError as error:
+            _log.warning("run %s was not pruned after a save: %s", self.name, error)
 
     def resolve(self, ref: str | int = "latest") -> Version:
         """Return a version of this run: ``latest``, a step, a tag, ``best:METRIC`` or ``~N``.
@@ -131,6 +161,31 @@ class Run:
         catalog = self._store.repo.refresh()
         parsed = parse_ref(str(ref), run=self.name)
         return resolve(catalog, parsed, directions=self._directions)
+
+    def best(
+        self, metric: str, *, n: int = 1, step_min: int = 0, step_max: int | None = None
+    ) -> list[Version]:
+        """Return the best versions by a metric, the best first; at most `n`.
+
+        Those that can be loaded and are on the line of the run; NaN is never among them.
+
+        Parameters
+        ----------
+        step_min, step_max
+            Bounds of the step, both inclusive.
+
+        Raises
+        ------
+        RunNotFoundError
+            The run has no version yet.
+        InvalidInputError
+            The direction of the metric is not known.
+        """
+        from ckptstore.catalog.history import top
+
+        catalog = self._store.repo.refresh()
+        bounds = (step_min, step_max)
+        return top(catalog, self.name, metric, n=n, steps=bounds, directions=self._directions)
 
     def version(self, ref: str | int = "latest") -> LazyVersion:
         """Return a version to be read lazily; see :meth:`Store.version`."""
@@ -197,3 +252,32 @@ class Run:
             It could not be committed.
         """
         return self._store.rollback(f"#{self.resolve(ref).id}", reason=reason)
+
+    def pin(self, ref: str | int) -> Version:
+        """Pin a version of this run; see :meth:`Store.pin`."""
+        return self._store.pin(f"#{self.resolve(ref).id}")
+
+    def unpin(self, ref: str | int) -> Version:
+        """Unpin a version of this run; see :meth:`Store.unpin`."""
+        return self._store.unpin(f"#{self.resolve(ref).id}")
+
+    def set_policy(self, policy: AnyPolicy | None) -> None:
+        """Store the retention policy of this run; None takes it away. The run need not exist yet.
+
+        Parameters
+        ----------
+        policy
+            Levels to rules, such as ``{"full": "last 3", "weights": "best 5 val_loss"}``.
+
+        Raises
+        ------
+        InvalidInputError, PolicyError
+            It does not follow the grammar, or has no rule.
+        """
+        from ckptstore.ops.retain import set_policy
+
+        set_policy(self._store.repo, self.name, policy, directions=self._directions)
+
+    def retain(self, policy: AnyPolicy | None = None, *, dry_run: bool = False) -> RetainReport:
+        """Delete and age versions of this run by a policy; see :meth:`Store.retain`."""
+        return self._store.retain(policy, run=self.name, dry_run=dry_run)

@@ -49,6 +49,8 @@ def accepted(check: Callable[[str], str], text: str) -> bool:
         ("gpt@release-1", "gpt", "tag", "release-1", 0),
         ("gpt@v1200", "gpt", "tag", "v1200", 0),
         ("gpt@bestest", "gpt", "tag", "bestest", 0),
+        ("gpt@best:a<9", "gpt", "best", "a<9", 0),
+        ("gpt@best<9:a<9:b", "gpt", "best", "a<9:b", 0),
         ("gpt@~2", "gpt", "back", "", 2),
         ("1200", "1200", "latest", "", 0),
         ("latest", "latest", "latest", "", 0),
@@ -61,6 +63,24 @@ def test_the_grammar(text: str, run: str, kind: str, value: str, number: int) ->
     """Each form is read as documented."""
     ref = parse_ref(text)
     assert (ref.text, ref.run, ref.kind, ref.value, ref.number) == (text, run, kind, value, number)
+
+
+@pytest.mark.parametrize(
+    ("text", "step_min", "step_max"),
+    [
+        ("gpt@best:loss", 0, None),
+        ("gpt@best<9000:loss", 0, 8999),
+        ("gpt@best<=9000:loss", 0, 9000),
+        ("gpt@best>100:loss", 101, None),
+        ("gpt@best>=100<200:loss", 100, 199),
+        ("gpt@best<200>=100<=150:loss", 100, 150),
+    ],
+)
+def test_bounds_of_best(text: str, step_min: int, step_max: int | None) -> None:
+    """Bounds stand before the colon, so that a metric may hold any sign; several all hold."""
+    ref = parse_ref(text)
+    assert (ref.kind, ref.value) == ("best", "loss")
+    assert (ref.step_min, ref.step_max) == (step_min, step_max)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +115,12 @@ def test_inside_a_run_the_relative_part_stands_alone(text: str, kind: str) -> No
         ("gpt@~-1", "", 6, "number"),
         ("gpt@best:", "", 10, "metric"),
         ("gpt@best", "", 9, "metric"),
+        ("gpt@best<:loss", "", 9, "a bound is"),
+        ("gpt@best<9000", "", 14, "colon"),
+        ("gpt@best<9000:", "", 15, "metric"),
+        ("gpt@best<9<-1:loss", "", 11, "a bound is"),
+        ("gpt@best<0:loss", "", 9, "no step"),
+        ("gpt@best>5<5:loss", "", 9, "no step"),
         ("gpt@a@b", "", 6, "second @"),
         ("gpt@latest", "gpt", 4, "leave out its name"),
         ("gpt@#3fa9", "", 5, "stands alone"),
@@ -174,6 +200,9 @@ def catalog(memory: MemoryBackend, saving: Saving) -> Catalog:
         ("gpt@good", 2),
         ("gpt@best:val_loss", 2),
         ("gpt@best:acc", 3),
+        ("gpt@best<200:val_loss", 1),
+        ("gpt@best>200:val_loss", 4),
+        ("gpt@best>200<=300:val_loss", 5),
         ("ft", 6),
         ("#" + "0" * 31 + "4", 4),
     ],
@@ -194,6 +223,7 @@ def test_what_each_form_names(catalog: Catalog, text: str, number: int) -> None:
         ("gpt@~5", VersionNotFoundError, "only 4 versions come before"),
         ("gpt@best:val_los", VersionNotFoundError, "did you mean val_loss?"),
         ("gpt@best:other", InvalidRefError, "metrics={'other': 'min'}"),
+        ("gpt@best>300:acc", VersionNotFoundError, "have steps 100 to 300"),
         ("#ffff", VersionNotFoundError, "no id begins so"),
         ("#0000", InvalidRefError, "not unique"),
         ("ft@x", VersionNotFoundError, "there is none yet"),

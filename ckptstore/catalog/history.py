@@ -1,0 +1,141 @@
+"""The history of one metric over a run, and its best versions. Pure; answered from the catalog."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptstore import limits
+from ckptstore.catalog.catalog import Catalog, did_you_mean
+from ckptstore.catalog.metrics import ranked
+from ckptstore.errors import InvalidInputError, VersionNotFoundError
+from ckptstore.format.fields import Direction
+from ckptstore.model import Version
+
+__all__ = ["History", "Point", "history", "top"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One version with the metric."""
+
+    version: Version
+    """May be abandoned, reduced to its record, or deleted: its metrics stay."""
+    value: float
+    """May be NaN or infinite."""
+    improved: bool
+    """It was better than everything before it on its line; False where the metric has no direction
+    that is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """A metric over the versions of a run, in the order of their commits."""
+
+    run: str
+    metric: str
+    direction: Direction | None
+    """None: not declared."""
+    points: tuple[Point, ...]
+    best: str
+    """Id of the best version that can be loaded; empty if there is none."""
+    head: str
+    """Id of the head of the run; empty if it has none."""
+
+    @property
+    def line(self) -> tuple[Point, ...]:
+        """The points on the line of the run: those that no rollback abandoned."""
+        return tuple(point for point in self.points if not point.version.abandoned)
+
+
+def history(catalog: Catalog, run: str, metric: str) -> History:
+    """Return every value that a metric had in a run, deleted versions included.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    VersionNotFoundError
+        No version has the metric; the hint names similar ones.
+    """
+    info = catalog.run(run)
+    direction = info.metrics.get(metric)
+    there = [*catalog.versions(run), *catalog.versions(run, deleted=True)]
+    versions = sorted((v for v in there if metric in v.metrics), key=lambda v: v.commit)
+    if not versions:
+        msg = f"no version of run {run!r} has the metric {metric!r}"
+        raise VersionNotFoundError(msg, hint=did_you_mean(metric, catalog.metric_names(run)))
+    values = {version.id: version.metrics[metric] for version in versions}
+    records = _records(catalog, versions, values, direction) if direction else set()
+    best = ranked(catalog.metric_values(run, metric), direction)[:1] if direction else []
+    return History(
+        run=run,
+        metric=metric,
+        direction=direction,
+        points=tuple(
+            Point(version=version, value=values[version.id], improved=version.id in records)
+            for version in versions
+        ),
+        best=best[0] if best else "",
+        head=info.head,
+    )
+
+
+def top(
+    catalog: Catalog,
+    run: str,
+    metric: str,
+    *,
+    n: int,
+    steps: tuple[int, int | None] = (0, None),
+    directions: Mapping[str, Direction] | None = None,
+) -> list[Version]:
+    """Return the best versions of a run by a metric, the best first; at most `n`.
+
+    Parameters
+    ----------
+    steps
+        The first and the last step that count; None: no bound.
+    directions
+        Directions that the caller knows besides those that the run has declared.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    InvalidInputError
+        `n` is below 1, or the direction of the metric is not known.
+    """
+    direction = {**(directions or {}), **catalog.run(run).metrics}.get(metric)
+    if n < 1 or direction is None:
+        msg = f"n={n}" if n < 1 else f"it is not known whether {metric!r} is better low or high"
+        fix = (
+            "from 1 on" if n < 1 else f"store.run({run!r}, metrics={{{metric!r}: 'min'}}) or 'max'"
+        )
+        raise InvalidInputError(msg, hint=fix)
+    low, high = steps
+    high = limits.STEP_MAX if high is None else high
+    values = [each for each in catalog.metric_values(run, metric) if low <= each[1] <= high]
+    return [catalog.version(version_id) for version_id in ranked(values, direction)[:n]]
+
+
+def _records(
+    catalog: Catalog,
+    versions: list[Version],
+    values: Mapping[str, float],
+    direction: Direction,
+) -> set[str]:
+    """Return the ids of versions that were better than all before them on their own line."""
+    sign = 1.0 if direction == "min" else -1.0
+    run = versions[0].run
+    best_at: dict[str, float] = {}
+    found = set()
+    there = [*catalog.versions(run), *catalog.versions(run, deleted=True)]
+    for version in sorted(there, key=lambda v: v.commit):
+        before = best_at.get(version.parent, math.inf)
+        value = sign * values.get(version.id, math.nan)
+        if value < before:
+            found.add(version.id)
+        best_at[version.id] = before if math.isnan(value) else min(before, value)
+    return found
