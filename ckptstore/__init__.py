@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ckptstore.errors import CkptStoreError
 
 if TYPE_CHECKING:
+    from ckptstore.catalog.early_stopping import DivergenceGuard, EarlyStopping
     from ckptstore.checkpoint.lazy import LazyTensor, LazyVersion
     from ckptstore.events import Progress
     from ckptstore.model import RoleBytes, RunInfo, Version
@@ -23,6 +24,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CkptStoreError",
+    "DivergenceGuard",
+    "EarlyStopping",
     "LazyTensor",
     "LazyVersion",
     "Progress",
@@ -36,6 +39,8 @@ __all__ = [
 ]
 
 _LAZY = {
+    "DivergenceGuard": ("ckptstore.catalog.early_stopping", "DivergenceGuard"),
+    "EarlyStopping": ("ckptstore.catalog.early_stopping", "EarlyStopping"),
     "LazyTensor": ("ckptstore.checkpoint.lazy", "LazyTensor"),
     "LazyVersion": ("ckptstore.checkpoint.lazy", "LazyVersion"),
     "Progress": ("ckptstore.events", "Progress"),

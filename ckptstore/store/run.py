@@ -44,6 +44,13 @@ class Run:
         return self._store.repo.refresh().run(self.name)
 
     @property
+    def directions(self) -> dict[str, Direction]:
+        """Which way each metric gets better: what the run has declared, and what was given."""
+        catalog = self._store.repo.refresh()
+        known = catalog.run(self.name).metrics if catalog.has_run(self.name) else {}
+        return {**self._directions, **known}
+
+    @property
     def head(self) -> Version | None:
         """The version that the next save continues; None before the first save."""
         catalog = self._store.repo.refresh()

@@ -1,0 +1,438 @@
+"""When to stop, and when training has gone wrong: usable from any loop, without torch.
+
+Both classes look at one number at a time, say what it means, and name the version to return to when
+they are tied to a run. Their state is a dict of plain values: save it with the training's state, so
+that a resumed training decides as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Final, Literal, Protocol, Self
+
+from ckptstore.errors import InvalidInputError, NotFoundError, VersionNotFoundError
+from ckptstore.format.fields import Direction
+from ckptstore.format.names import check_metric_name
+from ckptstore.model import Version
+
+__all__ = ["DivergenceGuard", "EarlyStopping", "RunLike", "Verdict"]
+
+MAD_TO_SIGMA: Final = 1.4826
+"""The median absolute deviation of normal data times this is its standard deviation. Source: F. R.
+Hampel, The influence curve and its role in robust estimation, JASA 69 (1974), 383-393."""
+
+
+class RunLike(Protocol):
+    """What is asked of a run; :class:`ckptstore.Run` is one."""
+
+    name: str
+
+    @property
+    def directions(self) -> Mapping[str, Direction]:
+        """Which way each metric gets better."""
+
+    def resolve(self, ref: str | int = "latest") -> Version:
+        """Return the version that a ref names."""
+
+    def rollback(self, ref: str | int, *, reason: str = "") -> object:
+        """Move the head of the run."""
+
+
+class EarlyStopping:
+    """Says stop when a metric has not got better for a while, and names the version to return to.
+
+    Not safe to be used by several threads at once.
+
+    Parameters
+    ----------
+    monitor
+        Name of the metric.
+    mode
+        ``min`` or ``max``: which way it gets better.
+    patience
+        After so many updates in a row without improvement it says stop; from 1 on.
+    min_delta
+        By how much a value must be better than the best so far to count as better.
+    relative
+        `min_delta` is a share of the best value's amount, not an amount.
+    warmup
+        Updates at the beginning that do not count against the patience.
+    target
+        Stop as soon as the metric is as good as this.
+
+    Raises
+    ------
+    InvalidInputError
+        An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        *,
+        mode: str = "min",
+        patience: int = 5,
+        min_delta: float = 0.0,
+        relative: bool = False,
+        warmup: int = 0,
+        target: float | None = None,
+    ) -> None:
+        self.monitor = check_metric_name(monitor)
+        self.mode = _check_mode(mode)
+        _check(patience >= 1 and warmup >= 0, "patience is from 1 on, warmup from 0 on")
+        _check(0 <= min_delta < math.inf, "min_delta is a number from 0 on")
+        self.patience = patience
+        self.min_delta = min_delta
+        self.relative = relative
+        self.warmup = warmup
+        self.target = target
+        self._run: RunLike | None = None
+        self.best_value: float | None = None
+        """The best value so far; None before the first that is a number."""
+        self.best_step: int | None = None
+        """The step of that value."""
+        self.waited = 0
+        """Updates since the last improvement that count against the patience."""
+        self.updates_count = 0
+        self.reason = ""
+        """Why to stop, for people; empty as long as there is no reason."""
+
+    @classmethod
+    def for_run(cls, run: RunLike, monitor: str, **settings: Any) -> Self:  # noqa: ANN401
+        """Return one that is tied to a run: the direction is the run's, and it names versions.
+
+        Raises
+        ------
+        InvalidInputError
+            The run has no direction for the metric, and no `mode` is given.
+        """
+        mode = settings.pop("mode", None) or run.directions.get(monitor)
+        _check(mode, f"run {run.name!r} has no direction for {monitor!r}: give mode='min' or 'max'")
+        made = cls(monitor, mode=str(mode), **settings)
+        made._run = run
+        return made
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the last update said stop."""
+        return bool(self.reason)
+
+    def update(self, step: int, value: float) -> bool:
+        """Take the metric's value at a step; return whether to stop.
+
+        NaN is no improvement. Of equal values the earlier one is the best.
+        """
+        number = float(value)
+        self.updates_count += 1
+        self.reason = ""
+        if self._is_better(number):
+            self.best_value, self.best_step, self.waited = number, int(step), 0
+        elif self.updates_count > self.warmup:
+            self.waited += 1
+        if self.target is not None and _sign(self.mode) * (number - self.target) <= 0:
+            self.reason = f"{self.monitor} is {number:.6g}, the target is {self.target:.6g}"
+        elif self.waited >= self.patience:
+            what = "was no number"
+            if self.best_value is not None:
+                what = f"was no better than {self.best_value:.6g} at step {self.best_step}"
+            self.reason = f"{self.monitor} {what} for {self.waited} updates"
+        return self.should_stop
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best_value is None:
+            return True
+        share = abs(self.best_value) if self.relative else 1.0
+        gain = _sign(self.mode) * (self.best_value - value)
+        return gain > self.min_delta * share if self.min_delta else gain > 0
+
+    def version(self) -> Version:
+        """Return the version to return to.
+
+        The one of the best step; where none was saved then, the best one that has the metric; else
+        the newest one before the best step, else the head.
+
+        Raises
+        ------
+        InvalidInputError
+            It is not tied to a run.
+        VersionNotFoundError, RunNotFoundError
+            The run has no version that can be loaded.
+        """
+        if self._run is None:
+            msg = "early stopping is not tied to a run"
+            raise InvalidInputError(msg, hint="EarlyStopping.for_run(run, metric)")
+        refs: list[str | int] = [f"best:{self.monitor}", "latest"]
+        if self.best_step is not None:
+            refs = [self.best_step, f"best<={self.best_step}:{self.monitor}", *refs]
+        for ref in refs:
+            try:
+                found = self._run.resolve(ref)
+            except (NotFoundError, InvalidInputError):
+                continue
+            if found.level != "record":
+                return found
+        msg = f"run {self._run.name!r} has no version to return to"
+        raise VersionNotFoundError(msg)
+
+    @property
+    def ref(self) -> str:
+        """The version to return to as a ref, such as ``gpt@1200``; raises as :meth:`version`."""
+        return _ref_of(self._run, self.version())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it remembers, as plain values."""
+        return {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "best_value": self.best_value,
+            "best_step": self.best_step,
+            "waited": self.waited,
+            "updates_count": self.updates_count,
+            "reason": self.reason,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another one did; settings stay as they are.
+
+        Raises
+        ------
+        InvalidInputError
+            It is the state of another metric or mode, or not a state at all.
+        """
+        _check_state(state, self.state_dict())
+        self.best_value = _float_or_none(state["best_value"])
+        self.best_step = None if state["best_step"] is None else int(state["best_step"])
+        self.waited = int(state["waited"])
+        self.updates_count = int(state["updates_count"])
+        self.reason = str(state["reason"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What a value means; true if training has gone wrong."""
+
+    kind: Literal["ok", "nan", "spike"]
+    """``nan`` is any value that is not finite."""
+    step: int
+    value: float
+    limit: float | None
+    """What the value would have had to pass to be a spike; None during the warmup."""
+    version: Version | None = None
+    """After a rollback: the head from now on. Load it and go on from it."""
+
+    def __bool__(self) -> bool:
+        """Return whether training has gone wrong."""
+        return self.kind != "ok"
+
+
+class DivergenceGuard:
+    """Finds values that are not finite, and spikes; can roll the run back by itself.
+
+    A spike is a value that is worse than the median of the last values by more than `factor`
+    times their scale, which is the median absolute deviation made comparable to a standard
+    deviation (``MAD_TO_SIGMA``). Median and MAD stay put as long as fewer than half of the values
+    are bad, where mean and standard deviation are drawn along by a single one. Source: C. Leys et
+    al., Detecting outliers: do not use standard deviation around the mean, use absolute deviation
+    around the median, J. Exp. Soc. Psychol. 49 (2013), 764-766. Going back and on from before a
+    spike is what A. Chowdhery et al., PaLM (2022), section 5.1, did by hand; they also left out
+    the data that came before the spike, which is the training loop's part.
+
+    Not safe to be used by several threads at once.
+
+    Parameters
+    ----------
+    monitor
+        Name of the metric, for messages and for the direction.
+    mode
+        Which way it gets better; only values that are worse can be spikes.
+    window
+        How many of the last values count, from 4 on.
+    factor
+        How many scales from the median a spike begins. Six is far out on purpose: Leys et al.
+        take 2.5 to 3 for an outlier, and a rollback for nothing costs more than a late one.
+    scale_min
+        The scale is at least this share of the median's amount, so that a flat curve is not all
+        spikes.
+    warmup
+        Values before the first that can be a spike.
+    patience
+        Bad values in a row that are let pass.
+    rollback_to
+        A ref inside of the run (``latest``, ``best:val_loss``, ``~2``) that the run is rolled back
+        to when training has gone wrong; None to only say so. Only with :meth:`for_run`.
+    rollbacks_max
+        After so many rollbacks :attr:`should_stop` is true, and none is made any more.
+
+    Raises
+    ------
+    InvalidInputError
+        An argument is out of its range.
+    """
+
+    def __init__(
+        self,
+        monitor: str,
+        *,
+        mode: str = "min",
+        window: int = 50,
+        factor: float = 6.0,
+        scale_min: float = 0.001,
+        warmup: int = 20,
+        patience: int = 0,
+        rollback_to: str | None = None,
+        rollbacks_max: int = 3,
+    ) -> None:
+        self.monitor = check_metric_name(monitor)
+        self.mode = _check_mode(mode)
+        _check(window >= 4, "a window has at least 4 values")
+        _check(factor > 0 and scale_min >= 0, "factor and scale_min are positive numbers")
+        _check(min(warmup, patience, rollbacks_max) >= 0, "counts are numbers from 0 on")
+        self.window = window
+        self.factor = factor
+        self.scale_min = scale_min
+        self.warmup = max(warmup, 4)
+        self.patience = patience
+        self.rollback_to = rollback_to
+        self.rollbacks_max = rollbacks_max
+        self._run: RunLike | None = None
+        self._recent: list[tuple[int, float]] = []
+        self._seen = 0
+        self._bad = 0
+        self.rollbacks_count = 0
+        self.should_stop = False
+        """Training goes wrong again and again; no more rollbacks are made."""
+
+    @classmethod
+    def for_run(cls, run: RunLike, monitor: str, **settings: Any) -> Self:  # noqa: ANN401
+        """Return one that is tied to a run, which `rollback_to` needs.
+
+        A metric whose direction the run has not declared is taken to be better low, as a training
+        loss is.
+        """
+        mode = settings.pop("mode", None) or run.directions.get(monitor, "min")
+        made = cls(monitor, mode=mode, **settings)
+        made._run = run
+        return made
+
+    def limit(self) -> float | None:
+        """Return the value from which on the next one is a spike; None during the warmup."""
+        if self._seen < self.warmup or len(self._recent) < 4:
+            return None
+        values = [value for _, value in self._recent]
+        middle = median(values)
+        mad = median(abs(value - middle) for value in values)
+        scale = max(MAD_TO_SIGMA * mad, self.scale_min * abs(middle))
+        return middle + _sign(self.mode) * self.factor * scale
+
+    def update(self, step: int, value: float) -> Verdict:
+        """Take the value at a step; say what it means, and roll back if that was asked for.
+
+        Raises
+        ------
+        CkptStoreError
+            The rollback failed; the head is where it was.
+        """
+        number = float(value)
+        limit = self.limit()
+        kind: Literal["ok", "nan", "spike"] = "ok"
+        if not math.isfinite(number):
+            kind = "nan"
+        elif limit is not None and _sign(self.mode) * (number - limit) > 0:
+            kind = "spike"
+        self._bad = self._bad + 1 if kind != "ok" else 0
+        if math.isfinite(number):
+            self._seen += 1
+            self._recent = [*self._recent, (int(step), number)][-self.window :]
+        if self._bad <= self.patience:
+            kind = "ok"
+        verdict = Verdict(kind=kind, step=int(step), value=number, limit=limit)
+        return self._rolled_back(verdict) if verdict else verdict
+
+    def _rolled_back(self, verdict: Verdict) -> Verdict:
+        self._bad = 0
+        if self._run is None or self.rollback_to is None:
+            return verdict
+        if self.rollbacks_count >= self.rollbacks_max:
+            self.should_stop = True
+            return verdict
+        reason = f"{self.monitor} is {verdict.value:.6g} at step {verdict.step}: {verdict.kind}"
+        self._run.rollback(self.rollback_to, reason=reason)
+        version = self._run.resolve("latest")
+        self.rollbacks_count += 1
+        self._recent = [pair for pair in self._recent if pair[0] <= version.step]
+        return Verdict(
+            kind=verdict.kind,
+            step=verdict.step,
+            value=verdict.value,
+            limit=verdict.limit,
+            version=version,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it remembers, as plain values."""
+        return {
+            "monitor": self.monitor,
+            "mode": self.mode,
+            "recent": [[step, value] for step, value in self._recent],
+            "seen": self._seen,
+            "bad": self._bad,
+            "rollbacks_count": self.rollbacks_count,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another one did; settings stay as they are.
+
+        Rollbacks that this one made are not forgotten: the state of a version that one returned to
+        is from before them.
+
+        Raises
+        ------
+        InvalidInputError
+            It is the state of another metric or mode, or not a state at all.
+        """
+        _check_state(state, self.state_dict())
+        recent = [(int(step), float(value)) for step, value in state["recent"]]
+        self._recent = recent[-self.window :]
+        self._seen = int(state["seen"])
+        self._bad = int(state["bad"])
+        self.rollbacks_count = max(self.rollbacks_count, int(state["rollbacks_count"]))
+
+
+def _sign(mode: Direction) -> int:
+    return 1 if mode == "min" else -1
+
+
+def _check_mode(mode: str) -> Direction:
+    if mode == "min":
+        return "min"
+    _check(mode == "max", f"mode is 'min' or 'max', not {mode!r}")
+    return "max"
+
+
+def _check(condition: object, what: str) -> None:
+    if not condition:
+        raise InvalidInputError(what)
+
+
+def _check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
+    missing = sorted(like.keys() - state.keys())
+    _check(not missing, f"the state has no {missing[:1]}: it is not one of these")
+    for name in ("monitor", "mode"):
+        same = state[name] == like[name]
+        _check(same, f"the state is of {name} {state[name]!r}, not {like[name]!r}")
+
+
+def _float_or_none(value: object) -> float | None:
+    return None if value is None else float(value)  # type: ignore[arg-type]  # of a state_dict
+
+
+def _ref_of(run: RunLike | None, version: Version) -> str:
+    """Return `run@step` where that names the version, else its id."""
+    if run is not None and run.resolve(version.step).id == version.id:
+        return f"{version.run}@{version.step}"
+    return f"#{version.id}"
