@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ckptstore.backends.base import Backend, ObjectWriter
 from ckptstore.codecs.registry import Encoded
 from ckptstore.config import Environment
+from ckptstore.errors import OperationCancelledError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import (
     CHUNK_HEADER_BYTES,
@@ -81,6 +82,8 @@ class PackSink:
         ------
         StorageError
             Of this write, or of a pack that failed to become durable meanwhile.
+        OperationCancelledError
+            After ``abort``.
         """
         header = ChunkHeader(
             codec=encoded.codec,
@@ -93,6 +96,10 @@ class PackSink:
         parts = [header, *encoded.parts]
         stream = self._streams[turn % len(self._streams)]
         with stream.lock:
+            if self._stopped.is_set():
+                # Only a worker that Ctrl-C hit while it was started: no one waits for such a one.
+                msg = "the save was aborted"
+                raise OperationCancelledError(msg)
             if stream.writer is None:
                 self._open(stream)
             assert stream.writer is not None  # noqa: S101  # for the type checker

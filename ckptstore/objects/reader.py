@@ -201,8 +201,8 @@ class _Reading:
                     raise
 
         with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-load") as pool:
-            futures = [pool.submit(loop) for _ in range(threads)]
             try:
+                futures = [pool.submit(loop) for _ in range(threads)]
                 wait(futures)
             except BaseException:  # Ctrl-C in the owner: the threads stop after their span
                 self.stop.set()

@@ -301,8 +301,8 @@ class _Run:
                 return None if self.stop.is_set() else next(jobs, None)
 
         with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-save") as pool:
-            futures = [pool.submit(self._worker, turn, take, sink) for turn in range(workers)]
             try:
+                futures = [pool.submit(self._worker, turn, take, sink) for turn in range(workers)]
                 wait(futures)
             except BaseException:  # Ctrl-C in the owner: the workers stop after their chunk
                 self.stop.set()

@@ -15,11 +15,10 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
-OPS = {"create-run", "declare", "save", "annotate", "tag", "untag"}
+OPS = "create-run declare save annotate tag untag fork rollback delete undelete pin unpin relocate"
+OPS += " set-policy verified quarantine condemn swept"
 COLUMNS = {"raw": "u4", "pack": "u4", "offset": "u8", "stored": "u4", "inner": "u4", "slab": "u4"}
-SAME = "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 complex64 "
-BITS = {"bfloat16": "u2", "bits16": "u2", "complex32": "u4", "complex128": "complex128"}
-BITS |= {name: name for name in SAME.split()}  # what is not listed has one byte: uint8
+DTYPES = np.sctypeDict | {"bfloat16": "u2", "bits16": "u2", "complex32": "u4"}  # others are bytes
 SHARES = ((1,), (1, 1, 2), (1, 1), (1,) * 8, (1, 1), (1,) * 4, (1,) * 8)  # of planes, by layout
 FIRST = {"d": 1, "o": 2, "dd": 2, "ct": 1, "l": 1, "t": 1, "q": 2}  # where the items begin
 NUMBERS = dict(zip(range(0xCA, 0xD4), "fdBHIQbhiq", strict=True))  # MessagePack code to struct's
@@ -47,18 +46,23 @@ def find_save(store: Path, name: str) -> dict[str, Any]:
     body, _ = envelope(store / "store.json")
     needs = (body["magic"], body["format"], *body["features"])
     require(needs == ("ckptstore-store", 1), f"not a store that this can read: {needs}")
-    found, previous, unknown = {}, "", set()
+    versions, heads, previous = {}, {}, ""
     for number, path in enumerate(sorted((store / "commits").glob("[0-9]*/[0-9]*.json")), 1):
         commit, digest = envelope(path)
-        chained = commit["number"] == number and commit["previous"] == previous
-        require(chained, f"{path} does not follow the commit before it")
+        require([commit["number"], commit["previous"]] == [number, previous], f"{path}: no chain")
         for op in commit["ops"]:
-            unknown |= {op["op"]} - OPS
-            if op["op"] == "save" and name in (op["run"], op["version"]):
-                found = op
+            require(op["op"] in OPS.split(), f"{path}: unknown operation {op['op']}")
+            if op["op"] == "save":
+                versions[op["version"]] = op
+            elif op["op"] == "relocate":
+                versions[op["version"]]["manifest"] = op["manifest"]
+            elif op["op"] == "delete":
+                heads = {run: v for run, v in heads.items() if v not in op["versions"]}
+            if op["op"] in ("save", "rollback"):
+                heads[op["run"]] = op["version"]
         previous = digest
-    require(found, f"there is no run or version {name}")
-    require(not unknown or name == found["version"], f"unknown {unknown}: ask for a version's id")
+    found = versions.get(heads.get(name, name))
+    require(found and found["manifest"], f"there is no run or version {name}: name it by its id")
     return found
 
 
@@ -92,7 +96,6 @@ def unzstd(frame: bytes, size: int) -> bytes:
 def read_manifest(store: Path, save: dict[str, Any]) -> dict[str, Any]:
     """Return the map inside of a version's manifest, its columns as arrays."""
     pointer, version = save["manifest"], save["version"]
-    require(pointer["key"] == f"manifests/{version[:2]}/{version}.manifest", "another's manifest")
     data = (store / pointer["key"]).read_bytes()
     right = len(data) == pointer["bytes"] and blake3(data).hexdigest() == pointer["blake3"]
     require(right, f"{pointer['key']} is not what the commit names")
@@ -123,20 +126,6 @@ def join(layout: int, planes: list[bytes]) -> bytes:
     return stacked.tobytes()
 
 
-def decode(codec: int, layout: int, stored: bytes, raw_bytes: int) -> bytes:
-    """Return the bytes of a chunk."""
-    require(codec in (0, 1, 2) and layout < 7, f"unknown codec {codec} or layout {layout}")
-    if codec < 2:
-        return unzstd(stored, raw_bytes) if codec else stored
-    sizes = [raw_bytes // sum(SHARES[layout]) * share for share in SHARES[layout]]
-    at, planes = 4 * len(sizes), []
-    for length, size in zip(struct.unpack_from(f"<{len(sizes)}I", stored), sizes, strict=True):
-        part = stored[at : at + (length & 0x7FFFFFFF)]
-        planes.append(unzstd(part, size) if length >> 31 else part)
-        at += len(part)
-    return join(layout, planes)
-
-
 def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
     """Return one piece, checked against its id."""
     raw, place, offset, stored, inner, slab = (int(body[name][row]) for name in COLUMNS)
@@ -148,7 +137,18 @@ def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
     where = f"pack {pack}, chunk at byte {offset}"
     require(magic == b"CHNK" and zlib.crc32(head[:60]) == crc, f"{where}: damaged header")
     require((raw_bytes, length, len(data)) == (slab, stored, stored), f"{where}: other lengths")
-    piece = decode(codec, layout, data, raw_bytes)[inner : inner + raw]
+    require(codec in (0, 1, 2) and layout < 7, f"{where}: unknown codec {codec} or layout {layout}")
+    if codec == 1:
+        data = unzstd(data, raw_bytes)
+    elif codec == 2:
+        sizes = [raw_bytes // sum(SHARES[layout]) * share for share in SHARES[layout]]
+        at, planes = 4 * len(sizes), []
+        for length, size in zip(struct.unpack_from(f"<{len(sizes)}I", data), sizes, strict=True):
+            part = data[at : at + (length & 0x7FFFFFFF)]
+            planes.append(unzstd(part, size) if length >> 31 else part)
+            at += len(part)
+        data = join(layout, planes)
+    piece = data[inner : inner + raw]
     require(blake3(piece).digest() == body["ids"][32 * row : 32 * row + 32], f"{where}: damaged")
     return piece
 
@@ -167,7 +167,7 @@ def collect(node: Any, path: str, tensors: list[Any], into: dict[str, Any]) -> N
         collect(node[1], path, tensors, into)
         collect(node[5], f"{path}.quantizer", tensors, into)
     elif tag == "V":  # a view: index, dtype, byte offset, shape, strides in elements
-        flat = np.frombuffer(tensors[node[1]][1], BITS.get(node[2], "u1"), offset=node[3])
+        flat = np.frombuffer(tensors[node[1]][1], DTYPES.get(node[2], "u1"), offset=node[3])
         into[path] = np.ndarray(node[4], flat.dtype, flat, 0, [flat.itemsize * n for n in node[5]])
     elif tag in ("T", "N", "G", "B"):
         array, data = tensors[(node[2] if tag == "G" else node)[1]]
@@ -180,12 +180,12 @@ def collect(node: Any, path: str, tensors: list[Any], into: dict[str, Any]) -> N
 def restore(store: Path, name: str) -> dict[str, Any]:
     """Return what the newest version of a run, or the version of an id, holds, by dotted path."""
     body = read_manifest(store, find_save(store, name))
-    tensors, row, found = [], 0, {}
+    tensors, row, found = [], 0, dict[str, Any]()
     for dtype, _, shape, order, nbytes, count in body["tensors"]:
         data = b"".join(read_piece(store, body, at) for at in range(row, row + count))
         require(len(data) == nbytes, "the pieces of a tensor do not add up to its bytes")
         order = order or list(range(len(shape)))  # the dimensions as they lie in memory
-        array = np.frombuffer(data, BITS.get(body["dtypes"][dtype], "u1"))
+        array = np.frombuffer(data, DTYPES.get(body["dtypes"][dtype], "u1"))
         array = array.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
         tensors.append((array, data))
         row += count

@@ -6,6 +6,7 @@ Run as ``python -m faultkit.hostile_child``, a process of its own whose memory i
 from __future__ import annotations
 
 import json
+import logging
 import resource
 import sys
 import traceback
@@ -25,7 +26,7 @@ from faultkit.stores import contents, create, memory_with, reopen
 __all__ = ["MEMORY_BYTES", "main"]
 
 MEMORY_BYTES = 1 << 30
-"""What the process may map beyond what it has when it begins."""
+"""What the process may map beyond what it has when it meets a store."""
 
 
 def healthy() -> dict[str, bytes]:
@@ -96,20 +97,24 @@ def meet(objects: dict[str, bytes], newest: str) -> dict[str, str]:
 
 
 def measured(action: Callable[[], dict[str, str]]) -> dict[str, Any]:
-    """Return what `action` returns, and by how much memory in use has peaked meanwhile."""
+    """Return what `action` returns in bounded memory, and by how much memory in use has peaked."""
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
     before = kib_of("VmRSS")
-    found = action()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (kib_of("VmSize") * 1024 + MEMORY_BYTES, hard))
+    try:
+        found = action()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
     return {**found, "peak_kib": kib_of("VmHWM") - before}
 
 
 def main() -> None:
     """Meet every hostile store, and print the results."""
     torch.set_num_threads(1)
+    logging.disable()
     objects = healthy()
     newest = Forge(objects).save["version"]
-    bound = kib_of("VmSize") * 1024 + MEMORY_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
     results = {"(healthy)": measured(lambda: meet(objects, newest))}
     for name, lie in LIES.items():
         lied = lie(Forge(objects))
