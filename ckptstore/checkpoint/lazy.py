@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ckptstore.checkpoint.content import Content, TensorInfo
-from ckptstore.checkpoint.load import LoadRequest, load_state
+from ckptstore.checkpoint.load import LoadRequest, Part, load_state
 from ckptstore.errors import TensorIndexError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -18,7 +18,7 @@ from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, Pattern, find_path, path_text
 from ckptstore.format.skeleton import Leaf, prune
 from ckptstore.model import Version
-from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.objects.reader import read_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.restore import Destination, MapLocation
@@ -298,30 +298,14 @@ class LazyTensor:
 
     def _read(self, start: int, out: memoryview) -> None:
         """Fill `out` with the tensor's bytes from `start` on."""
-        manifest = self._content.manifest
         if not len(out):
             return
-        end = start + len(out)
-        wants: list[Want] = []
-        edges: list[tuple[memoryview, int]] = []
-        at = 0
-        for row in range(manifest.first[self._leaf.index], manifest.first[self._leaf.index + 1]):
-            size = int(manifest.pieces.raw[row])
-            if at < end and at + size > start:
-                if start <= at and at + size <= end:
-                    memory = out[at - start : at - start + size]
-                else:
-                    memory = memoryview(bytearray(size))
-                    edges.append((memory, at))
-                wants.append(Want(row=row, out=memory, label=self.path))
-            at += size
+        part = Part(self._content, self._leaf.index, start, out)
         read_pieces(
-            manifest.pieces,
-            wants,
+            self._content.manifest.pieces,
+            part.wants,
             backend=self._repo.backend,
             options=self._repo.options,
             progress=silent,
         )
-        for memory, at in edges:
-            low, high = max(at, start), min(at + len(memory), end)
-            out[low - start : high - start] = memory[low - at : high - at]
+        part.finish()
