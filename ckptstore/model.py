@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 __all__ = ["Ref", "RefKind", "RoleBytes", "RunInfo", "Version"]
 
-RefKind = Literal["latest", "step", "best", "tag", "back", "id"]
+RefKind = Literal["latest", "step", "best", "tag", "back", "id", "valid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

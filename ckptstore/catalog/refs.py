@@ -4,6 +4,7 @@
 
     ref      = run [ "@" relative ] | "#" id        id: 4 to 32 hex digits, a unique beginning
     relative = "latest"                              the head of the run; also what `run` alone is
+             | "latest-valid"                        the newest of its line that is sound
              | digits                                the version of this step, the newest of several
              | "best" { bound } ":" metric           by the metric's direction in the run
              | "~" digits                            so many parents before the head
@@ -89,6 +90,9 @@ def resolve(
     """
     if ref.kind == "id":
         return _by_id(catalog, ref)
+    if ref.kind == "valid":
+        msg = f"{ref.text!r}: what is valid cannot be known from the catalog alone"
+        raise InvalidRefError(msg, hint="resolve it with Store.resolve, which reads the version")
     info = catalog.run(ref.run)
     if not info.versions_count:
         _missing(ref, f"run {ref.run!r} has no version yet", "")
@@ -121,8 +125,8 @@ def _parse_relative(text: str, run: str, start: int) -> Ref:
     part = text[start:]
     if not part:
         _refuse(text, start, "nothing follows the @", f"write {_FORMS}")
-    if part == "latest":
-        return Ref(text=text, run=run, kind="latest")
+    if part in ("latest", "latest-valid"):
+        return Ref(text=text, run=run, kind="latest" if part == "latest" else "valid")
     if part[0] == "~":
         if not _DIGITS.match(part[1:]):
             _refuse(text, start + 1, "~ wants a number of versions", "~1 is the one before")

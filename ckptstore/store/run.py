@@ -14,8 +14,10 @@ from ckptstore.model import RunInfo, Version
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.lazy import LazyVersion
+    from ckptstore.checkpoint.transfer import TransferReport
     from ckptstore.format.commit import Direction
     from ckptstore.format.paths import Pattern
+    from ckptstore.ops.latest_valid import LatestValid
     from ckptstore.ops.retain import AnyPolicy, RetainReport
     from ckptstore.store.store import Store
     from ckptstore.tensors.adapters import TypeAdapter
@@ -158,15 +160,17 @@ class Run:
             _log.warning("run %s was not pruned after a save: %s", self.name, error)
 
     def resolve(self, ref: str | int = "latest") -> Version:
-        """Return a version of this run: ``latest``, a step, a tag, ``best:METRIC`` or ``~N``.
+        """Return a version: ``latest``, ``latest-valid``, a step, a tag, ``best:METRIC``, ``~N``.
 
         Raises
         ------
         InvalidRefError, RunNotFoundError, VersionNotFoundError
             As :meth:`Store.resolve`.
         """
-        catalog = self._store.repo.refresh()
         parsed = parse_ref(str(ref), run=self.name)
+        if parsed.kind == "valid":
+            return self.latest_valid().version
+        catalog = self._store.repo.refresh()
         return resolve(catalog, parsed, directions=self._directions)
 
     def best(
@@ -210,12 +214,64 @@ class Run:
         progress: ProgressCallback = silent,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of a version of this run; see :meth:`Store.load`."""
-        return self.version(ref).load(
+
+        def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
+            return self._store._lazy(version).load(
+                include=include,
+                exclude=exclude,
+                map_location=map_location,
+                into=into,
+                adapters=adapters,
+                progress=progress,
+            )
+
+        if parse_ref(str(ref), run=self.name).kind == "valid":
+            return self._store._first_sound(self.name, load)
+        return load(self.resolve(ref))
+
+    def latest_valid(self, *, progress: ProgressCallback = silent) -> LatestValid:
+        """Return the newest version on the line of the run that is sound; reads every byte of it.
+
+        ``load("latest-valid")`` does the same with one reading.
+
+        Returns
+        -------
+        LatestValid
+            The ``version``, and the newer ones that were ``skipped``, each with the reason.
+
+        Raises
+        ------
+        RunNotFoundError, VersionNotFoundError
+            There is no such run, or it has no version that could be loaded.
+        CorruptObjectError
+            None is sound; the message lists them.
+        """
+        from ckptstore.ops.latest_valid import latest_valid
+
+        store = self._store
+        return latest_valid(store.repo, store._manifests, self.name, progress=progress)
+
+    def load_into(
+        self,
+        ref: str | int,
+        target: object,
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        rename: Mapping[Pattern, Pattern] | None = None,
+        cast: bool = True,
+        strict: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> TransferReport:
+        """Fill a different model from a version of this run; see :meth:`Store.load_into`."""
+        return self._store.load_into(
+            f"#{self.resolve(ref).id}",
+            target,
             include=include,
             exclude=exclude,
-            map_location=map_location,
-            into=into,
-            adapters=adapters,
+            rename=rename,
+            cast=cast,
+            strict=strict,
             progress=progress,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from ckptstore import limits
@@ -17,19 +17,23 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.repo import open_repo
+from ckptstore.store.checking import Checking
 from ckptstore.store.run import Run
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.checkpoint.manifests import Manifests
+    from ckptstore.checkpoint.transfer import TransferReport
     from ckptstore.format.commit import Commit
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
+    from ckptstore.ops.diff import DiffReport
+    from ckptstore.ops.gc import GcReport
     from ckptstore.ops.remove import Removal
     from ckptstore.ops.retain import AnyPolicy, RetainReport
+    from ckptstore.ops.sharing import SharedUsage, VersionSharing
     from ckptstore.ops.usage import StoreStats, VersionUsage
-    from ckptstore.ops.verify import Level, VerifyReport
     from ckptstore.repo import Repo
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
@@ -103,7 +107,7 @@ def open_store(
     return Store(repo)
 
 
-class Store:
+class Store(Checking):
     """One location with everything in it; made by :func:`ckptstore.open`.
 
     A context manager. Any thread may use it. Close it when no save or load is running.
@@ -202,7 +206,7 @@ class Store:
         RunNotFoundError, VersionNotFoundError
             It names nothing.
         CorruptObjectError
-            The log is damaged; the message names the commit.
+            The log is damaged; the message names the commit. Or no version is ``latest-valid``.
         """
         parsed = parse_ref(ref)
         try:
@@ -213,6 +217,10 @@ class Store:
                 raise
             _log.warning("%s is read from what the log held before its damage: %s", ref, error)
             catalog = before
+        if parsed.kind == "valid":
+            from ckptstore.ops.latest_valid import latest_valid
+
+            return latest_valid(self._repo, self._manifests, parsed.run).version
         return resolve(catalog, parsed)
 
     def version(self, ref: str) -> LazyVersion:
@@ -259,7 +267,8 @@ class Store:
         Parameters
         ----------
         ref
-            Names the version; see :meth:`resolve`.
+            Names the version; see :meth:`resolve`. ``latest-valid`` takes the newest that loads:
+            what is damaged in the part that is asked for is skipped, with a warning.
         include, exclude
             Patterns of paths, such as ``"model.*"``; ``*`` also crosses dots, and a path stands
             for everything below it. Only the chunks that are needed are fetched.
@@ -282,14 +291,83 @@ class Store:
         StorageError
             The storage failed.
         """
-        return self.version(ref).load(
+
+        def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
+            return self._lazy(version).load(
+                include=include,
+                exclude=exclude,
+                map_location=map_location,
+                into=into,
+                adapters=adapters,
+                progress=progress,
+            )
+
+        parsed = parse_ref(ref)
+        return (
+            self._first_sound(parsed.run, load)
+            if parsed.kind == "valid"
+            else load(self.resolve(ref))
+        )
+
+    def load_into(
+        self,
+        ref: str,
+        target: object,
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        rename: Mapping[Pattern, Pattern] | None = None,
+        cast: bool = True,
+        strict: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> TransferReport:
+        """Fill a different model from a version, as far as names and shapes fit; say what did not.
+
+        Parameters
+        ----------
+        ref
+            Names the version; see :meth:`resolve`.
+        target
+            A module, or a state of tensors and modules such as ``{"model": model}``. Parameters
+            and persistent buffers are filled in place, where they are.
+        include, exclude
+            Patterns of paths of the version; ``["model"]`` keeps the optimizer out of the report.
+        rename
+            Prefix of a path of the version to what the target calls it: ``{"model": ""}`` for a
+            module whose names lie below ``model`` in the version.
+        cast
+            Convert values to the target's dtype; if not, another dtype is a mismatch.
+        strict
+            Refuse before anything is read unless all names and shapes fit.
+        progress
+            Called with the bytes done.
+
+        Raises
+        ------
+        VersionNotFoundError, TensorNotFoundError
+            The ref, a pattern or a prefix names nothing.
+        InvalidInputError
+            The target holds no tensor, two paths get one name, or `strict` is not met.
+        CorruptTensorError, StorageError
+            A tensor cannot be read; the target may then hold anything.
+        """
+        from ckptstore.checkpoint.transfer import TransferRequest, transfer
+
+        version = self.version(ref)
+        request = TransferRequest(
             include=include,
             exclude=exclude,
-            map_location=map_location,
-            into=into,
-            adapters=adapters,
+            rename=rename,
+            cast=cast,
+            strict=strict,
             progress=progress,
         )
+        return transfer(self._repo, version.info, version._content, target, request)
+
+    def _first_sound(self, run: str, load: Callable[[Version], Any]) -> Any:  # noqa: ANN401
+        from ckptstore.ops.latest_valid import first_sound
+
+        return first_sound(self._repo, run, load)
 
     # --- changing -----------------------------------------------------------------------------
 
@@ -533,6 +611,20 @@ class Store:
 
     # --- maintenance --------------------------------------------------------------------------
 
+    def diff(self, first: str, second: str) -> DiffReport:
+        """Compare two versions by digest, and by value when asked; see :mod:`ckptstore.ops.diff`.
+
+        Raises
+        ------
+        VersionNotFoundError
+            A ref names no version, or one of which only the record is kept.
+        CorruptObjectError
+            A manifest is damaged.
+        """
+        from ckptstore.ops.diff import diff
+
+        return diff(self._repo, self._manifests, self.resolve(first), self.resolve(second))
+
     def usage(self, run: str | None = None) -> list[VersionUsage]:
         """Return the bytes of each version, oldest first, from the catalog alone.
 
@@ -557,39 +649,47 @@ class Store:
 
         return store_stats(self._repo)
 
-    def verify(
-        self,
-        refs: Sequence[str] | None = None,
-        *,
-        level: Level = "full",
-        progress: ProgressCallback = silent,
-    ) -> VerifyReport:
-        """Check that what the catalog names is there and is what was written; change nothing.
+    def sharing(self, *, progress: ProgressCallback = silent) -> SharedUsage:
+        """Return what runs and versions hold, alone and together; reads every live manifest.
 
-        Parameters
-        ----------
-        refs
-            Versions to check; all, and the log itself, if None.
-        level
-            ``full`` reads every byte, ``records`` only records and sizes.
-
-        Returns
-        -------
-        VerifyReport
-            Its ``ok`` says whether anything was found.
-
-        Raises
-        ------
-        CorruptObjectError
-            The log itself is damaged.
-        StorageError
-            The storage failed, so that the check is not complete.
+        See :func:`ckptstore.ops.sharing.shared_usage`.
         """
-        from ckptstore.ops.verify import verify
+        from ckptstore.ops.sharing import shared_usage
 
-        versions = None if refs is None else [self.resolve(ref) for ref in refs]
-        return verify(
-            self._repo, self._manifests, versions=versions, level=level, progress=progress
+        return shared_usage(self._repo, self._manifests, progress=progress)
+
+    def sharing_of(self, ref: str, *, progress: ProgressCallback = silent) -> VersionSharing:
+        """Return what a version holds, and with whom; reads every live manifest.
+
+        See :func:`ckptstore.ops.sharing.version_sharing`.
+        """
+        from ckptstore.ops.sharing import version_sharing
+
+        version = self.resolve(ref)
+        return version_sharing(self._repo, self._manifests, version, progress=progress)
+
+    def gc(
+        self,
+        *,
+        grace_s: float = limits.GC_GRACE_S,
+        orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
+        repack_below: float | None = limits.GC_REPACK_BELOW,
+        dry_run: bool = False,
+        holders: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> GcReport:
+        """Free the space of what no version needs; see :func:`ckptstore.ops.gc.gc`."""
+        from ckptstore.ops.gc import gc
+
+        return gc(
+            self._repo,
+            self._manifests,
+            grace_s=grace_s,
+            orphan_age_s=orphan_age_s,
+            repack_below=repack_below,
+            dry_run=dry_run,
+            holders=holders,
+            progress=progress,
         )
 
 

@@ -1,0 +1,159 @@
+"""The part of the facade that checks and mends."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptstore.errors import InvalidInputError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint.manifests import Manifests
+    from ckptstore.ops.repair_report import RepairReport
+    from ckptstore.ops.verify import Level, VerifyReport
+
+__all__ = ["Checking"]
+
+
+class Checking:
+    """What :class:`ckptstore.Store` does to find and mend damage; not made by itself."""
+
+    _repo: Repo
+
+    if TYPE_CHECKING:
+
+        @property
+        def _manifests(self) -> Manifests: ...
+
+        def resolve(self, ref: str) -> Version:
+            """Return the version that a ref names."""
+
+    def verify(
+        self,
+        refs: Sequence[str] | None = None,
+        *,
+        level: Level = "full",
+        sample: float = 1.0,
+        part: int | None = None,
+        record: bool = False,
+        resume: str | os.PathLike[str] | None = None,
+        unverified: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> VerifyReport:
+        """Check that what the catalog names is there and is what was written.
+
+        Parameters
+        ----------
+        refs
+            Versions to check; all, and the log itself, if None.
+        level
+            ``full`` reads every byte, ``records`` only records and sizes.
+        sample
+            The fraction of the chunks to read, above 0; the others' packs must be there.
+        part
+            Which chunks: they are split for good into ``round(1 / sample)`` parts. None takes the
+            part of the day, so that a check a day reads everything within so many days.
+        record
+            Record in the log which versions were found sound in every byte; nothing else is ever
+            changed. Any number of processes may do so at once.
+        resume
+            A file that keeps how far the check has come; an interrupted check that is given the
+            same file goes on where it stopped. It is removed when the check is complete.
+        unverified
+            Only versions that are not recorded as sound since they lie where they lie.
+
+        Returns
+        -------
+        VerifyReport
+            Its ``ok`` says whether anything was found.
+
+        Raises
+        ------
+        CorruptObjectError
+            The log itself is damaged.
+        InvalidInputError
+            Arguments exclude each other, or the file is of another check.
+        StorageError
+            The storage failed, so that the check is not complete.
+        """
+        from ckptstore.ops.verify import sample_of, verify
+
+        now_ms = self._repo.environment.now_ms()
+        versions = None if refs is None else [self.resolve(ref) for ref in refs]
+        if unverified:
+            if refs is not None:
+                msg = "refs and unverified exclude each other"
+                raise InvalidInputError(msg)
+            versions = [v for v in self._repo.refresh().versions() if not v.verified]
+        return verify(
+            self._repo,
+            self._manifests,
+            versions=versions,
+            level=level,
+            sample=sample_of(sample, part=part, now_ms=now_ms),
+            record=record,
+            resume=None if resume is None else Path(resume),
+            progress=progress,
+        )
+
+    def repair(
+        self,
+        source: Checking | str | os.PathLike[str] | None = None,
+        *,
+        level: Level = "full",
+        dry_run: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> RepairReport:
+        """Bring back what is damaged as far as it can be had, and say exactly what is lost.
+
+        Nothing is deleted and no object is changed: what is brought back is written anew, and a
+        commit makes the versions lie there. Versions of which something stays lost are recorded
+        as damaged, so that no save shares with them.
+
+        Parameters
+        ----------
+        source
+            A second store, or where it is: a copy of this one, or any store that holds the same
+            tensors. It is only read.
+        level
+            How the damage is found: ``full`` reads every byte of this store first.
+        dry_run
+            Say what would be done; write nothing.
+
+        Returns
+        -------
+        RepairReport
+            Its ``ok`` says whether nothing is lost.
+
+        Raises
+        ------
+        ReadOnlyError, UnsafeBackendError
+            The store cannot be written to.
+        StoreNotFoundError, CorruptObjectError
+            There is no second store, or its log is damaged.
+        StorageError
+            One of the storages failed; what was committed before stands.
+        """
+        from ckptstore.config import Options
+        from ckptstore.ops.repair import repair
+        from ckptstore.repo import open_repo
+
+        def run(other: Repo | None) -> RepairReport:
+            return repair(
+                self._repo,
+                self._manifests,
+                source=other,
+                level=level,
+                dry_run=dry_run,
+                progress=progress,
+            )
+
+        if source is None or isinstance(source, Checking):
+            return run(None if source is None else source._repo)
+        with open_repo(os.fspath(source), options=Options(read_only=True)) as opened:
+            return run(opened)
