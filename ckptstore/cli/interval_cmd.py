@@ -1,0 +1,96 @@
+"""``ckptstore interval``: how often a run should save, after Young and Daly."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckptstore.catalog.intervals import Advice, Observed, advise, observe_failures
+from ckptstore.catalog.policy import parse_duration
+from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import count_text, seconds_text
+from ckptstore.errors import InvalidInputError
+
+__all__ = ["interval"]
+
+
+def interval(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Whose saves were measured.")],
+    mtbf: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            help="Time between failures, such as 12h, of the whole training: of n machines a "
+            "machine's divided by n. Without it, from the log.",
+        ),
+    ] = None,
+    save: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="What a save takes, such as 30s, instead of receipts."),
+    ] = None,
+    restart: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="From a failure until training goes on. 0s without."),
+    ] = None,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Advise how often to save, from what saves take and how often training fails."""
+    output = Output("interval", as_json=json, quiet=quiet)
+    with opened(store, option) as opening:
+        catalog = opening.repo.refresh()
+        catalog.run(run)
+        observed = None
+        if mtbf is None:
+            observed = observe_failures(opening.log(), run)
+        mtbf_s = parse_duration(mtbf) if mtbf else _observed_s(observed, run)
+        advice = advise(
+            catalog,
+            run,
+            mtbf_s=mtbf_s,
+            save_s=parse_duration(save) if save else None,
+            restart_s=parse_duration(restart) if restart else 0.0,
+        )
+        document = {
+            "run": run,
+            "save_s": advice.save_s,
+            "mtbf_s": advice.mtbf_s,
+            "restarts_observed": observed.restarts_count if observed else None,
+            "young_s": advice.young_s,
+            "daly_s": advice.daly_s,
+            "daly_steps": advice.steps,
+            "lost": advice.lost,
+            "interval_s": advice.interval_s,
+            "interval_lost": advice.interval_lost,
+        }
+        output.show(document, lambda screen: _draw(screen, advice, observed))
+
+
+def _observed_s(observed: Observed | None, run: str) -> float:
+    seconds = observed.mtbf_s if observed else None
+    if not seconds:
+        msg = f"the log of run {run!r} shows no restart to measure failures by"
+        raise InvalidInputError(msg, hint="give the time between failures: --mtbf 12h")
+    return seconds
+
+
+def _draw(screen: Screen, advice: Advice, observed: Observed | None) -> None:
+    seen = f" ({count_text(observed.restarts_count)} restarts in the log)" if observed else ""
+    pairs = {
+        "save": seconds_text(advice.save_s),
+        "time between failures": seconds_text(advice.mtbf_s) + seen,
+        "interval (Young)": seconds_text(advice.young_s),
+        "interval (Daly)": seconds_text(advice.daly_s),
+    }
+    if advice.steps is not None:
+        pairs["interval (Daly)"] += f", {count_text(advice.steps)} steps"
+    pairs["time lost at that"] = f"{advice.lost:.2%}"
+    if advice.interval_s is not None and advice.interval_lost is not None:
+        now = f"{seconds_text(advice.interval_s)}, loses {advice.interval_lost:.2%}"
+        pairs["interval now"] = now
+    screen.fields(pairs)

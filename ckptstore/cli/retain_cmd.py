@@ -1,0 +1,176 @@
+"""``ckptstore retain``: what becomes of each version under a policy, and why; and doing it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ckptstore.catalog.policy import Policy
+from ckptstore.catalog.retention import Decision, RunPlan
+from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import bytes_text, count_text, metric_text
+from ckptstore.errors import InvalidInputError
+from ckptstore.ops.retain import RetainReport
+from ckptstore.store import Store
+
+__all__ = ["retain"]
+
+
+def retain(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Only this run; all runs without it.")
+    ] = None,
+    full: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RULES", help="What is kept whole: 'last 3'. Repeatable."),
+    ] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RULES",
+            help="What is kept without optimizer and the like: 'best 5 val_loss, every 1000 "
+            "steps'. Repeatable.",
+        ),
+    ] = None,
+    record: Annotated[
+        list[str] | None,
+        typer.Option(metavar="RULES", help="What is kept as metrics only: 'all'. Repeatable."),
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Do it. Without, nothing changes.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing, which is so without it, too.")
+    ] = False,
+    set_policy: Annotated[
+        bool, typer.Option("--set", help="Store the rules as the policy of RUN, or of the store.")
+    ] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Take the stored policy of RUN, or of the store, away.")
+    ] = False,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say what a retention policy keeps of each version and why; with --apply, do it."""
+    output = Output("retain", as_json=json, quiet=quiet)
+    policy = None
+    if full or weights or record:
+        policy = Policy.parse(full=full or (), weights=weights or (), record=record or ())
+    _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
+    writing = apply or set_policy or clear
+    with opened(store, option, writing=writing, single_writer=single_writer) as opening:
+        if set_policy or clear:
+            _store(opening, run, policy)
+        if clear or (set_policy and not apply and not dry_run):
+            text = f"{run or 'the store'}: {policy or 'no policy'}"
+            document = {"run": run, "policy": policy.to_json() if policy else None}
+            output.show(document, lambda screen: None if quiet else screen.line(text))
+            return
+        report = opening.retain(policy, run=run, dry_run=not apply)
+        output.show(_document(opening, report), lambda screen: _draw(screen, report))
+        _notes(output, report)
+
+
+def _check(
+    policy: Policy | None, *, apply: bool, dry_run: bool, set_policy: bool, clear: bool
+) -> None:
+    what = ""
+    if apply and dry_run:
+        what = "--apply and --dry-run exclude each other"
+    elif clear and (policy or set_policy or apply):
+        what = "--clear stands alone"
+    elif set_policy and policy is None:
+        what = "--set wants rules"
+    if what:
+        raise InvalidInputError(what, hint="such as --full 'last 3' --weights 'best 5 val_loss'")
+
+
+def _store(store: Store, run: str | None, policy: Policy | None) -> None:
+    if run is None:
+        store.set_policy(policy)
+    else:
+        store.repo.refresh().run(run)  # a misspelled name makes no run
+        store.run(run).set_policy(policy)
+
+
+def _document(store: Store, report: RetainReport) -> dict[str, Any]:
+    return {
+        "store": store.url,
+        "dry_run": report.dry_run,
+        "runs": [_run_document(plan) for plan in report.plans],
+        "deleted_count": sum(decision.fate == "gone" for decision in report.changes),
+        "aged_count": sum(decision.fate != "gone" for decision in report.changes),
+        "reclaimable_bytes": report.reclaimable_bytes,
+        "commits": list(report.commits),
+    }
+
+
+def _run_document(plan: RunPlan) -> dict[str, Any]:
+    return {
+        "run": plan.run,
+        "policy": plan.policy.to_json() if plan.policy else None,
+        "refused": plan.refused or None,
+        "versions": [
+            {
+                "id": decision.version.id,
+                "step": decision.version.step,
+                "level": decision.version.level,
+                "fate": decision.fate,
+                "reasons": list(decision.reasons),
+                "reclaimable_bytes": decision.reclaimable_bytes,
+            }
+            for decision in plan.decisions
+        ],
+    }
+
+
+def _draw(screen: Screen, report: RetainReport) -> None:
+    rows: list[Sequence[str]] = []
+    for plan in report.plans:
+        rows += [_row(decision) for decision in reversed(plan.decisions)]
+    columns = (
+        Column(title="RUN"),
+        Column(title="STEP", right=True, wrap=False),
+        Column(title="ID", wrap=False),
+        Column(title="KEPT", wrap=False),
+        Column(title="FREES", right=True, wrap=False),
+        Column(title="METRICS", drop=1),
+        Column(title="WHY"),
+    )
+    screen.table(columns, rows)
+    for plan in report.plans:
+        if plan.refused:
+            screen.line(f"{plan.run}: refused: {plan.refused}", "bold red")
+
+
+def _row(decision: Decision) -> Sequence[str]:
+    version = decision.version
+    kept = decision.fate if not decision.changes else f"{version.level} -> {decision.fate}"
+    metrics = ", ".join(f"{k} {metric_text(v)}" for k, v in list(version.metrics.items())[:3])
+    return (
+        version.run,
+        str(version.step),
+        version.id[:8],
+        kept,
+        bytes_text(decision.reclaimable_bytes) if decision.changes else "-",
+        metrics,
+        "; ".join(decision.reasons),
+    )
+
+
+def _notes(output: Output, report: RetainReport) -> None:
+    gone = sum(decision.fate == "gone" for decision in report.changes)
+    aged = len(report.changes) - gone
+    done = "would be " if report.dry_run else ""
+    text = f"{count_text(gone)} {done}deleted, {count_text(aged)} {done}reduced"
+    text += f"; at most {bytes_text(report.reclaimable_bytes)} for ckptstore gc to free"
+    if report.dry_run and report.changes:
+        text += "; --apply does it"
+    output.note(text)

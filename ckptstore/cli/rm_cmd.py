@@ -1,0 +1,106 @@
+"""``ckptstore rm``: delete versions, or a part of them; undone by undelete until a collection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.errors import InvalidInputError, VersionNotFoundError
+from ckptstore.model import Version
+from ckptstore.ops.remove import Removal
+from ckptstore.store import Store
+
+__all__ = ["rm"]
+
+
+def rm(
+    refs: Annotated[
+        list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="All versions of this run.")
+    ] = None,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", "-f", help="Also tagged ones, heads of runs, and the only verified one."
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be deleted.")
+    ] = False,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Why, for people who read the log.")
+    ] = "",
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Delete versions; undelete brings them back until gc has deleted what they need."""
+    output = Output("rm", as_json=json, quiet=quiet)
+    with opened(store, option, writing=not dry_run, single_writer=single_writer) as opening:
+        named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
+        found = opening.remove(named, reason=reason, force=force, dry_run=dry_run)
+        total = sum(removal.reclaimable_bytes for removal in found)
+        document = {
+            "dry_run": dry_run,
+            "versions": [_document(removal) for removal in found],
+            "reclaimable_bytes": total,
+        }
+        output.show(document, lambda screen: None if quiet else _draw(screen, found))
+        done = "would be deleted" if dry_run else "deleted"
+        text = f"{count_text(len(found))} {done}"
+        output.note(f"{text}; at most {bytes_text(total)} for ckptstore gc to free")
+
+
+def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]:
+    if bool(refs) == (run is not None):
+        msg = "name versions, or a run with --run"
+        raise InvalidInputError(msg, hint="ckptstore rm RUN@STEP, or ckptstore rm --run RUN")
+    if run is None:
+        return [find_version(store, ref) for ref in refs]
+    versions = store.versions(run)
+    if not versions:
+        msg = f"run {run!r} has no version"
+        raise VersionNotFoundError(msg)
+    return versions
+
+
+def _document(removal: Removal) -> dict[str, Any]:
+    version = removal.version
+    return {
+        "id": version.id,
+        "run": version.run,
+        "step": version.step,
+        "obstacle": removal.obstacle or None,
+        "reclaimable_bytes": removal.reclaimable_bytes,
+    }
+
+
+def _draw(screen: Screen, found: Sequence[Removal]) -> None:
+    columns = (
+        Column(title="RUN"),
+        Column(title="STEP", right=True, wrap=False),
+        Column(title="ID", wrap=False),
+        Column(title="FREES", right=True, wrap=False),
+        Column(title="IN THE WAY"),
+    )
+    rows = [
+        (
+            removal.version.run,
+            str(removal.version.step),
+            removal.version.id[:8],
+            bytes_text(removal.reclaimable_bytes),
+            removal.obstacle or "-",
+        )
+        for removal in found
+    ]
+    screen.table(columns, rows)

@@ -1,0 +1,56 @@
+"""``ckptstore undelete``: deleted versions are there again, if no collection came first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.session import full_ref, opened
+from ckptstore.errors import InvalidInputError, VersionNotFoundError
+
+__all__ = ["undelete"]
+
+
+def undelete(
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REF]...", help="#ID, a bare id, or RUN@STEP."),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="All deleted versions of this run.")
+    ] = None,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Bring deleted versions back, all that are named or none."""
+    output = Output("undelete", as_json=json, quiet=quiet)
+    if bool(refs) == (run is not None):
+        msg = "name versions, or a run with --run"
+        raise InvalidInputError(msg, hint="ckptstore log shows what was deleted")
+    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+        if run is not None:
+            deleted = opening.repo.refresh().versions(run, deleted=True)
+            named = [f"#{version.id}" for version in deleted]
+            if not named:
+                msg = f"no version of run {run!r} was deleted"
+                raise VersionNotFoundError(msg)
+        else:
+            named = [full_ref(opening, ref) for ref in refs or ()]
+        found = opening.undelete(named)
+        document = {
+            "versions": [{"id": v.id, "run": v.run, "step": v.step} for v in found],
+        }
+        lines = [f"{v.run}@{v.step} {v.id[:8]} is back" for v in found]
+        output.show(document, lambda screen: None if quiet else _draw(screen, lines))
+
+
+def _draw(screen: Screen, lines: Sequence[str]) -> None:
+    for line in lines:
+        screen.line(line)
