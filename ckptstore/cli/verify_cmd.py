@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text, seconds_text
-from ckptstore.errors import IntegrityError
+from ckptstore.errors import IntegrityError, InvalidInputError
 
 if TYPE_CHECKING:
     from ckptstore.ops.verify import Problem, VerifyReport
@@ -39,17 +40,57 @@ def verify(
             "--level", help="full reads every byte; records only records and sizes of packs."
         ),
     ] = VerifyLevel.FULL,
+    sample: Annotated[
+        str,
+        typer.Option(
+            "--sample",
+            metavar="SHARE",
+            help="Read only a part of the chunks, such as 5%: another part each day, all in turn.",
+        ),
+    ] = "100%",
+    part: Annotated[
+        int | None,
+        typer.Option(
+            "--part", min=0, metavar="N", help="Which part of a sample; if not given, the day's."
+        ),
+    ] = None,
+    record: Annotated[
+        bool,
+        typer.Option("--record", help="Record in the log which versions were found sound."),
+    ] = False,
+    unverified: Annotated[
+        bool, typer.Option("--unverified", help="Only versions that are not recorded as sound.")
+    ] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(
+            "--resume",
+            metavar="FILE",
+            help="Keep in FILE how far the check has come, and go on where it stopped.",
+        ),
+    ] = None,
+    single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check versions without changing anything; exits with 5 if anything is damaged."""
+    """Check versions without changing any; exits with 5 if anything is damaged."""
     output = Output("verify", as_json=json, quiet=quiet)
-    with opened(store, option) as opening:
+    share = _share(sample)
+    with opened(store, option, writing=record, single_writer=single_writer) as opening:
         ids = [f"#{find_version(opening, ref).id}" for ref in refs or ()]
         with progress_bars(output) as progress:
-            report = opening.verify(ids or None, level=level.value, progress=progress)
+            report = opening.verify(
+                ids or None,
+                level=level.value,
+                sample=share,
+                part=part,
+                record=record,
+                resume=resume,
+                unverified=unverified,
+                progress=progress,
+            )
         document = {
             "store": opening.url,
             "ok": report.ok,
@@ -59,12 +100,25 @@ def verify(
             "chunks_count": report.chunks_count,
             "read_bytes": report.read_bytes,
             "seconds": report.seconds,
+            "sample": None if report.sample is None else asdict(report.sample),
+            "recorded": list(report.recorded),
             "damaged_versions": list(report.damaged_versions),
             "problems": [_problem_document(problem) for problem in report.problems],
+            "notices": [asdict(notice) for notice in report.notices],
         }
         output.show(document, lambda screen: _draw(screen, report, quiet=quiet))
     if not report.ok:
         raise typer.Exit(IntegrityError.exit_code)
+
+
+def _share(text: str) -> float:
+    """Return a share given as 5% or 0.05; its range is checked by whoever uses it."""
+    digits, percent = text.removesuffix("%"), text.endswith("%")
+    try:
+        return float(digits) / (100 if percent else 1)
+    except ValueError:
+        msg = f"--sample wants a share such as 5% or 0.05, not {text!r}"
+        raise InvalidInputError(msg) from None
 
 
 def _problem_document(problem: Problem) -> dict[str, object]:
@@ -96,5 +150,23 @@ def _draw(screen: Screen, report: VerifyReport, *, quiet: bool) -> None:
         )
     elif not quiet:
         what = f"{count_text(report.versions_count)} versions in {count_text(report.packs_count)}"
+        if report.sample is not None:
+            what = f"part {report.sample.part} of {report.sample.parts} of {what}"
         read = f", {bytes_text(report.read_bytes)} read" if report.level == "full" else ""
         screen.line(f"no damage: {what} packs{read}, {seconds_text(report.seconds)}", "green")
+    if quiet:
+        return
+    if report.recorded:
+        screen.line(f"{count_text(len(report.recorded))} versions recorded as sound")
+    for kind, meaning in _NOTICES.items():
+        sizes = [notice.size_bytes for notice in report.notices if notice.kind == kind]
+        if sizes:
+            screen.line(f"{count_text(len(sizes))} {meaning}, {bytes_text(sum(sizes))}")
+
+
+_NOTICES: Final = {
+    "condemned": "objects wait to be swept: ckptstore gc",
+    "orphan": "objects are named by no version: uploads at work, or left over for ckptstore gc",
+    "unknown": "objects are not ckptstore's",
+}
+"""What to say of objects that no version needs; none of it is damage."""

@@ -1,0 +1,139 @@
+"""``ckptstore repair``: bring back what is damaged, and say what is lost."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.cli.verify_cmd import VerifyLevel
+from ckptstore.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from ckptstore.ops.repair_report import RepairReport
+
+__all__ = ["repair"]
+
+
+def repair(
+    source: Annotated[
+        str | None,
+        typer.Option(
+            "--from",
+            metavar="URL",
+            help="A second store that may have what is damaged here: a copy, or any store that "
+            "holds the same tensors. It is only read.",
+        ),
+    ] = None,
+    from_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from-option", metavar="KEY=VALUE", help="As --option, for the store of --from."
+        ),
+    ] = None,
+    level: Annotated[
+        VerifyLevel,
+        typer.Option(
+            "--level",
+            help="How damage is looked for: full reads every byte; records only records and sizes.",
+        ),
+    ] = VerifyLevel.FULL,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would be done; write nothing.")
+    ] = False,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Bring back what is damaged; exits with 5 if something is lost, and says exactly what.
+
+    Nothing is deleted and no object is changed: what is brought back is written anew, and a commit
+    makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
+    """
+    output = Output("repair", as_json=json, quiet=quiet)
+    with (
+        opened(store, option, writing=not dry_run, single_writer=single_writer) as opening,
+        opened(source, from_option) if source else nullcontext() as other,
+    ):
+        with progress_bars(output) as progress:
+            report = opening.repair(other, level=level.value, dry_run=dry_run, progress=progress)
+        output.show(_document(report, opening.url), lambda screen: _draw(screen, report))
+    if not report.ok:
+        raise typer.Exit(IntegrityError.exit_code)
+
+
+def _document(report: RepairReport, url: str) -> dict[str, Any]:
+    document = asdict(report)
+    document["problems"] = [
+        {**asdict(problem), **({} if problem.version else {"version": None, "step": None})}
+        for problem in report.problems
+    ]
+    return {"store": url, "ok": report.ok, **document}
+
+
+def _draw(screen: Screen, report: RepairReport) -> None:
+    rows = [*_commit_rows(report), *_version_rows(report)]
+    if rows:
+        titles = ("WHAT", "ID", "STATE", "TENSORS", "WHY")
+        screen.table([Column(title=title) for title in titles], rows)
+        screen.line()
+    for text in _notes(report):
+        screen.line(text)
+    if any(not commit.mended for commit in report.commits):
+        screen.line(
+            f"the log can be read up to commit {count_text(report.commits_readable)}, with "
+            f"{count_text(report.versions_readable)} versions; mend it before anything else",
+            "bold red",
+        )
+    elif report.lost:
+        screen.line(f"something is lost of {count_text(len(report.lost))} versions", "bold red")
+    elif report.problems or report.commits or report.snapshots:
+        screen.line(
+            "everything can be mended" if report.dry_run else "everything is mended", "green"
+        )
+    else:
+        screen.line("no damage", "green")
+
+
+def _commit_rows(report: RepairReport) -> list[tuple[str, ...]]:
+    done = "can be mended" if report.dry_run else "mended"
+    return [
+        (f"commit {commit.number}", "-", done if commit.mended else "lost", "-", commit.why)
+        for commit in report.commits
+    ]
+
+
+def _version_rows(report: RepairReport) -> list[tuple[str, ...]]:
+    done = "can be mended" if report.dry_run else "mended"
+    rows: list[tuple[str, ...]] = []
+    for version in report.mended:
+        what = "the manifest was lost, too" if version.manifest else ""
+        named = f"{version.run}@{version.step}"
+        rows.append((named, version.version[:8], done, " ".join(version.tensors) or "-", what))
+    for lost in report.lost:
+        named = f"{lost.run}@{lost.step}"
+        rows.append((named, lost.version[:8], "lost", " ".join(lost.tensors) or "all", lost.why))
+    return rows
+
+
+def _notes(report: RepairReport) -> list[str]:
+    notes = []
+    if report.snapshots:
+        done = "to be folded" if report.dry_run else "folded"
+        notes.append(f"{count_text(len(report.snapshots))} damaged catalog snapshots, {done} anew")
+    if report.pieces:
+        parts = ", ".join(f"{count_text(n)} {name}" for name, n in sorted(report.pieces.items()))
+        notes.append(f"chunks: {parts}; {bytes_text(report.written_bytes)} written")
+    if report.quarantined:
+        count = count_text(len(report.quarantined))
+        notes.append(f"{count} versions recorded as damaged: no save shares with them")
+    return notes
