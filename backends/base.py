@@ -30,6 +30,7 @@ __all__ = [
     "Backend",
     "Buffer",
     "Capabilities",
+    "Leftovers",
     "ObjectInfo",
     "ObjectWriter",
     "PutIfAbsent",
@@ -119,6 +120,14 @@ class ObjectInfo:
     size_bytes: int
     modified_at: float
     """Seconds since 1970 by the *storage's* clock."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftovers:
+    """What writers that died left behind, beside the objects."""
+
+    count: int = 0
+    size_bytes: int = 0
 
 
 class ObjectWriter(ABC):
@@ -272,6 +281,20 @@ class Backend(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove one object; an object that is not there is no error."""
+
+    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
+        """Remove what writers that died left behind: temporary files, say. Returns what it was.
+
+        Nothing where the storage keeps no such things, or removes them itself.
+
+        Parameters
+        ----------
+        modified_before
+            Seconds since 1970 by the storage's clock; what is younger may be in use.
+        dry_run
+            Only count.
+        """
+        return Leftovers()
 
     @abstractmethod
     def close(self) -> None:

@@ -19,6 +19,7 @@ from ckptstore.backends.base import (
     Backend,
     Buffer,
     Capabilities,
+    Leftovers,
     ObjectInfo,
     ObjectWriter,
     check_key,
@@ -27,6 +28,7 @@ from ckptstore.backends.base import (
 from ckptstore.backends.lustre import stripe_folder
 from ckptstore.backends.mounts import find_mount
 from ckptstore.backends.oserrors import ABSENT, translate
+from ckptstore.backends.posix_leftovers import remove_temp_files
 from ckptstore.backends.posix_publish import Folders, TempFile, publish
 from ckptstore.backends.posix_relist import is_listed
 from ckptstore.backends.posix_settings import SETTINGS, PosixSettings, settings_for
@@ -148,6 +150,10 @@ class PosixBackend(Backend):
         except OSError as error:
             if error.errno not in ABSENT:
                 raise translate(error, f"delete {key}") from error
+
+    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
+        """Unlink temporary files of writers that died."""
+        return remove_temp_files(self._root, modified_before=modified_before, dry_run=dry_run)
 
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""

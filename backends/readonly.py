@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptstore.backends.base import Buffer, ObjectWriter, check_key
+from ckptstore.backends.base import Buffer, Leftovers, ObjectWriter, check_key
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import ReadOnlyError
 
@@ -27,6 +27,12 @@ class ReadOnlyBackend(WrapperBackend):
     def delete(self, key: str) -> None:
         """Refuse."""
         raise _refusal(key)
+
+    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
+        """Count, or refuse."""
+        if not dry_run:
+            raise ReadOnlyError("nothing is removed: opened read-only")
+        return self.inner.remove_leftovers(modified_before=modified_before, dry_run=True)
 
 
 def _refusal(key: str) -> ReadOnlyError:

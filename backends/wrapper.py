@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckptstore.backends.base import Backend, Buffer, Capabilities, ObjectInfo, ObjectWriter
+from ckptstore.backends.base import (
+    Backend,
+    Buffer,
+    Capabilities,
+    Leftovers,
+    ObjectInfo,
+    ObjectWriter,
+)
 
 __all__ = ["WrapperBackend", "WrapperWriter", "bytes_of"]
 
@@ -64,6 +71,10 @@ class WrapperBackend(Backend):
     def delete(self, key: str) -> None:
         """Pass on."""
         self.inner.delete(key)
+
+    def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
+        """Pass on."""
+        return self.inner.remove_leftovers(modified_before=modified_before, dry_run=dry_run)
 
     def close(self) -> None:
         """Close the inner backend."""

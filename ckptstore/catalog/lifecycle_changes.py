@@ -321,11 +321,12 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
 
 
 def condemn(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
-    """Return what condemns objects, those left out that are condemned already.
+    """Return what condemns objects, those left out that are condemned and not deleted yet.
 
-    The caller has found, on exactly this catalog, that no live version reaches them.
+    The caller has found, on exactly this catalog, that no live version reaches them. One that was
+    deleted before and is back (a request that arrived late) may be condemned again.
     """
-    fresh = sorted(set(keys) - catalog.gone(keys))
+    fresh = sorted(set(keys) - catalog.condemned.keys())
     return [Condemn(keys=part) for part in _parts(fresh, limits.KEYS_PER_OP_MAX)]
 
 

@@ -40,7 +40,7 @@ from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format import framing
 from ckptstore.format.dtypes import ITEM_BYTES
 
-__all__ = ["MAGIC", "Manifest", "PieceTable", "TensorRecord", "decode", "encode"]
+__all__ = ["MAGIC", "Manifest", "PieceTable", "TensorRecord", "decode", "encode", "packs_named"]
 
 MAGIC: Final = b"CKPTMANI"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
@@ -235,6 +235,37 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         first=first,
         pieces=pieces,
     )
+
+
+class _Packs(msgspec.Struct, frozen=True, kw_only=True):
+    """The one field of the map that tells which objects a manifest needs."""
+
+    packs: bytes
+
+
+def packs_named(data: bytes, *, where: str) -> tuple[str, ...]:
+    """Return the ids of the packs that a manifest names, whatever version it is of.
+
+    For manifests that nothing needs any more; one that is to be relied on is read by
+    :func:`decode`, which checks it whole.
+
+    Raises
+    ------
+    CorruptObjectError
+        If it is no manifest.
+    UnsupportedFeatureError
+        If a newer ckptstore wrote it.
+    """
+    raw = framing.decode_frame(
+        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
+    )
+    try:
+        packs = msgspec.msgpack.decode(raw, type=_Packs).packs
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        raise _corrupt(where, f"not a manifest: {error}") from error
+    if len(packs) % 16 or len(packs) > 16 * limits.PACKS_MAX:
+        raise _corrupt(where, f"{len(packs)} bytes of packs")
+    return tuple(packs[at : at + 16].hex() for at in range(0, len(packs), 16))
 
 
 def _table(body: _Body, where: str) -> PieceTable:

@@ -1,0 +1,176 @@
+"""``ckptstore gc``: free the space of what no version needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import typer
+
+from ckptstore import limits
+from ckptstore.catalog.policy import duration_text, parse_duration
+from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import age_text, bytes_text, count_text, seconds_text
+
+if TYPE_CHECKING:
+    from ckptstore.ops.gc import GcReport, Kinds
+
+__all__ = ["gc"]
+
+_GRACE: Final = duration_text(int(limits.GC_GRACE_S))
+_ORPHAN_AGE: Final = duration_text(int(limits.GC_ORPHAN_AGE_S))
+_HOLDERS: Final = 20
+"""Versions shown with ``--holders``; the document has all."""
+
+
+def gc(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would be freed; change nothing.")
+    ] = False,
+    grace: Annotated[
+        str,
+        typer.Option(
+            "--grace",
+            metavar="TIME",
+            help="How long what is condemned stays for those who are reading it; 0 for not at all.",
+        ),
+    ] = _GRACE,
+    orphan_age: Annotated[
+        str,
+        typer.Option(
+            "--orphan-age",
+            metavar="TIME",
+            help="Objects that no commit names are left alone so long: they may be uploads at "
+            "work.",
+        ),
+    ] = _ORPHAN_AGE,
+    repack_below: Annotated[
+        float,
+        typer.Option(
+            "--repack-below",
+            min=0.0,
+            max=1.0,
+            metavar="SHARE",
+            help="Write packs anew of which less than this share is live.",
+        ),
+    ] = limits.GC_REPACK_BELOW,
+    no_repack: Annotated[
+        bool, typer.Option("--no-repack", help="Leave packs as they are; copy nothing.")
+    ] = False,
+    holders: Annotated[
+        bool, typer.Option("--holders", help="Also show which versions hold how many bytes.")
+    ] = False,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Free the space of what no version needs: condemn it now, delete it after a grace.
+
+    Safe beside savers, readers and other collections; a run that was interrupted is continued by
+    the next. NOW is what this run frees; LATER what a run after the grace will free; YOUNG what no
+    version needs, but may be an upload at work.
+    """
+    output = Output("gc", as_json=json, quiet=quiet)
+    grace_s, orphan_age_s = _seconds(grace), _seconds(orphan_age)
+    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+        with progress_bars(output) as progress:
+            report = opening.gc(
+                grace_s=grace_s,
+                orphan_age_s=orphan_age_s,
+                repack_below=None if no_repack else repack_below,
+                dry_run=dry_run,
+                holders=holders,
+                progress=progress,
+            )
+        document = {"store": opening.url, **msgspec.to_builtins(report)}
+        output.show(document, lambda screen: _draw(screen, report, holders=holders))
+
+
+def _seconds(text: str) -> float:
+    return 0.0 if text.strip() in {"0", "0s"} else float(parse_duration(text))
+
+
+def _draw(screen: Screen, report: GcReport, *, holders: bool) -> None:
+    columns = {
+        "STORED": report.stored,
+        "NEEDED": report.live,
+        "NOW": report.reclaimable_now,
+        "LATER": report.reclaimable_later,
+        "YOUNG": report.young,
+    }
+    rows = [(kind, *(_cell(kinds, kind) for kinds in columns.values())) for kind in report.stored]
+    titles = [Column(title=title, right=True, wrap=False) for title in columns]
+    screen.table([Column(title="OBJECTS"), *titles], rows)
+    screen.line()
+    needed = f"{count_text(report.versions_count)} versions, {bytes_text(report.logical_bytes)}"
+    screen.line(f"{needed} in memory, {bytes_text(report.live_chunk_bytes)} of chunks")
+    for line in _done(report):
+        screen.line(line)
+    if report.orphan_age_s_max:
+        screen.line(f"oldest object without a version: {age_text(report.orphan_age_s_max)}")
+    for skipped in report.repacked.skipped:
+        screen.line(skipped, "yellow")
+    if holders:
+        screen.line()
+        _draw_holders(screen, report)
+    if not report.dry_run:
+        screen.line(f"done in {seconds_text(report.seconds)}", "green")
+
+
+def _done(report: GcReport) -> list[str]:
+    would = "would be " if report.dry_run else ""
+    lines = [
+        f"{_all(report.condemned)} {would}condemned",
+        f"{_all(report.swept)} {would}deleted",
+    ]
+    packs = report.repacked
+    if packs.packs_count:
+        lines.append(
+            f"{count_text(packs.packs_count)} packs {would}written anew: "
+            f"{bytes_text(packs.copied_bytes)} copied, {bytes_text(packs.freed_bytes)} of "
+            "dead chunks freed with them"
+        )
+    left = report.leftovers
+    if left.count:
+        what = f"{count_text(left.count)} temporary files, {bytes_text(left.size_bytes)},"
+        lines.append(f"{what} {would}removed")
+    return lines
+
+
+def _cell(kinds: Kinds, kind: str) -> str:
+    tally = kinds[kind]
+    return f"{bytes_text(tally.size_bytes)} ({count_text(tally.count)})" if tally.count else "-"
+
+
+def _all(kinds: Kinds) -> str:
+    count = sum(tally.count for tally in kinds.values())
+    size = sum(tally.size_bytes for tally in kinds.values())
+    return f"{count_text(count)} objects, {bytes_text(size)},"
+
+
+def _draw_holders(screen: Screen, report: GcReport) -> None:
+    rows = [
+        (
+            f"{holder.run}@{holder.step}",
+            holder.version[:8],
+            bytes_text(holder.held_bytes),
+            bytes_text(holder.alone_bytes),
+            ", ".join([*holder.tags, *(["pinned"] if holder.pinned else [])]),
+        )
+        for holder in report.holders[:_HOLDERS]
+    ]
+    columns = (
+        Column(title="VERSION"),
+        Column(title="ID", wrap=False),
+        Column(title="HOLDS", right=True, wrap=False),
+        Column(title="ALONE", right=True, wrap=False),
+        Column(title="TAGS"),
+    )
+    screen.table(columns, rows)
+    if len(report.holders) > len(rows):
+        screen.line(f"... and {count_text(len(report.holders) - len(rows))} more")

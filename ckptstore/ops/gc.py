@@ -1,0 +1,265 @@
+"""Garbage collection: condemn what no live version reaches, and after a grace delete it.
+
+Any number of collections may run at once, beside savers, forks, rollbacks and retention, and may
+die at any point: everything that they agreed on stands in the log. Why no live version ever names
+what was deleted: docs/design/0008-collection.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptstore import limits
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import InvalidInputError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.commit import Op
+from ckptstore.format.keys import pack_key
+from ckptstore.ops.candidates import Candidates, condemnable, find_candidates, storage_now
+from ckptstore.ops.holders import Holder, holders_of
+from ckptstore.ops.reach import Reach, live_versions
+from ckptstore.ops.repack import Repacked, choose, repack
+from ckptstore.ops.sweep import due, sweep
+from ckptstore.repo import Repo
+
+__all__ = ["GcReport", "Tally", "gc"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Some objects."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+
+Kinds = Mapping[str, Tally]
+"""``packs`` and ``manifests`` to what there is of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GcReport:
+    """What a collection found and did; of a dry run, what it would do."""
+
+    dry_run: bool
+    commit: int
+    """Number of the catalog that the figures describe: before anything was done."""
+    versions_count: int
+    """Live versions: not deleted, and more than a record."""
+    logical_bytes: int
+    """What their tensors take in memory."""
+    stored: Kinds
+    """All packs and manifests, as listed."""
+    live: Kinds
+    """Those that live versions need."""
+    live_chunk_bytes: int
+    """What live chunks take; the rest of `live` packs is dead, for a repack to free."""
+    reclaimable_now: Kinds
+    """Condemned earlier, and the grace is over; with no grace, also what is condemned now."""
+    reclaimable_later: Kinds
+    """Condemned earlier or now, and the grace is not over."""
+    orphans: Kinds
+    """Of what is condemned now: named by no commit, and old enough."""
+    orphan_age_s_max: float
+    """Age of the oldest object that no commit has named, by the storage's clock."""
+    young: Kinds
+    """Named by no live version, and too young to judge: uploads in flight, most likely."""
+    repacked: Repacked
+    condemned: Kinds
+    """Condemned by this collection, packs that were written anew included; in a dry run, what it
+    would condemn, those packs apart."""
+    swept: Kinds
+    """Deleted by this collection; in a dry run, what it would delete."""
+    leftovers: Tally
+    """Temporary files of writers that died, removed (a dry run: found)."""
+    seconds: float
+    holders: tuple[Holder, ...] = ()
+    """Who holds what, if it was asked for: the most bytes first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Collection:
+    """One collection under way; owned by the calling thread."""
+
+    repo: Repo
+    reach: Reach
+    found: Candidates
+    progress: ProgressCallback
+    condemned: list[str] = field(default_factory=list)
+    swept: list[str] = field(default_factory=list)
+
+    def condemn(self) -> None:
+        """Commit what may be condemned, part by part; each part is decided on what it follows."""
+        part: list[str] = []
+
+        def build(now: Catalog) -> Sequence[Op]:
+            part[:] = condemnable(self.found, now, self.reach)[: limits.KEYS_PER_OP_MAX]
+            return lifecycle_changes.condemn(now, part)
+
+        while self.repo.log.append_any(build) is not None:
+            self.condemned += part
+
+    def sweep(self, *, grace_s: float) -> None:
+        """Delete what was condemned long enough ago, by whomever."""
+        catalog = self.repo.refresh()
+        now_s = storage_now(self.repo) if catalog.condemned and grace_s > 0 else self.found.now_s
+        keys = due(self.repo, catalog, grace_s=grace_s, now_s=now_s)
+        sweep(self.repo, keys, progress=self.progress)
+        self.swept += keys
+
+    def tally(self, keys: Iterable[str]) -> dict[str, Tally]:
+        """Return count and bytes by kind of those of `keys` that were listed."""
+        kinds = {"packs": [0, 0], "manifests": [0, 0]}
+        for key in keys:
+            info = self.found.objects.get(key)
+            if info is not None:
+                kind = kinds[key.partition("/")[0]]
+                kind[0] += 1
+                kind[1] += info.size_bytes
+        return {name: Tally(count=count, size_bytes=size) for name, (count, size) in kinds.items()}
+
+
+def gc(
+    repo: Repo,
+    cache: Manifests,
+    *,
+    grace_s: float = limits.GC_GRACE_S,
+    orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
+    repack_below: float | None = limits.GC_REPACK_BELOW,
+    dry_run: bool = False,
+    holders: bool = False,
+    progress: ProgressCallback = silent,
+) -> GcReport:
+    """Condemn what no live version needs, write anew what is mostly dead, delete what is due.
+
+    May be interrupted at any point and called again; may run in several processes at once.
+
+    Parameters
+    ----------
+    grace_s
+        How long what is condemned stays, for those who are reading it; in seconds by the
+        storage's clock. 0 deletes at once: right only where no one reads what was deleted or
+        relocated.
+    orphan_age_s
+        Objects that no commit names are left alone for so long; in seconds by the storage's
+        clock. 0 may make savers at work write again what they had written; nothing is lost.
+    repack_below
+        Packs of which a smaller share than this is live are written anew; None leaves packs as
+        they are, 1.0 leaves nothing dead in any.
+    dry_run
+        Say what would be done, and change nothing. Unless the store was opened read-only, one
+        empty object is made and removed to read the storage's clock.
+    holders
+        Also tell which versions hold how many bytes.
+    progress
+        Stages ``list``, ``manifests``, ``repack`` and ``sweep``.
+
+    Raises
+    ------
+    InvalidInputError
+        A parameter is out of its range.
+    CorruptObjectError, UnsupportedFeatureError
+        The manifest of a live version cannot be read: nothing is condemned, since it is not known
+        what the version needs. The message names it.
+    ReadOnlyError, UnsafeBackendError
+        The store cannot be written to.
+    StorageError
+        The storage failed. Whatever was done is in the log; the next collection goes on.
+    """
+    began = repo.environment.monotonic()
+    _check(grace_s, orphan_age_s, repack_below)
+    if not dry_run:
+        repo.check_writable()
+    catalog = repo.refresh()
+    unclear = dry_run and repo.options.read_only
+    found = find_candidates(
+        repo,
+        catalog,
+        now_s=None if unclear else storage_now(repo),
+        orphan_age_s=orphan_age_s,
+        progress=progress,
+    )
+    reach = Reach(repo, cache, progress=progress)
+    run = _Collection(repo=repo, reach=reach, found=found, progress=progress)
+    figures = _figures(run, catalog, grace_s=grace_s)
+    chunks = reach.chunks(catalog)
+    below = repack_below if repack_below is not None else 0.0
+    victims = choose(chunks, found.objects, below=below)
+    repacked = Repacked(
+        packs_count=len(victims),
+        packs_bytes=sum(victim.size_bytes for victim in victims),
+        copied_bytes=sum(victim.live_bytes for victim in victims),
+    )
+    if dry_run:
+        condemned, swept = figures["plan"], figures["now"]
+    else:
+        run.condemn()
+        repacked = repack(repo, cache, reach, victims, progress=progress)
+        found.dead.update(pack_key(victim.pack) for victim in victims)
+        if repacked.versions_count:
+            run.condemn()
+        run.sweep(grace_s=grace_s)
+        condemned, swept = run.condemned, run.swept
+    before_s = found.now_s - max(orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
+    left = repo.backend.remove_leftovers(modified_before=before_s, dry_run=dry_run)
+    return GcReport(
+        dry_run=dry_run,
+        commit=catalog.number,
+        versions_count=sum(1 for _ in live_versions(catalog)),
+        logical_bytes=sum(
+            part.logical for version in live_versions(catalog) for part in version.roles.values()
+        ),
+        stored=run.tally(found.objects),
+        live=run.tally(figures["live"]),
+        live_chunk_bytes=sum(table.size_bytes for table in chunks.values()),
+        reclaimable_now=run.tally(figures["now"]),
+        reclaimable_later=run.tally(figures["later"]),
+        orphans=run.tally(figures["orphans"]),
+        orphan_age_s_max=max(map(found.age_s, figures["nameless"]), default=0.0),
+        young=run.tally(figures["young"]),
+        repacked=repacked,
+        condemned=run.tally(condemned),
+        swept=run.tally(swept),
+        leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
+        seconds=repo.environment.monotonic() - began,
+        holders=holders_of(catalog, reach, found.objects) if holders else (),
+    )
+
+
+def _figures(run: _Collection, catalog: Catalog, *, grace_s: float) -> dict[str, Sequence[str]]:
+    """Sort the listed objects by what a collection would do with them."""
+    found = run.found
+    live = run.reach.keys(catalog)
+    plan = condemnable(found, catalog, run.reach)
+    over = due(run.repo, catalog, grace_s=grace_s, now_s=found.now_s)
+    waiting = sorted(catalog.condemned.keys() - set(over))
+    chosen = set(plan)
+    # Named by a manifest that is dead now, or by none at all?
+    nameless = [
+        key
+        for key in found.objects
+        if key not in live and key not in found.dead and key not in catalog.condemned
+    ]
+    return {
+        "live": sorted(live),
+        "plan": plan,
+        "now": [*over, *plan] if grace_s <= 0 else over,
+        "later": waiting if grace_s <= 0 else [*waiting, *plan],
+        "orphans": [key for key in nameless if key in chosen],
+        "nameless": nameless,
+        "young": [key for key in nameless if key not in chosen],
+    }
+
+
+def _check(grace_s: float, orphan_age_s: float, repack_below: float | None) -> None:
+    for name, value in (("grace", grace_s), ("orphan age", orphan_age_s)):
+        if not (math.isfinite(value) and value >= 0):
+            msg = f"the {name} is a number of seconds from 0 on, not {value!r}"
+            raise InvalidInputError(msg)
+    if repack_below is not None and not 0 <= repack_below <= 1:
+        msg = f"the share to repack below is from 0 to 1, not {repack_below!r}"
+        raise InvalidInputError(msg)

@@ -1,0 +1,191 @@
+"""What live versions need: their manifests, and the packs and chunks that those name.
+
+A version is live unless it was deleted or only its record is kept. What live versions reach may
+never be condemned; so a manifest of a live version that cannot be read stops every collection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from sys import intern
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import Manifest
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["ChunkTable", "Footprint", "Reach", "live_versions"]
+
+_AT_ONCE = 16
+"""Manifests read ahead per request in flight: bounds what waits for being looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTable:
+    """Chunks of one pack, each once, in the order of their offsets."""
+
+    offset: npt.NDArray[np.uint64]
+    """Of the chunk's header, in bytes."""
+    stored: npt.NDArray[np.uint32]
+    """Stored bytes, without the header."""
+    raw: npt.NDArray[np.uint32]
+    """Bytes of the decoded chunk."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return what the chunks take in a pack, with their headers and rows of the index."""
+        each = CHUNK_HEADER_BYTES + INDEX_ROW_BYTES
+        return int(self.stored.sum(dtype=np.uint64)) + each * len(self.stored)
+
+    def joined(self, other: ChunkTable) -> ChunkTable:
+        """Return the chunks of both."""
+        if np.array_equal(self.offset, other.offset):
+            return self
+        offset = np.concatenate((self.offset, other.offset))
+        offset, first = np.unique(offset, return_index=True)
+        return ChunkTable(
+            offset=offset,
+            stored=np.concatenate((self.stored, other.stored))[first],
+            raw=np.concatenate((self.raw, other.raw))[first],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What one manifest needs."""
+
+    packs: tuple[str, ...]
+    """Ids of the packs that hold a chunk of it."""
+    chunks: tuple[ChunkTable, ...]
+    """Per pack."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Footprint:
+        """Return the footprint of a manifest."""
+        table = manifest.pieces
+        # Offsets have at most 33 bits (PACK_BYTES_MAX), places of packs at most 22 (PACKS_MAX).
+        where = (table.pack.astype(np.uint64) << np.uint64(34)) | table.offset
+        _, rows = np.unique(where, return_index=True)
+        places, starts = np.unique(table.pack[rows], return_index=True)
+        parts = np.split(rows, starts[1:])
+        return cls(
+            packs=tuple(intern(table.packs[int(place)]) for place in places),
+            chunks=tuple(
+                ChunkTable(offset=table.offset[at], stored=table.stored[at], raw=table.slab[at])
+                for at in (parts if len(places) else ())
+            ),
+        )
+
+
+class Reach:
+    """Reads what live versions need, each manifest once. Owned by one thread.
+
+    Memory: 16 bytes for each chunk of each manifest, as long as it is held.
+    """
+
+    def __init__(
+        self, repo: Repo, cache: Manifests, *, progress: ProgressCallback = silent
+    ) -> None:
+        self._repo = repo
+        self._cache = cache
+        self._progress = progress
+        self._known: dict[str, Footprint] = {}
+        """By digest of the manifest."""
+
+    def of(self, catalog: Catalog) -> dict[str, Footprint]:
+        """Return what each version needs that is live in `catalog`: version id to footprint.
+
+        Reads the manifests that were not read before. A version that changed while they were
+        read, so that its manifest is gone, is left out: then `catalog` is not the newest, and
+        nothing that follows from it can be committed.
+
+        Raises
+        ------
+        CorruptObjectError, UnsupportedFeatureError
+            The manifest of a live version cannot be read; the message names it.
+        StorageError
+            The storage failed.
+        """
+        live = list(live_versions(catalog))
+        self._read([version for version in live if version.manifest_digest not in self._known])
+        return {
+            version.id: self._known[version.manifest_digest]
+            for version in live
+            if version.manifest_digest in self._known
+        }
+
+    def keys(self, catalog: Catalog) -> set[str]:
+        """Return the keys of all objects that versions live in `catalog` need; as :meth:`of`."""
+        needs = self.of(catalog)
+        packs = {pack for need in needs.values() for pack in need.packs}
+        return {
+            *map(pack_key, packs),
+            *(v.manifest_key for v in live_versions(catalog)),
+        }
+
+    def chunks(self, catalog: Catalog) -> dict[str, ChunkTable]:
+        """Return the live chunks of each pack: pack id to chunks; as :meth:`of`."""
+        found: dict[str, ChunkTable] = {}
+        for need in self.of(catalog).values():
+            for pack, chunks in zip(need.packs, need.chunks, strict=True):
+                found[pack] = found[pack].joined(chunks) if pack in found else chunks
+        return found
+
+    def note(self, digest: str, manifest: Manifest) -> None:
+        """Take over a manifest that was just written, so that it need not be read."""
+        self._known[digest] = Footprint.of(manifest)
+
+    def _read(self, versions: Sequence[Version]) -> None:
+        for done, (version, found) in enumerate(self._footprints(versions), 1):
+            if isinstance(found, Footprint):
+                self._known[version.manifest_digest] = found
+            else:
+                self._explain(version, found)
+            self._progress(
+                Progress(stage="manifests", done=done, total=len(versions), unit="versions")
+            )
+
+    def _footprints(
+        self, versions: Sequence[Version]
+    ) -> Iterator[tuple[Version, Footprint | CkptStoreError]]:
+        workers = min(self._repo.backend.capabilities.concurrency, len(versions))
+        if workers < 2:
+            yield from ((version, self._footprint(version)) for version in versions)
+            return
+        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
+            for start in range(0, len(versions), workers * _AT_ONCE):
+                batch = versions[start : start + workers * _AT_ONCE]
+                yield from zip(batch, pool.map(self._footprint, batch), strict=True)
+
+    def _footprint(self, version: Version) -> Footprint | CkptStoreError:
+        try:
+            return Footprint.of(self._cache.load(version))
+        except (IntegrityError, FormatError, NotFoundError) as error:
+            return error
+
+    def _explain(self, version: Version, error: CkptStoreError) -> None:
+        """Return if the version changed meanwhile; raise what stops the collection if not."""
+        newest = self._repo.refresh().version(version.id)
+        if newest.deleted or newest.manifest_digest != version.manifest_digest:
+            return
+        if newest.level == "record":
+            return
+        named = f"{version.run}@{version.step} (#{version.id[:8]})"
+        msg = f"nothing is collected, since it is not known what {named} needs: {error.message}"
+        hint = "mend it: ckptstore verify, then repair; or give it up: ckptstore rm"
+        raise type(error)(msg, hint=hint) from error
+
+
+def live_versions(catalog: Catalog) -> Iterator[Version]:
+    """Yield the versions that have content: neither deleted nor kept as a record only."""
+    return (version for version in catalog.versions() if version.level != "record")

@@ -1,0 +1,444 @@
+"""Packs that are mostly dead are written anew: their live chunks go into new packs.
+
+Chunks are copied as they are stored, each checked by its checksum and by its id on the way. Every
+live version that needs one of the packs gets a new manifest, and one commit for many versions
+relocates them and condemns the manifests that they had. The packs are then dead, and condemned as
+any other. A crash anywhere leaves new packs and manifests that nobody names: orphans.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.backends.base import ObjectInfo
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.codecs.base import CodecError
+from ckptstore.codecs.layout import Layout
+from ckptstore.codecs.registry import CODECS, Encoded, decode
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    UnsupportedFeatureError,
+)
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.format import manifest as manifests
+from ckptstore.format.commit import Op
+from ckptstore.format.fields import ManifestPointer
+from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.format.pack import (
+    CHUNK_HEADER_BYTES,
+    HEADER_BYTES,
+    TRAILER_BYTES,
+    ChunkHeader,
+    parse_chunk_header,
+)
+from ckptstore.hashing import blake3_digest, blake3_hex, xxh3_64
+from ckptstore.model import Version
+from ckptstore.objects.packs import PackSink
+from ckptstore.ops.reach import ChunkTable, Reach
+from ckptstore.repo import Repo
+
+__all__ = ["Repacked", "Victim", "choose", "repack"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A pack that is to be written anew."""
+
+    pack: str
+    size_bytes: int
+    live: ChunkTable
+
+    @property
+    def live_bytes(self) -> int:
+        """Return what its live chunks take."""
+        return self.live.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repacked:
+    """What a repack did, or would do."""
+
+    packs_count: int = 0
+    """Packs that were written anew."""
+    packs_bytes: int = 0
+    copied_bytes: int = 0
+    """The live part of them."""
+    versions_count: int = 0
+    """Versions that lie elsewhere now."""
+    skipped: tuple[str, ...] = ()
+    """Why a pack was left as it is: a chunk of it is damaged, say."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Return the difference."""
+        return self.packs_bytes - self.copied_bytes
+
+
+def choose(
+    chunks: Mapping[str, ChunkTable], objects: Mapping[str, ObjectInfo], *, below: float
+) -> list[Victim]:
+    """Return the packs of which less than the share `below` is live; those wholly dead not."""
+    victims = []
+    for pack, live in chunks.items():
+        info = objects.get(pack_key(pack))
+        if info is None:
+            continue
+        room = info.size_bytes - HEADER_BYTES - TRAILER_BYTES
+        if live.size_bytes < below * room:
+            victims.append(Victim(pack=pack, size_bytes=info.size_bytes, live=live))
+    return sorted(victims, key=lambda victim: victim.pack)
+
+
+def repack(
+    repo: Repo,
+    cache: Manifests,
+    reach: Reach,
+    victims: Sequence[Victim],
+    *,
+    progress: ProgressCallback,
+) -> Repacked:
+    """Copy the live chunks of packs elsewhere, and relocate every live version that needs them.
+
+    Host memory stays within ``options.host_bytes``, plus 100 bytes a copied chunk. Versions that
+    were deleted, relocated or condemned in part meanwhile are left out: the next collection sees
+    them. So are damaged ones, until they are mended: their packs stay.
+
+    Raises
+    ------
+    StorageError
+        The storage failed; what was written is left as orphans.
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.append`.
+    """
+    total = sum(victim.live_bytes for victim in victims)
+    done = Repacked()
+    copied = 0
+    for batch in _batches(victims):
+        copying = _Copying(repo=repo, progress=progress, done=copied, total=total)
+        copying.run(batch)
+        copied = copying.done
+        moved = _relocate(repo, cache, reach, copying.places)
+        whole = [victim for victim in batch if victim.pack in copying.places]
+        done = Repacked(
+            packs_count=done.packs_count + len(whole),
+            packs_bytes=done.packs_bytes + sum(victim.size_bytes for victim in whole),
+            copied_bytes=done.copied_bytes + sum(victim.live_bytes for victim in whole),
+            versions_count=done.versions_count + moved,
+            skipped=(*done.skipped, *copying.skipped),
+        )
+    return done
+
+
+def _batches(victims: Sequence[Victim]) -> Iterator[list[Victim]]:
+    batch: list[Victim] = []
+    size = 0
+    for victim in victims:
+        batch.append(victim)
+        size += victim.live_bytes
+        if size >= limits.GC_REPACK_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# --- chunks -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moved:
+    """Where the chunks of one old pack lie now, in the order of their old offsets."""
+
+    old: npt.NDArray[np.uint64]
+    packs: tuple[str, ...]
+    """New pack per chunk."""
+    new: npt.NDArray[np.uint64]
+    """New offset per chunk."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copying:
+    """One batch of packs on their way."""
+
+    repo: Repo
+    progress: ProgressCallback
+    done: int
+    total: int
+    places: dict[str, _Moved] = field(default_factory=dict)
+    """Per pack whose live chunks are all elsewhere now."""
+    skipped: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, victims: Sequence[Victim]) -> None:
+        """Copy; return when the new packs are durable."""
+        repo = self.repo
+        capabilities = repo.backend.capabilities
+        each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
+        room = max(1, repo.options.host_bytes // each)
+        workers = max(1, min(repo.options.workers, room, len(victims)))
+        sink = PackSink(repo.backend, repo.environment, streams=workers, packs_max=workers)
+        waiting = iter(victims)
+        try:
+            if workers == 1:
+                self._work(0, waiting, sink)
+            else:
+                with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
+                    futures = [
+                        pool.submit(self._work, turn, waiting, sink) for turn in range(workers)
+                    ]
+                    try:
+                        wait(futures)
+                    except BaseException:  # Ctrl-C in the owner: they stop after their span
+                        self.stop.set()
+                        raise
+                for future in futures:
+                    future.result()
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+
+    def _work(self, turn: int, victims: Iterator[Victim], sink: PackSink) -> None:
+        try:
+            while not self.stop.is_set():
+                with self.lock:
+                    victim = next(victims, None)
+                if victim is None:
+                    return
+                self._copy(turn, victim, sink)
+        except BaseException:
+            self.stop.set()
+            raise
+
+    def _copy(self, turn: int, victim: Victim, sink: PackSink) -> None:
+        packs: list[str] = []
+        offsets: list[int] = []
+        try:
+            for first, last in _spans(victim.live, self.repo):
+                for encoded, header in self._read(victim, first, last):
+                    placed = sink.append(turn, encoded, header.chunk_id, header.raw_bytes)
+                    packs.append(placed.pack)
+                    offsets.append(placed.offset)
+                self._advance(victim, first, last)
+        except (IntegrityError, FormatError, NotFoundError) as error:
+            with self.lock:
+                self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
+            return
+        moved = _Moved(old=victim.live.offset, packs=tuple(packs), new=np.array(offsets, np.uint64))
+        with self.lock:
+            self.places[victim.pack] = moved
+
+    def _read(self, victim: Victim, first: int, last: int) -> Iterator[tuple[Encoded, ChunkHeader]]:
+        """Read neighbouring chunks with one request; yield each, checked, as it is stored."""
+        live = victim.live
+        start = int(live.offset[first])
+        end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
+        memory = memoryview(bytearray(end - start))
+        self.repo.backend.read_into(pack_key(victim.pack), start, [memory])
+        for row in range(first, last):
+            at = int(live.offset[row]) - start
+            where = f"{victim.pack} at {int(live.offset[row])}"
+            header = parse_chunk_header(memory[at : at + CHUNK_HEADER_BYTES], where=where)
+            at += CHUNK_HEADER_BYTES
+            body = memory[at : at + int(live.stored[row])]
+            if (header.stored_bytes, header.raw_bytes) != (len(body), int(live.raw[row])):
+                msg = f"pack {where}: lengths differ from the manifest's"
+                raise CorruptObjectError(msg)
+            layout = _check(header, body, where)
+            yield (
+                Encoded(codec=header.codec, layout=layout, parts=(body,), stored_bytes=len(body)),
+                header,
+            )
+
+    def _advance(self, victim: Victim, first: int, last: int) -> None:
+        size = int(victim.live.stored[first:last].sum(dtype=np.uint64))
+        with self.lock:
+            self.done += size
+            self.progress(Progress(stage="repack", done=self.done, total=self.total))
+
+
+def _spans(live: ChunkTable, repo: Repo) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that are read with one request each."""
+    capabilities = repo.backend.capabilities
+    first = 0
+    for row in range(1, len(live.offset) + 1):
+        if row < len(live.offset):
+            end = int(live.offset[row - 1]) + CHUNK_HEADER_BYTES + int(live.stored[row - 1])
+            near = int(live.offset[row]) - end <= capabilities.read_gap_bytes
+            after = int(live.offset[row]) + CHUNK_HEADER_BYTES + int(live.stored[row])
+            if near and after - int(live.offset[first]) <= capabilities.read_bytes_max:
+                continue
+        yield first, row
+        first = row
+
+
+def _check(header: ChunkHeader, body: memoryview, where: str) -> Layout:
+    """Check the stored bytes by their checksum, and what they stand for by the chunk's id."""
+    if xxh3_64(body) != header.checksum:
+        msg = f"pack {where}: stored bytes do not match their checksum"
+        raise CorruptObjectError(msg)
+    if header.codec not in CODECS or header.layout not in set(Layout):
+        msg = f"pack {where}: unknown codec {header.codec} or layout {header.layout}"
+        raise UnsupportedFeatureError(msg, hint="upgrade ckptstore")
+    raw = memoryview(bytearray(header.raw_bytes))
+    try:
+        decode(header.codec, header.layout, body, raw)
+    except CodecError as error:
+        msg = f"pack {where}: {error}"
+        raise CorruptObjectError(msg) from error
+    if blake3_digest(raw) != header.chunk_id:
+        msg = f"pack {where}: content does not match its chunk id"
+        raise CorruptObjectError(msg)
+    return Layout(header.layout)
+
+
+# --- versions -----------------------------------------------------------------------------------
+
+
+def _relocate(repo: Repo, cache: Manifests, reach: Reach, places: Mapping[str, _Moved]) -> int:
+    """Write manifests and commit; return how many versions lie elsewhere now."""
+    catalog = repo.refresh()
+    needs = reach.of(catalog)
+    concerned = [
+        catalog.version(version)
+        for version, need in needs.items()
+        if any(pack in places for pack in need.packs)
+    ]
+    # Of a version that has lost parts, a relocation would say that it is mended.
+    concerned = [version for version in concerned if not version.damaged]
+    moved = 0
+    for start in range(0, len(concerned), limits.GC_MOVES_PER_COMMIT):
+        part = concerned[start : start + limits.GC_MOVES_PER_COMMIT]
+        moves = list(_moves(repo, cache, reach, part, places))
+        old = {version.id: version.manifest_key for version in part}
+        taken: list[int] = []
+
+        def build(
+            now: Catalog,
+            moves: Sequence[Move] = moves,
+            old: Mapping[str, str] = old,
+            taken: list[int] = taken,
+        ) -> Sequence[Op]:
+            good = [move for move in moves if _still(now, move)]
+            taken[:] = [len(good)]
+            return [
+                *lifecycle_changes.relocate(now, good),
+                *lifecycle_changes.condemn(now, [old[move.version] for move in good]),
+            ]
+
+        if repo.log.append_any(build) is not None:
+            moved += taken[0]
+    return moved
+
+
+def _still(now: Catalog, move: Move) -> bool:
+    """Say whether a version is what it was, and nothing that its new manifest names condemned."""
+    version = now.version(move.version)
+    same = not version.deleted and version.manifest_digest == move.based_on
+    return (
+        same
+        and not version.damaged
+        and version.level == move.level
+        and not now.gone(move.relies_on)
+    )
+
+
+def _moves(
+    repo: Repo,
+    cache: Manifests,
+    reach: Reach,
+    versions: Sequence[Version],
+    places: Mapping[str, _Moved],
+) -> Iterator[Move]:
+    """Write the new manifests of versions; those that changed meanwhile are left out."""
+
+    def one(version: Version) -> tuple[Move, Manifest] | None:
+        try:
+            manifest = cache.load(version)
+        except (IntegrityError, NotFoundError) as error:
+            _check_changed(repo, version, error)
+            return None
+        pieces = _elsewhere(manifest.pieces, places)
+        return None if pieces is None else _move(repo, version, replace(manifest, pieces=pieces))
+
+    workers = min(repo.backend.capabilities.concurrency, len(versions))
+    if workers < 2:
+        found = [one(version) for version in versions]
+    else:
+        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
+            found = list(pool.map(one, versions))
+    for pair in found:
+        if pair is not None and pair[0].manifest is not None:
+            reach.note(pair[0].manifest.digest, pair[1])
+            yield pair[0]
+
+
+def _check_changed(repo: Repo, version: Version, error: CkptStoreError) -> None:
+    newest = repo.refresh().version(version.id)
+    if not newest.deleted and newest.manifest_digest == version.manifest_digest:
+        raise error
+
+
+def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manifest]:
+    data = manifests.encode(manifest)
+    key = manifest_key(repo.environment.random_hex(16))
+    repo.backend.put(key, data)
+    pointer = ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
+    move = Move(
+        version=version.id,
+        based_on=version.manifest_digest,
+        level=version.level,
+        manifest=pointer,
+        content=version.content,
+        roles=version.roles,
+        relies_on=(key, *map(pack_key, manifest.pieces.packs)),
+    )
+    return move, manifest
+
+
+def _elsewhere(table: PieceTable, places: Mapping[str, _Moved]) -> PieceTable | None:
+    """Return a table whose pieces lie where their chunks were copied to.
+
+    None if a chunk was not copied: a version that came after the copying was planned needs it.
+    """
+    packs: dict[str, int] = {}
+    pack = table.pack.copy()
+    offset = table.offset.copy()
+    for place in np.unique(table.pack):
+        rows = np.nonzero(table.pack == place)[0]
+        name = table.packs[int(place)]
+        moved = places.get(name)
+        if moved is None:
+            pack[rows] = packs.setdefault(name, len(packs))
+            continue
+        at = np.minimum(np.searchsorted(moved.old, table.offset[rows]), len(moved.old) - 1)
+        if not np.array_equal(moved.old[at], table.offset[rows]):
+            return None
+        pack[rows] = [packs.setdefault(moved.packs[row], len(packs)) for row in at]
+        offset[rows] = moved.new[at]
+    return PieceTable(
+        ids=table.ids,
+        raw=table.raw,
+        pack=pack,
+        offset=offset,
+        stored=table.stored,
+        inner=table.inner,
+        slab=table.slab,
+        packs=list(packs),
+    )

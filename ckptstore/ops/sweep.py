@@ -1,0 +1,79 @@
+"""The second phase of a collection: delete what was condemned long enough ago, and say so.
+
+What is to be deleted stands in the log, so any client may begin a sweep and any other finish it.
+Deleting twice is harmless: names are never used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from ckptstore import limits
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.format.commit import Op
+from ckptstore.format.keys import commit_key
+from ckptstore.repo import Repo
+
+__all__ = ["due", "sweep"]
+
+
+def due(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> list[str]:
+    """Return the condemned objects whose grace is over, by the storage's clock.
+
+    Parameters
+    ----------
+    now_s
+        The storage's clock now; condemned at: the time of the commit that condemned, as stored.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    pending = catalog.condemned
+    over = {
+        number
+        for number in set(pending.values())
+        if grace_s <= 0 or now_s - repo.backend.stat(commit_key(number)).modified_at >= grace_s
+    }
+    return sorted(key for key, number in pending.items() if number in over)
+
+
+def sweep(repo: Repo, keys: Sequence[str], *, progress: ProgressCallback) -> None:
+    """Delete condemned objects, then commit that they are; those of others' sweeps too.
+
+    Raises
+    ------
+    StorageError
+        Something could not be deleted: it stays condemned, for the next sweep.
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.append`.
+    """
+    for start in range(0, len(keys), limits.KEYS_PER_OP_MAX):
+        part = keys[start : start + limits.KEYS_PER_OP_MAX]
+        _delete(repo, part, done=start, total=len(keys), progress=progress)
+
+        def build(now: Catalog, part: Sequence[str] = part) -> Sequence[Op]:
+            return lifecycle_changes.swept(now, part)
+
+        repo.log.append_any(build)
+
+
+def _delete(
+    repo: Repo, keys: Sequence[str], *, done: int, total: int, progress: ProgressCallback
+) -> None:
+    def step(count: int) -> None:
+        progress(Progress(stage="sweep", done=done + count, total=total, unit="objects"))
+
+    workers = min(repo.backend.capabilities.concurrency, len(keys))
+    if workers < 2:
+        for count, key in enumerate(keys, 1):
+            repo.backend.delete(key)
+            step(count)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
+        for count, _ in enumerate(pool.map(repo.backend.delete, keys), 1):
+            step(count)

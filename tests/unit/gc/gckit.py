@@ -1,0 +1,112 @@
+"""Small stores in memory whose clock is the test's, and what is known of them without asking."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.config import Options
+from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
+from ckptstore.model import Version
+from ckptstore.repo import Finding, create_on, open_on
+from ckptstore.store import Store
+from ckptstore.testing.environment import SimulatedEnvironment
+
+__all__ = ["Place", "delete", "equal", "needs", "new_place", "parts_of", "undelete"]
+
+_names = itertools.count()
+CHUNK_BYTES = 1 << 16
+
+
+def _trusting(_backend: Backend, _environment: object) -> Finding:
+    return Finding(put_if_absent=PutIfAbsent.ATOMIC, report={})
+
+
+@dataclass
+class Place:
+    """A store in memory, and what is known of it without asking it."""
+
+    backend: MemoryBackend
+    environment: SimulatedEnvironment
+
+    def open(self, backend: Backend | None = None, **options: Any) -> Store:  # noqa: ANN401
+        """Open the store as another process would; on a backend around this one, if given."""
+        repo = open_on(
+            backend or self.backend,
+            environment=self.environment,
+            options=Options(**{"workers": 2, **options}),
+            prober=_trusting,
+        )
+        return Store(repo)
+
+    def stored(self) -> set[str]:
+        """Return the packs and manifests that are stored."""
+        kinds = (PACKS_PREFIX, MANIFESTS_PREFIX)
+        return {key for key in self.backend.objects if key.startswith(kinds)}
+
+    def needed(self) -> set[str]:
+        """Return the packs and manifests that versions need, from their manifests alone."""
+        with self.open() as store:
+            found: set[str] = set()
+            for version in store.versions():
+                if version.level != "record":
+                    found |= needs(store, version)
+        return found
+
+    def orphan(self, name: str = "0") -> str:
+        """Store a pack that no commit names; return its key."""
+        key = pack_key(f"{int(name, 16):032x}")
+        self.backend.put(key, b"left behind")
+        return key
+
+
+def needs(store: Store, version: Version) -> set[str]:
+    """Return the keys of what a version is made of."""
+    table = store._manifests.load(version).pieces
+    packs = {table.packs[int(place)] for place in table.pack}
+    return {version.manifest_key, *map(pack_key, packs)}
+
+
+def new_place() -> Place:
+    """Make an empty store of its own."""
+    number = next(_names)
+    environment = SimulatedEnvironment(number)
+    backend = MemoryBackend(f"gc/{number}", environment=environment)
+    create_on(backend, environment=environment, chunk_bytes=CHUNK_BYTES, prober=_trusting).close()
+    return Place(backend, environment)
+
+
+def parts_of(*numbers: int, elements: int = 1 << 14) -> dict[str, dict[str, torch.Tensor]]:
+    """Return a state of one tensor a number, each a chunk of its own: equal numbers are shared."""
+    state = {}
+    for name, number in zip("abcdefgh", numbers, strict=False):
+        generator = torch.Generator().manual_seed(1000 * ord(name) + number)
+        state[name] = torch.randn(elements, generator=generator)
+    return {"model": state}
+
+
+def equal(found: object, meant: object) -> bool:
+    """Say whether two such states are the same, bit by bit."""
+    if isinstance(meant, dict):
+        assert isinstance(found, dict)
+        return found.keys() == meant.keys() and all(equal(found[k], meant[k]) for k in meant)
+    assert isinstance(found, torch.Tensor)
+    assert isinstance(meant, torch.Tensor)
+    return torch.equal(found, meant)
+
+
+def delete(store: Store, *versions: str) -> None:
+    """Delete versions, whatever they are."""
+    store.repo.log.append(lambda now: lifecycle_changes.delete(now, versions, force=True))
+
+
+def undelete(store: Store, version: str) -> None:
+    """Undelete a version the way a client does: read what it needs, then commit."""
+    keys = needs(store, store.repo.refresh().version(version))
+    store.repo.log.append(lambda now: lifecycle_changes.undelete(now, [version], {version: keys}))

@@ -1,0 +1,401 @@
+"""Collections: what is condemned, what is deleted, when, and what never is."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+
+import msgspec
+import pytest
+from gckit import Place, delete, equal, needs, parts_of, undelete
+
+from ckptstore import limits
+from ckptstore.catalog import changes
+from ckptstore.errors import (
+    CondemnedError,
+    CorruptObjectError,
+    IntegrityError,
+    InvalidInputError,
+    ReadOnlyError,
+    StorageError,
+    VersionNotFoundError,
+)
+from ckptstore.model import Version
+from ckptstore.ops.gc import GcReport
+from ckptstore.store import Store
+from ckptstore.testing.faulty import WRITES, Fault, FaultyBackend, When
+
+HOUR = 3600.0
+DAY = 86_400.0
+
+
+def count(kinds: object) -> int:
+    """Return how many objects a report's figures count."""
+    return sum(tally["count"] for tally in msgspec.to_builtins(kinds).values())
+
+
+def test_nothing_is_condemned_in_a_store_of_live_versions(place: Place, store: Store) -> None:
+    """With no grace and no age, what versions need stays, and no commit is made."""
+    for step in range(3):
+        store.run("gpt").save(parts_of(0, step), step=step)
+    before = dict(place.backend.objects)
+
+    report = store.gc(grace_s=0, orphan_age_s=0)
+
+    assert place.backend.objects == before
+    assert count(report.condemned) == count(report.swept) == 0
+    assert report.versions_count == 3
+    assert report.stored == report.live
+
+
+def test_deleted_versions_are_condemned_at_once_and_deleted_after_the_grace(
+    place: Place, store: Store
+) -> None:
+    """Their own pieces go, what others share stays; the grace is by the storage's clock."""
+    run = store.run("gpt")
+    first, second = (run.save(parts_of(0, step), step=step) for step in range(2))
+    own = needs(store, second) - needs(store, first)
+    delete(store, second.id)
+
+    condemned = store.gc(grace_s=HOUR, repack_below=None)
+    assert own <= place.stored()
+    assert set(store.repo.catalog.condemned) == own
+    assert count(condemned.condemned) == len(own)
+    assert count(condemned.swept) == 0
+    place.environment.sleep(HOUR - 1)
+    assert count(store.gc(grace_s=HOUR, repack_below=None).swept) == 0
+    place.environment.sleep(2)
+    swept = store.gc(grace_s=HOUR, repack_below=None)
+
+    assert count(swept.swept) == len(own)
+    assert place.stored() == needs(store, first) == place.needed()
+    assert not store.repo.catalog.condemned
+    assert equal(store.load(f"#{first.id}"), parts_of(0, 0))
+
+
+def test_orphans_wait_for_their_age(place: Place, store: Store) -> None:
+    """What no commit names is left alone until it is old, by the storage's clock."""
+    store.run("gpt").save(parts_of(1), step=1)
+    key = place.orphan()
+
+    young = store.gc(grace_s=0)
+    assert key in place.stored()
+    assert count(young.young) == 1
+    place.environment.sleep(DAY - 60)
+    assert count(store.gc(grace_s=0).condemned) == 0
+    place.environment.sleep(61)
+    old = store.gc(grace_s=0)
+
+    assert count(old.orphans) == count(old.swept) == 1
+    assert old.orphan_age_s_max >= DAY
+    assert place.stored() == place.needed()
+
+
+def test_a_dry_run_says_what_a_run_does_and_changes_nothing(place: Place, store: Store) -> None:
+    """Same figures; no object, no commit; also in a store that is open for reading only."""
+    run = store.run("gpt")
+    versions = [run.save(parts_of(0, step), step=step) for step in range(3)]
+    delete(store, versions[1].id)
+    place.orphan()
+    place.environment.sleep(DAY)
+    before = dict(place.backend.objects)
+
+    planned = store.gc(grace_s=0, dry_run=True)
+    with place.open(read_only=True) as reading:
+        told = reading.gc(grace_s=0, orphan_age_s=0, dry_run=True)
+    assert place.backend.objects == before
+    done = store.gc(grace_s=0)
+
+    for name in ("condemned", "swept", "orphans", "stored", "live", "reclaimable_now"):
+        assert getattr(planned, name) == getattr(done, name) == getattr(told, name)
+    assert count(planned.swept) == 3
+    assert planned.dry_run
+    assert not done.dry_run
+
+
+def test_a_read_only_store_is_not_collected(store: Store, place: Place) -> None:
+    """Nothing is written, not even to read the clock."""
+    with place.open(read_only=True) as reading:
+        before = dict(place.backend.objects)
+        with pytest.raises(ReadOnlyError):
+            reading.gc()
+    assert place.backend.objects == before
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"grace_s": -1}, {"orphan_age_s": float("nan")}, {"repack_below": 1.5}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_parameters_out_of_range_are_refused(store: Store, wrong: dict[str, float]) -> None:
+    """Before anything is looked at."""
+    with pytest.raises(InvalidInputError):
+        store.gc(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_report_is_json(store: Store) -> None:
+    """Every figure can be written down, and who holds what is told when asked."""
+    run = store.run("gpt")
+    first = run.save(parts_of(0, 1), step=1, tags=["keep"])
+    second = run.save(parts_of(0, 2), step=2)
+
+    report = store.gc(dry_run=True, holders=True)
+
+    assert json.loads(msgspec.json.encode(report))["versions_count"] == 2
+    held = {holder.version: holder for holder in report.holders}
+    assert set(held) == {first.id, second.id}
+    assert held[first.id].tags == ("keep",)
+    assert 0 < held[second.id].alone_bytes < held[second.id].held_bytes
+    assert store.gc(dry_run=True).holders == ()
+
+
+# --- damage -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_a_damaged_manifest_of_a_live_version_stops_the_collection(
+    place: Place, store: Store, how: str
+) -> None:
+    """It is not known what the version needs: nothing is condemned, the error names it."""
+    run = store.run("gpt")
+    damaged = run.save(parts_of(1, 1), step=7)
+    other = run.save(parts_of(2, 2), step=8)
+    delete(store, other.id)
+    place.orphan()
+    if how == "gone":
+        place.backend.delete(damaged.manifest_key)
+    else:
+        whole = place.backend.get(damaged.manifest_key, bytes_max=1 << 20)
+        place.backend.put(damaged.manifest_key, whole[:-1])
+    before = place.stored()
+
+    with place.open() as again, pytest.raises(CorruptObjectError) as caught:
+        again.gc(grace_s=0, orphan_age_s=0)
+    assert "gpt@7" in caught.value.message
+    assert "verify" in caught.value.hint
+    assert place.stored() == before
+    delete(store, damaged.id)
+    with place.open() as again:
+        again.gc(grace_s=0, orphan_age_s=0)
+
+    assert place.stored() == set()
+
+
+def test_a_damaged_manifest_of_a_deleted_version_stops_nothing(place: Place, store: Store) -> None:
+    """It goes; its packs are orphans, and go when they are old."""
+    version = store.run("gpt").save(parts_of(1), step=1)
+    packs = needs(store, version) - {version.manifest_key}
+    delete(store, version.id)
+    place.backend.put(version.manifest_key, b"damaged")
+
+    with place.open() as again:
+        again.gc(grace_s=0)
+        assert place.stored() == packs
+        place.environment.sleep(DAY)
+        again.gc(grace_s=0)
+
+    assert place.stored() == set()
+
+
+# --- beside others ------------------------------------------------------------------------------
+
+
+def disturbed_save(place: Place, how: str) -> Version:
+    """Save `parts_of(0, 2)`; a collection comes right before the first try of its commit."""
+    with place.open() as store:
+        parent = store.run("gpt").save(parts_of(0, 1), step=1)
+
+    def collect(_call: str, key: str) -> None:
+        if key.startswith("commits/"):
+            with place.open() as other:
+                if how == "shared":
+                    delete(other, parent.id)
+                other.gc(grace_s=0, orphan_age_s=0)
+
+    fault = Fault(calls=frozenset({"put_if_absent"}), when=When.CALLBACK, callback=collect)
+    with place.open(FaultyBackend(place.backend, fault)) as disturbed:
+        version = disturbed.run("gpt").save(parts_of(0, 2), step=2)
+    assert fault.hits == 1
+    return version
+
+
+@pytest.mark.parametrize("how", ["shared", "uploaded"])
+def test_a_save_survives_a_collection_between_look_up_and_commit(place: Place, how: str) -> None:
+    """What was condemned under it is written again: the version is there, bit by bit."""
+    version = disturbed_save(place, how)
+
+    with place.open() as reading:
+        assert equal(reading.load(f"#{version.id}"), parts_of(0, 2))
+        assert needs(reading, version) <= place.stored()
+        assert reading.verify().ok
+    assert version.receipt["packs_count"] == 2
+
+
+@pytest.mark.parametrize("how", ["shared", "uploaded"])
+def test_without_the_check_in_the_commit_a_version_is_lost(
+    place: Place, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above sees the loss: it is the check, and nothing else, that prevents it."""
+    monkeypatch.setattr(changes, "check_not_condemned", lambda _catalog, _keys: None)
+
+    version = disturbed_save(place, how)
+
+    with place.open() as reading:
+        assert not reading.verify().ok
+        with pytest.raises(IntegrityError):
+            reading.load(f"#{version.id}")
+
+
+def test_what_becomes_live_between_listing_and_commit_is_not_condemned(
+    place: Place, store: Store
+) -> None:
+    """A save whose pack was listed as an orphan commits first: the collection looks again."""
+    state = parts_of(5, 6)
+    saved = []
+
+    def save(_call: str, key: str) -> None:
+        if key.startswith("commits/"):
+            with place.open() as other:
+                saved.append(other.run("late").save(state, step=1))
+
+    # The pack is there before the listing: a first try of the same save, whose commit is held up.
+    version = store.run("gpt").save(parts_of(1), step=1)
+    delete(store, version.id)
+    undone = store.run("gpt").save(parts_of(2), step=2)
+    delete(store, undone.id)
+
+    def revive(_call: str, key: str) -> None:
+        if key.startswith("commits/"):
+            with place.open() as other:
+                undelete(other, undone.id)
+            save(_call, key)
+
+    fault = Fault(calls=frozenset({"put_if_absent"}), when=When.CALLBACK, callback=revive)
+    with place.open(FaultyBackend(place.backend, fault)) as collector:
+        report = collector.gc(grace_s=0, orphan_age_s=0)
+
+    with place.open() as reading:
+        assert equal(reading.load(f"#{undone.id}"), parts_of(2))
+        assert equal(reading.load(f"#{saved[0].id}"), state)
+        with pytest.raises(VersionNotFoundError):
+            reading.load(f"#{version.id}")
+    assert count(report.condemned) == 2
+    assert place.stored() == place.needed()
+
+
+def test_whoever_can_read_a_deleted_manifest_knows_that_its_packs_are_condemned(
+    place: Place, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Manifests of deleted versions are condemned first, however many commits it takes."""
+    monkeypatch.setattr(limits, "KEYS_PER_OP_MAX", 1)
+    run = store.run("gpt")
+    versions = [run.save(parts_of(step), step=step) for step in range(3)]
+    delete(store, *(version.id for version in versions[:2]))
+
+    store.gc(grace_s=HOUR, orphan_age_s=0, repack_below=None)
+
+    order = sorted(store.repo.catalog.condemned.items(), key=lambda item: item[1])
+    kinds = [key.partition("/")[0] for key, _ in order]
+    assert kinds == ["manifests", "manifests", "packs", "packs"]
+    with pytest.raises(CondemnedError):
+        undelete(store, versions[0].id)
+
+
+def test_a_version_deleted_while_its_pack_is_repacked_takes_its_manifest_along(
+    place: Place, store: Store
+) -> None:
+    """Its manifest is condemned with the pack: a client that comes later cannot undelete it."""
+    run = store.run("gpt")
+    first, second, third = (run.save(parts_of(1, n, n), step=n) for n in range(3))
+    pack = needs(store, first) & needs(store, second)
+    delete(store, first.id)
+    commits = []
+
+    def drop(_call: str, key: str) -> None:
+        commits.append(key)
+        if len(commits) == 2:  # the first commit condemns, the second relocates
+            with place.open() as other:
+                delete(other, second.id)
+
+    fault = Fault(calls=frozenset({"put_if_absent"}), when=When.CALLBACK, times=0, callback=drop)
+    with place.open(FaultyBackend(place.backend, fault)) as collector:
+        collector.gc(grace_s=HOUR, repack_below=0.9)
+        condemned = set(collector.repo.catalog.condemned)
+
+    assert pack <= condemned
+    assert {first.manifest_key, second.manifest_key, third.manifest_key} <= condemned
+    with place.open() as late, pytest.raises(CondemnedError):
+        undelete(late, second.id)
+    with place.open() as late:
+        assert equal(late.load(f"#{third.id}"), parts_of(1, 2, 2))
+
+
+def test_an_object_that_comes_back_after_its_deletion_goes_again(
+    place: Place, store: Store
+) -> None:
+    """A request that arrives late creates it anew: the same collector condemns it once more."""
+    version = store.run("gpt").save(parts_of(1), step=1)
+    pack = next(iter(needs(store, version) - {version.manifest_key}))
+    data = place.backend.get(pack, bytes_max=1 << 20)
+    delete(store, version.id)
+    store.gc(grace_s=0)
+    assert pack not in place.stored()
+    place.backend.put(pack, data)
+    place.environment.sleep(DAY)
+
+    report = store.gc(grace_s=0)
+
+    assert count(report.swept) == 1
+    assert place.stored() == set()
+
+
+def test_a_sweep_that_died_is_finished_by_anyone(place: Place, store: Store) -> None:
+    """Condemned by one, deleted in part by a second that dies, finished by a third."""
+    versions = [store.run("gpt").save(parts_of(step), step=step) for step in range(3)]
+    delete(store, *(version.id for version in versions[:2]))
+    store.gc(grace_s=HOUR)
+    place.environment.sleep(HOUR)
+    fault = Fault(calls=frozenset({"delete"}), at=3, times=0)
+    with place.open(FaultyBackend(place.backend, fault)) as second, pytest.raises(StorageError):
+        second.gc(grace_s=HOUR)
+    assert fault.hits
+    with place.open() as third:
+        third.gc(grace_s=HOUR)
+        assert not third.repo.catalog.condemned
+
+    assert place.stored() == place.needed() == needs(store, versions[2])
+
+
+def test_a_collection_can_fail_at_every_call(place: Place) -> None:
+    """Wherever it ends, versions load; and the next collection finishes what was begun."""
+    with place.open() as store:
+        run = store.run("gpt")
+        run.save(parts_of(1, 1, 1), step=1)
+        kept = run.save(parts_of(1, 2, 2), step=2)
+        delete(store, run.versions()[0].id)
+        place.orphan()
+    whole = dict(place.backend.objects)
+    for when in (When.BEFORE, When.AFTER):
+        at = 1
+        while True:
+            place.backend.objects.clear()
+            place.backend._space.keys.clear()
+            for key, item in whole.items():
+                place.backend.put(key, item.data)
+            fault = Fault(calls=WRITES, at=at, times=0 if when is When.BEFORE else 1, when=when)
+            report: GcReport | None = None
+            faulty = FaultyBackend(place.backend, fault)
+            with suppress(StorageError), place.open(faulty) as collector:
+                report = collector.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+            with place.open() as reading:
+                assert equal(reading.load(f"#{kept.id}"), parts_of(1, 2, 2))
+                reading.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+                reading.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+                assert equal(reading.load(f"#{kept.id}"), parts_of(1, 2, 2))
+                assert place.stored() == place.needed()
+                assert not reading.repo.refresh().condemned
+            if not fault.hits:
+                assert report is not None
+                break
+            at += 1
+        assert at > 8
