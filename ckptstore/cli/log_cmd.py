@@ -16,10 +16,13 @@ from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text, time_text
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
+from ckptstore.format.lifecycle import Quarantine, Verified
 from ckptstore.store import Store
 
 __all__ = ["log"]
 
+_NAMED: Final = 5
+"""Versions that one operation names."""
 _ROWS: Final = 20
 """Commits shown unless ``--limit`` says otherwise."""
 
@@ -150,6 +153,14 @@ def _directions(op: CreateRun | Declare, _: Catalog) -> str:
     return f"{op.run} ({known})" if known else op.run
 
 
+def _versions(op: Verified | Quarantine, catalog: Catalog) -> str:
+    """Name the first few of the versions that an operation is about."""
+    found = [catalog.version(v) for v in op.versions[:_NAMED] if catalog.has_version(v)]
+    named = ", ".join(f"{v.run}@{v.step} {v.id[:8]}" for v in found)
+    more = f" and {count_text(len(op.versions) - _NAMED)} more" if op.versions[_NAMED:] else ""
+    return named + more
+
+
 _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     CreateRun: _directions,
     Declare: _directions,
@@ -157,5 +168,7 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Annotate: _annotate,
     Tag: lambda op, _: f"{op.run}@{op.tag} is {op.version[:8]}",
     Untag: lambda op, _: f"{op.run}@{op.tag}",
+    Verified: _versions,
+    Quarantine: _versions,
 }
 """What each operation did, in words; one that is missing here shows its name alone."""
