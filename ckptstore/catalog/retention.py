@@ -7,6 +7,7 @@ all if no level has one. Whatever the rules say,
 - the head of a run stays as it is: training goes on from it,
 - a tagged version stays as it is where the policy does not say ``tagged`` at some level,
 - the newest verified version stays as it is, where no other verified one would,
+- a damaged version stays as it is, since it may be mended, and takes no other's place,
 - a version whose tensors have no role ``weights`` is not reduced to them: nothing would be left.
 
 Versions that a rollback abandoned count for no rule but ``tagged``, ``abandoned`` and ``all``.
@@ -200,7 +201,7 @@ class _Planning:
         for version in self.versions:
             why = "abandoned, and no rule for that" if version.abandoned else "no rule"
             fates[version.id] = ("gone", [why])
-        having = {version.id for version in self.versions if version.level != "record"}
+        having = {v.id for v in self.versions if v.level != "record" and not v.damaged}
         kept_content = False
         for level in LEVELS:  # from the least: what a higher level says replaces it
             matched = self._matched(level)
@@ -236,6 +237,8 @@ class _Planning:
             held.append("head")
         if version.tags and not self._says_tagged():
             held.append("tagged " + ", ".join(version.tags))
+        if version.damaged:
+            held.append("damaged: repair it, or rm it")
         if fate == "weights" and not _has_weights(version):
             held.append("no tensors of role weights")
         if held:
@@ -258,7 +261,7 @@ class _Planning:
         """Return the versions that have a rule at a level, and which."""
         rivals = [v for v in self.versions if not v.abandoned]
         if level != "record":
-            rivals = [v for v in rivals if v.level != "record"]
+            rivals = [v for v in rivals if v.level != "record" and not v.damaged]
         found: dict[str, list[str]] = {}
         for rule in self.policy.rules(level):
             among = rivals if type(rule) in _CONTESTED else self.versions

@@ -4,19 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.history import history
 from ckptstore.cli.documents import metrics_document, time_document
+from ckptstore.cli.metric_history import draw_history, history_document
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text, time_text
+from ckptstore.errors import InvalidInputError
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
-from ckptstore.format.lifecycle import Quarantine, Verified
+from ckptstore.format.lifecycle import (
+    Delete,
+    Pin,
+    Quarantine,
+    Relocate,
+    SetPolicy,
+    Undelete,
+    Unpin,
+    Verified,
+)
+from ckptstore.format.lifecycle import Fork, Rollback
 from ckptstore.store import Store
 
 __all__ = ["log"]
@@ -34,15 +48,31 @@ def log(
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, metavar="N", help="The newest N; 0 for all.")
     ] = _ROWS,
+    metric: Annotated[
+        str | None,
+        typer.Option("--metric", metavar="NAME", help="The history of this metric, not commits."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot", metavar="PATH", help="With --metric: draw it to a .svg, .png or .pdf file."
+        ),
+    ] = None,
     utc: Utc = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show who committed what and when, newest first."""
+    """Show who committed what and when, newest first; or how a metric went."""
     output = Output("log", as_json=json, quiet=quiet)
+    if (metric and not run) or (plot and not metric):
+        msg = "--metric wants a RUN, and --plot wants --metric"
+        raise InvalidInputError(msg, hint="ckptstore log RUN --metric val_loss --plot val_loss.svg")
     with opened(store, option) as opening:
+        if run is not None and metric is not None:
+            _metric(output, opening, run, metric, limit=limit, plot=plot, utc=utc)
+            return
         catalog = opening.repo.refresh()
         if run is not None:
             catalog.run(run)
@@ -56,6 +86,40 @@ def log(
         if run is None and len(commits) < catalog.number and not json:
             shown = f"{count_text(len(commits))} of {count_text(catalog.number)} commits"
             output.note(f"{shown}; --limit 0 shows all")
+
+
+def _metric(
+    output: Output,
+    store: Store,
+    run: str,
+    metric: str,
+    *,
+    limit: int,
+    plot: Path | None,
+    utc: bool,
+) -> None:
+    """Show the history of a metric, and draw it to a file if that is wanted."""
+    found = history(store.repo.refresh(), run, metric)
+    if plot is not None:
+        from ckptstore.integrations.plots import plot_history
+
+        plot_history(store, run, metric, plot)
+    document = {**history_document(found), "plot": str(plot) if plot else None}
+    output.show(document, lambda screen: draw_history(screen, found, limit=limit, utc=utc))
+    if plot is not None:
+        output.note(f"drawn to {plot}")
+
+
+def _show_graph(store: Store, output: Output, run: str | None, limit: int, *, utc: bool) -> None:
+    from ckptstore.cli.log_graph import graph_of
+
+    tree = graph_of(store, run, limit, utc=utc)
+    document = {"store": store.url, "graph": tree.document() if output.as_json else {}}
+    output.show(document, tree.draw)
+    total = tree.catalog.versions_count
+    if run is None and len(tree.versions) < total and not output.as_json:
+        shown = f"{count_text(len(tree.versions))} of {count_text(total)} versions"
+        output.note(f"{shown}; --limit 0 shows all")
 
 
 def _newest(store: Store, catalog: Catalog, run: str | None, limit: int) -> list[Commit]:
@@ -141,11 +205,7 @@ def _save(op: Save, _: Catalog) -> str:
 
 
 def _annotate(op: Annotate, catalog: Catalog) -> str:
-    where = op.version[:8]
-    if catalog.has_version(op.version):
-        version = catalog.version(op.version)
-        where = f"{version.run}@{version.step} {where}"
-    return f"{where}: {_metrics(op.metrics)}"
+    return f"{_named(op.version, catalog)}: {_metrics(op.metrics)}"
 
 
 def _directions(op: CreateRun | Declare, _: Catalog) -> str:
@@ -153,12 +213,40 @@ def _directions(op: CreateRun | Declare, _: Catalog) -> str:
     return f"{op.run} ({known})" if known else op.run
 
 
-def _versions(op: Verified | Quarantine, catalog: Catalog) -> str:
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _one(op: Pin | Unpin | Relocate, catalog: Catalog) -> str:
+    if not catalog.has_version(op.version):
+        return op.version[:8]
+    version = catalog.version(op.version)
+    return f"{version.run}@{version.step} {op.version[:8]}"
+
+
+def _relocate(op: Relocate, catalog: Catalog) -> str:
+    kept = {"full": "lies elsewhere", "weights": "keeps its weights", "record": "keeps its record"}
+    return f"{_one(op, catalog)} {kept[op.level]}"
+
+
+def _versions(op: Verified | Quarantine | Delete | Undelete, catalog: Catalog) -> str:
     """Name the first few of the versions that an operation is about."""
     found = [catalog.version(v) for v in op.versions[:_NAMED] if catalog.has_version(v)]
     named = ", ".join(f"{v.run}@{v.step} {v.id[:8]}" for v in found)
     more = f" and {count_text(len(op.versions) - _NAMED)} more" if op.versions[_NAMED:] else ""
     return named + more
+
+
+def _named(version_id: str, catalog: Catalog) -> str:
+    if not catalog.has_version(version_id):
+        return version_id[:8]
+    version = catalog.version(version_id)
+    return f"{version.run}@{version.step} {version_id[:8]}"
+
+
+def _rollback(op: Rollback, catalog: Catalog) -> str:
+    why = f": {op.reason}" if op.reason else ""
+    return f"{op.run} to {_named(op.version, catalog)}{why}"
 
 
 _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
@@ -168,6 +256,14 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Annotate: _annotate,
     Tag: lambda op, _: f"{op.run}@{op.tag} is {op.version[:8]}",
     Untag: lambda op, _: f"{op.run}@{op.tag}",
+    Fork: lambda op, catalog: f"{op.run} from {_named(op.source, catalog)}",
+    Rollback: _rollback,
+    Delete: lambda op, catalog: _versions(op, catalog) + _because(op.reason),
+    Undelete: _versions,
+    Pin: _one,
+    Unpin: _one,
+    SetPolicy: lambda op, _: f"{op.run or 'all runs'}: {bytes(op.policy).decode()}",
+    Relocate: _relocate,
     Verified: _versions,
     Quarantine: _versions,
 }

@@ -1,0 +1,123 @@
+"""How one metric of a run is drawn in a terminal: a line of blocks, and a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ckptstore.catalog.history import History, Point
+from ckptstore.cli.documents import metrics_document, time_document
+from ckptstore.cli.output import Column, Screen
+from ckptstore.cli.text import count_text, metric_text, time_text
+
+__all__ = ["draw_history", "history_document", "sparkline"]
+
+_BLOCKS: Final = "▁▂▃▄▅▆▇█"
+_ASCII: Final = "_.-=+*#"
+_WIDTH_MAX: Final = 72
+
+
+def sparkline(values: Sequence[float], *, width: int = _WIDTH_MAX, blocks: str = _BLOCKS) -> str:
+    """Return values as a line of blocks from the least to the greatest, at most `width` long.
+
+    Where there are more values than blocks, a block stands for the mean of a few that follow each
+    other. What has no number among them is ``!``.
+    """
+    count = min(len(values), max(width, 1))
+    groups = [
+        values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)
+    ]
+    means = [_mean(group) for group in groups]
+    finite = [mean for mean in means if mean is not None]
+    low = min(finite, default=0.0)
+    span = max(finite, default=0.0) - low
+    top = len(blocks) - 1
+    return "".join(
+        "!" if mean is None else blocks[round((mean - low) / span * top) if span else top // 2]
+        for mean in means
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    # Each is divided by itself: the sum of two large ones may be infinite.
+    return math.fsum(value / len(finite) for value in finite) if finite else None
+
+
+def history_document(found: History) -> dict[str, Any]:
+    """Return a history, oldest version first."""
+    return {
+        "run": found.run,
+        "metric": found.metric,
+        "direction": found.direction,
+        "best": found.best or None,
+        "head": found.head or None,
+        "points": [
+            {
+                "id": point.version.id,
+                "step": point.version.step,
+                "created_at": time_document(point.version.created_at),
+                "value": metrics_document({"value": point.value})["value"],
+                "improved": point.improved,
+                "level": point.version.level,
+                "abandoned": point.version.abandoned,
+                "deleted": point.version.deleted,
+                "tags": list(point.version.tags),
+            }
+            for point in found.points
+        ],
+    }
+
+
+def draw_history(screen: Screen, found: History, *, limit: int, utc: bool) -> None:
+    """Draw the line of the run as blocks, then its versions, newest first; `limit` 0: all."""
+    line = [point.value for point in found.line if not point.version.deleted]
+    if line:
+        screen.line(f"{found.run}: {found.metric}, {_extent(line)}", "bold")
+        screen.line(sparkline(line, blocks=_blocks(screen)))
+        screen.line()
+    shown = found.points[-limit:] if limit else found.points
+    columns = (
+        Column(title="STEP", right=True, wrap=False),
+        Column(title="ID", wrap=False),
+        Column(title="SAVED", wrap=False, drop=1),
+        Column(title=found.metric.upper(), right=True, wrap=False),
+        Column(title="KEPT", wrap=False),
+        Column(title="TAGS"),
+    )
+    screen.table(columns, [_row(found, point, utc=utc) for point in reversed(shown)])
+
+
+def _extent(values: Sequence[float]) -> str:
+    finite = [value for value in values if math.isfinite(value)]
+    count = f"{count_text(len(values))} versions"
+    if not finite:
+        return f"{count}, no number"
+    return f"{metric_text(min(finite))} to {metric_text(max(finite))}, {count}"
+
+
+def _blocks(screen: Screen) -> str:
+    """Return characters that the terminal's encoding has."""
+    try:
+        _BLOCKS.encode(screen.console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return _ASCII
+    return _BLOCKS
+
+
+def _row(found: History, point: Point, *, utc: bool) -> list[str]:
+    version = point.version
+    mark = "*" if version.id == found.best else "+" if point.improved else " "
+    kept: str = "deleted" if version.deleted else version.level
+    if version.abandoned:
+        kept += ", abandoned"
+    tags = [*(["latest"] if version.id == found.head else []), *version.tags]
+    return [
+        str(version.step),
+        version.id[:8],
+        time_text(version.created_at, utc=utc),
+        metric_text(point.value) + mark,
+        kept,
+        " ".join(tags),
+    ]
