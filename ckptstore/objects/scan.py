@@ -58,12 +58,13 @@ def scan_chunks(read: ReadRange, size: int, *, start: int = HEADER_BYTES) -> Ite
     CkptStoreError
         What `read` raises.
     """
+    window = _Window(read, size)
     at, budget = start, limits.SCAN_REREADS_MAX * size
     while at + CHUNK_HEADER_BYTES <= size:
-        header = _header_at(read(at, CHUNK_HEADER_BYTES), at)
+        header = _header_at(window.bytes_at(at, CHUNK_HEADER_BYTES), at)
         body = at + CHUNK_HEADER_BYTES
         if header is not None and body + header.stored_bytes <= size:
-            stored = read(body, header.stored_bytes)
+            stored = window.bytes_at(body, header.stored_bytes)
             if xxh3_64(stored) == header.checksum:
                 yield FoundChunk(offset=at, header=header, stored=stored)
                 at = body + header.stored_bytes
@@ -71,10 +72,43 @@ def scan_chunks(read: ReadRange, size: int, *, start: int = HEADER_BYTES) -> Ite
             budget -= header.stored_bytes
             if budget < 0:
                 return
-        found = _next_header(read, at + 1, size)
+        found = _next_header(window, at + 1)
         if found is None:
             return
         at = found
+
+
+class _Window:
+    """Reads a pack through a part of it that is held: small steps cost no request each."""
+
+    def __init__(self, read: ReadRange, size: int) -> None:
+        self._read = read
+        self._start = 0
+        self._held = b""
+        self.size = size
+
+    def bytes_at(self, offset: int, count: int) -> bytes:
+        """Return `count` bytes from `offset` on, both within the pack."""
+        if count > limits.SCAN_WINDOW_BYTES:
+            return self._read(offset, count)
+        self._hold(offset, count)
+        at = offset - self._start
+        return self._held[at : at + count]
+
+    def find_magic(self, offset: int) -> int:
+        """Return where the next magic begins, from `offset` on; -1 if there is none."""
+        while offset + len(CHUNK_MAGIC) <= self.size:
+            self._hold(offset, len(CHUNK_MAGIC))
+            place = self._held.find(CHUNK_MAGIC, offset - self._start)
+            if place >= 0:
+                return self._start + place
+            offset = self._start + len(self._held) - len(CHUNK_MAGIC) + 1
+        return -1
+
+    def _hold(self, offset: int, count: int) -> None:
+        if not self._start <= offset <= offset + count <= self._start + len(self._held):
+            self._held = self._read(offset, min(limits.SCAN_WINDOW_BYTES, self.size - offset))
+            self._start = offset
 
 
 def _header_at(data: bytes, at: int) -> ChunkHeader | None:
@@ -84,20 +118,11 @@ def _header_at(data: bytes, at: int) -> ChunkHeader | None:
         return None
 
 
-def _next_header(read: ReadRange, start: int, size: int) -> int | None:
+def _next_header(window: _Window, start: int) -> int | None:
     """Return where the next sound chunk header begins, from `start` on."""
-    at = start
-    while at + CHUNK_HEADER_BYTES <= size:
-        window = read(at, min(limits.SCAN_WINDOW_BYTES, size - at))
-        place = window.find(CHUNK_MAGIC)
-        while place >= 0:
-            header = window[place : place + CHUNK_HEADER_BYTES]
-            if len(header) < CHUNK_HEADER_BYTES:
-                break  # the header goes on in the next window, or the pack ends in it
-            if _header_at(header, at + place) is not None:
-                return at + place
-            place = window.find(CHUNK_MAGIC, place + 1)
-        if at + len(window) >= size:
-            return None
-        at += len(window) - CHUNK_HEADER_BYTES + 1
+    at = window.find_magic(start)
+    while 0 <= at <= window.size - CHUNK_HEADER_BYTES:
+        if _header_at(window.bytes_at(at, CHUNK_HEADER_BYTES), at) is not None:
+            return at
+        at = window.find_magic(at + 1)
     return None
