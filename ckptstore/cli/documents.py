@@ -13,6 +13,7 @@ __all__ = [
     "metrics_document",
     "role_document",
     "run_document",
+    "state_marks",
     "time_document",
     "total_bytes",
     "version_document",
@@ -73,7 +74,26 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
         "metadata": dict(version.metadata),
         "receipt": dict(version.receipt),
         "commit": version.commit,
+        "level": version.level,
+        "abandoned": version.abandoned,
+        "pinned": version.pinned,
+        "verified": version.verified,
+        "damaged": version.damaged,
+        "deleted": version.deleted,
     }
+
+
+def state_marks(version: Version) -> list[str]:
+    """Return in words what is unusual about a version; nothing for most."""
+    marks = {
+        "deleted": version.deleted,
+        "damaged": version.damaged,
+        "abandoned": version.abandoned,
+        "weights only": version.level == "weights",
+        "record only": version.level == "record",
+        "pinned": version.pinned,
+    }
+    return [mark for mark, holds in marks.items() if holds]
 
 
 def run_document(run: RunInfo) -> dict[str, Any]:
@@ -85,4 +105,5 @@ def run_document(run: RunInfo) -> dict[str, Any]:
         "head": run.head or None,
         "metrics": dict(run.metrics),
         "tags": dict(run.tags),
+        "origin": run.origin or None,
     }

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptstore.cli.documents import role_document, total_bytes
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.session import opened
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
+
+if TYPE_CHECKING:
+    from ckptstore.cli.du_shared import Holding
 
 __all__ = ["du"]
 
 
 def du(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="One run, version by version.")
+    what: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="RUN|REF", help="One run, version by version; or one version, role by role."
+        ),
     ] = None,
+    shared: Annotated[
+        bool,
+        typer.Option(
+            "--shared", help="Who holds what: alone, and with whom. Reads every manifest."
+        ),
+    ] = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
     json: AsJson = False,
@@ -30,17 +43,25 @@ def du(
     """Show the bytes of runs, versions and roles, and of the store's objects.
 
     SIZE is what the tensors take in memory, NEW the part that the run's previous version did not
-    have, STORED what the new part takes in the store.
+    have, STORED what the new part takes in the store. With --shared, HELD is what is needed to
+    load it, and ALONE the part of that which nothing else needs: what deleting it would free.
     """
     output = Output("du", as_json=json, quiet=quiet)
     with opened(store, option) as opening:
-        groups: dict[str, list[Version]] = {}
-        for info in opening.runs():
-            if run in {None, info.name}:
-                groups[info.name] = []
-        for usage in opening.usage(run):
-            groups[usage.version.run].append(usage.version)
-        objects = _objects(opening) if run is None else None
+        runs = {info.name: info for info in opening.runs()}
+        version = None
+        if what is not None and what not in runs:
+            # A name alone is that of a run, even of one that is not there.
+            version = find_version(opening, what)
+        names = [] if version else [name for name in runs if what in {None, name}]
+        groups: dict[str, list[Version]] = {name: [] for name in names}
+        if version is not None:
+            groups[version.run] = [version]
+        else:
+            for usage in opening.usage(what):
+                groups[usage.version.run].append(usage.version)
+        objects = _objects(opening) if what is None else None
+        holding = _holding(opening, output, version) if shared else None
         everything = [version for versions in groups.values() for version in versions]
         document = {
             "store": opening.url,
@@ -48,13 +69,17 @@ def du(
             "roles": _roles_document(everything),
             "runs": [_run_document(name, versions) for name, versions in groups.items()],
             "objects": objects,
+            "sharing": None if holding is None else holding.document(set(groups)),
         }
 
         def draw(screen: Screen) -> None:
-            if run is None:
+            if holding is not None:
+                holding.draw(screen, groups, one_run=what is not None)
+                return
+            if what is None:
                 _draw_runs(screen, groups)
             else:
-                _draw_versions(screen, groups[run])
+                _draw_versions(screen, everything)
             screen.line()
             _draw_roles(screen, everything)
             if objects is not None:
@@ -62,6 +87,13 @@ def du(
                 _draw_objects(screen, objects)
 
         output.show(document, draw)
+
+
+def _holding(store: Store, output: Output, version: Version | None) -> Holding:
+    from ckptstore.cli.du_shared import holding_of
+
+    with progress_bars(output) as progress:
+        return holding_of(store, version, progress)
 
 
 def _objects(store: Store) -> dict[str, dict[str, int]]:

@@ -12,7 +12,7 @@ import typer
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
-from ckptstore.cli.documents import run_document, total_bytes, version_document
+from ckptstore.cli.documents import run_document, state_marks, total_bytes, version_document
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
@@ -192,6 +192,7 @@ class _Listing:
         tags = list(version.tags)
         if version.id in self.heads:
             tags.insert(0, "latest")
+        tags += [f"({mark})" for mark in state_marks(version)]
         return [
             *([] if self.one_run else [version.run]),
             str(version.step),

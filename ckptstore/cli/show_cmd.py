@@ -12,7 +12,7 @@ import typer
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
-from ckptstore.cli.documents import total_bytes, version_document
+from ckptstore.cli.documents import state_marks, total_bytes, version_document
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import find_version, opened
@@ -152,6 +152,7 @@ class _View:
             "id": version.id,
             "saved": f"{time_text(version.created_at, utc=self.utc)} ({age} ago)",
             "tags": " ".join(tags) or "-",
+            **({"state": ", ".join(marks)} if (marks := state_marks(version)) else {}),
             "continues": " <- ".join(shown) or "nothing: the first of its line",
             "content": version.content,
             "commit": str(version.commit),

@@ -1,0 +1,134 @@
+"""``ckptstore fork``: begin a run at a version of another, here or in another store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Annotated
+
+import typer
+
+from ckptstore.cli.documents import total_bytes, version_document
+from ckptstore.cli.options import (
+    AsJson,
+    Exclude,
+    Include,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+)
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.text import bytes_text
+from ckptstore.errors import InvalidInputError
+from ckptstore.format.paths import Pattern
+
+__all__ = ["fork"]
+
+
+def fork(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="The version to begin at.")],
+    new_run: Annotated[
+        str, typer.Argument(metavar="NEW_RUN", help="Name of the run; no run may have it.")
+    ],
+    include: Include = None,
+    exclude: Exclude = None,
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--role", metavar="ROLE", help="Only leaves of this role: weights, say. Repeatable."
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rename",
+            metavar="OLD=NEW",
+            help="What lies at or below the path OLD goes to NEW. Repeatable.",
+        ),
+    ] = None,
+    to: Annotated[
+        str | None,
+        typer.Option("--to", metavar="URL", help="Another store to begin the run in."),
+    ] = None,
+    to_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to-option",
+            metavar="KEY=VALUE",
+            help="As --option, for the storage of --to. Repeatable.",
+        ),
+    ] = None,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Begin a run at a version; the new run shares its chunks, and no tensor is copied.
+
+    With --to, only chunks that the other store does not have travel.
+    """
+    output = Output("fork", as_json=json, quiet=quiet)
+    renames = parse_renames(rename or ())
+    with opened(
+        store, option, writing=to is None, single_writer=single_writer and to is None
+    ) as opening:
+        source = find_version(opening, ref)
+        target = (
+            nullcontext()
+            if to is None
+            else opened(to, to_option, writing=True, single_writer=single_writer)
+        )
+        with target as other, progress_bars(output) as progress:
+            run = opening.fork(
+                f"#{source.id}",
+                new_run,
+                include=include or None,
+                exclude=exclude or None,
+                roles=role or None,
+                rename=renames or None,
+                store=other,
+                progress=progress,
+            )
+            version = run.head
+        assert version is not None  # noqa: S101  # a fork has a first version
+
+        def draw(screen: Screen) -> None:
+            if quiet:
+                screen.line(version.id)
+                return
+            total = total_bytes(version.roles.values())
+            sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} copied"
+            where = f"{version.run}@{version.step} is {version.id[:8]}"
+            screen.line(f"{where}, from {source.run}@{source.step} {source.id[:8]}: {sizes}")
+
+        document = {
+            "source": source.id,
+            "to": to,
+            "version": version_document(version, head=True),
+        }
+        output.show(document, draw)
+
+
+def parse_renames(texts: Sequence[str]) -> dict[Pattern, Pattern]:
+    """Return renamings given as ``OLD=NEW``; either may be empty.
+
+    Raises
+    ------
+    InvalidInputError
+        A text has no ``=``, or OLD occurs twice.
+    """
+    renames: dict[Pattern, Pattern] = {}
+    for text in texts:
+        old, equals, new = text.partition("=")
+        if not equals:
+            msg = f"{text!r} is not OLD=NEW"
+            raise InvalidInputError(msg, hint="such as model.backbone=model.encoder")
+        if old in renames:
+            msg = f"{old!r} is renamed twice"
+            raise InvalidInputError(msg)
+        renames[old] = new
+    return renames

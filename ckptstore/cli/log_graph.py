@@ -1,0 +1,194 @@
+"""``ckptstore log --graph``: the tree of runs, forks and rollbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.cli.documents import metrics_document, state_marks, time_document
+from ckptstore.cli.graph import arranged, rails
+from ckptstore.cli.output import Screen
+from ckptstore.cli.text import metric_text, time_text
+from ckptstore.format.commit import Commit
+from ckptstore.format.lifecycle import Rollback
+from ckptstore.model import Version
+from ckptstore.store import Store
+
+__all__ = ["Graph", "graph_of"]
+
+_METRICS = 3
+"""Metrics that a line shows: the declared ones first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Event:
+    """One rollback."""
+
+    commit: Commit
+    op: Rollback
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Versions in the order in which they are drawn, and what is told of them."""
+
+    catalog: Catalog
+    versions: Sequence[Version]
+    """Each after everything that continues it."""
+    parents: dict[str, str]
+    """Version to the nearest version that it continues and that is there."""
+    events: Sequence[_Event]
+    utc: bool
+
+    def document(self) -> dict[str, Any]:
+        """Return versions and rollbacks."""
+        return {
+            "versions": [self._version(version) for version in self.versions],
+            "rollbacks": [
+                {
+                    "commit": event.commit.number,
+                    "at": time_document(_moment(event.commit)),
+                    "by": event.commit.body.by,
+                    "run": event.op.run,
+                    "version": event.op.version,
+                    "reason": event.op.reason,
+                }
+                for event in self.events
+            ],
+        }
+
+    def _version(self, version: Version) -> dict[str, Any]:
+        origin = self._origin(version)
+        return {
+            "id": version.id,
+            "run": version.run,
+            "step": version.step,
+            "commit": version.commit,
+            "parent": version.parent or None,
+            "forked_from": None if origin is None else origin.id,
+            "head": self.catalog.head_id(version.run) == version.id,
+            "tags": list(version.tags),
+            "metrics": metrics_document(version.metrics),
+            "abandoned": version.abandoned,
+            "level": version.level,
+            "pinned": version.pinned,
+        }
+
+    def draw(self, screen: Screen) -> None:
+        """Draw one line a version, newest first, and where lines part."""
+        events: dict[str, list[_Event]] = {}
+        for event in self.events:
+            events.setdefault(event.op.version, []).append(event)
+        order = [version.id for version in self.versions]
+        for version, (own, before) in zip(self.versions, rails(order, self.parents), strict=True):
+            for line in before:
+                screen.line(line)
+            screen.line(f"{own}  {self._text(version)}")
+            below = own.replace("*", "|" if self.parents.get(version.id) else " ")
+            for event in events.get(version.id, ()):
+                why = f": {event.op.reason}" if event.op.reason else ""
+                when = time_text(_moment(event.commit), utc=self.utc)
+                screen.line(f"{below}    rolled back to, {when}{why}")
+
+    def _text(self, version: Version) -> str:
+        names = list(version.tags)
+        if self.catalog.head_id(version.run) == version.id:
+            names.insert(0, "latest")
+        names += state_marks(version)
+        parts = [f"{version.run}@{version.step}", version.id[:8]]
+        if names:
+            parts.append(f"[{', '.join(names)}]")
+        declared = self.catalog.run(version.run).metrics
+        order = sorted(version.metrics, key=lambda name: (name not in declared, name))
+        parts += [f"{name} {metric_text(version.metrics[name])}" for name in order[:_METRICS]]
+        origin = self._origin(version)
+        if origin is not None:
+            gone = " (deleted)" if origin.deleted else ""
+            parts.append(f"forked from {origin.run}@{origin.step} {origin.id[:8]}{gone}")
+        elif version.parent and not self.parents.get(version.id):
+            parent = self.catalog.version(version.parent)
+            parts.append(f"continues {parent.run}@{parent.step} {parent.id[:8]}")
+        return "  ".join(parts)
+
+    def _origin(self, version: Version) -> Version | None:
+        """Return the version of another run that this one continues."""
+        if not version.parent:
+            return None
+        parent = self.catalog.version(version.parent)
+        return parent if parent.run != version.run else None
+
+
+def graph_of(store: Store, run: str | None, limit: int, *, utc: bool) -> Graph:
+    """Return the tree of the newest versions.
+
+    Parameters
+    ----------
+    run
+        Only this run, with the version that it was forked from and the first of each fork of it.
+    limit
+        How many versions; 0 for all.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    CorruptObjectError
+        The log is damaged.
+    """
+    catalog = store.repo.refresh()
+    chosen = {v.id: v for v in islice(catalog.versions(run, newest_first=True), limit or None)}
+    if run is not None:
+        for other in _neighbours(catalog, run, chosen):
+            chosen[other.id] = other
+    versions = sorted(chosen.values(), key=lambda version: version.commit)
+    parents = {v.id: _parent(catalog, v, chosen) for v in versions}
+    # A run's own line stands left, forks right of it, what was abandoned last.
+    first = {
+        v.id: 2 * v.abandoned + (v.parent in chosen and chosen[v.parent].run != v.run)
+        for v in versions
+    }
+    order = arranged(parents, first)
+    return Graph(
+        catalog=catalog,
+        versions=[chosen[version_id] for version_id in order],
+        parents=parents,
+        events=_events(store, versions),
+        utc=utc,
+    )
+
+
+def _neighbours(catalog: Catalog, run: str, chosen: dict[str, Version]) -> Iterable[Version]:
+    origin = catalog.run(run).origin
+    if origin and not catalog.version(origin).deleted:
+        yield catalog.version(origin)
+    for info in catalog.runs():
+        if info.origin in chosen and info.name != run:
+            yield from islice(catalog.versions(info.name), 1)
+
+
+def _parent(catalog: Catalog, version: Version, chosen: dict[str, Version]) -> str:
+    """Return the nearest ancestor that was not deleted, if it is one of those chosen."""
+    line = (v for v in islice(catalog.ancestors(version.id), 1, None) if not v.deleted)
+    nearest = next(line, None)
+    return nearest.id if nearest is not None and nearest.id in chosen else ""
+
+
+def _events(store: Store, versions: Sequence[Version]) -> list[_Event]:
+    """Return the rollbacks to these versions; reads the commits since the first of them."""
+    if not versions:
+        return []
+    ids = {version.id for version in versions}
+    return [
+        _Event(commit=commit, op=op)
+        for commit in store.log(first=versions[0].commit)
+        for op in commit.ops
+        if isinstance(op, Rollback) and op.version in ids
+    ]
+
+
+def _moment(commit: Commit) -> datetime:
+    return datetime.fromtimestamp(commit.body.at_ms / 1000, UTC)

@@ -1,0 +1,107 @@
+"""``ckptstore stats``: a store in a dozen numbers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.cli.documents import role_document
+from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import opened
+from ckptstore.cli.text import bytes_text, count_text
+
+if TYPE_CHECKING:
+    from ckptstore.ops.sharing import SharedUsage
+    from ckptstore.ops.usage import StoreStats
+
+__all__ = ["stats"]
+
+
+def stats(
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show what a store holds and what it takes: versions, distinct chunks, sharing, objects.
+
+    Reads the manifest of every version, and lists every object.
+    """
+    output = Output("stats", as_json=json, quiet=quiet)
+    with opened(store, option) as opening:
+        with progress_bars(output) as progress:
+            shared = opening.sharing(progress=progress)
+        totals = opening.stats()
+        url = opening.url
+        catalog = opening.repo.catalog
+        deleted = sum(1 for _ in catalog.versions(deleted=True))
+        condemned = len(catalog.condemned)
+    document = {"store": url, **_document(totals, shared, deleted, condemned)}
+    output.show(document, lambda screen: _draw(screen, totals, shared, deleted, condemned))
+
+
+def _document(
+    totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
+) -> dict[str, Any]:
+    packs = totals.objects["packs"].size_bytes
+    return {
+        "runs_count": totals.runs_count,
+        "versions_count": totals.versions_count,
+        "deleted_count": deleted,
+        "commits_count": totals.commits_count,
+        **role_document(totals.total),
+        "chunks_count": shared.chunks_count,
+        "live_bytes": shared.stored_bytes,
+        "live_raw_bytes": shared.raw_bytes,
+        "dead_bytes": max(0, packs - shared.stored_bytes),
+        "condemned_count": condemned,
+        "size_bytes": totals.size_bytes,
+        "roles": {
+            role: {**role_document(part), "live_bytes": shared.roles.get(role, 0)}
+            for role, part in totals.roles.items()
+        },
+        "shares": [{"runs": share.runs, "bytes": share.size_bytes} for share in shared.shares],
+        "objects": {
+            kind: {"count": part.count, "bytes": part.size_bytes}
+            for kind, part in totals.objects.items()
+        },
+    }
+
+
+def _draw(
+    screen: Screen, totals: StoreStats, shared: SharedUsage, deleted: int, condemned: int
+) -> None:
+    packs = totals.objects["packs"].size_bytes
+    dead = max(0, packs - shared.stored_bytes)
+    live = shared.stored_bytes
+    ratio = f"{totals.total.logical / live:.2f} bytes of state for each byte" if live else "-"
+    versions = count_text(totals.versions_count)
+    chunks = count_text(shared.chunks_count)
+    screen.fields(
+        {
+            "runs": count_text(totals.runs_count),
+            "versions": f"{versions} ({count_text(deleted)} deleted)" if deleted else versions,
+            "commits": count_text(totals.commits_count),
+            "state": f"{bytes_text(totals.total.logical)} if every version were loaded",
+            "distinct": f"{bytes_text(shared.raw_bytes)} in {chunks} chunks",
+            "live": f"{bytes_text(live)} stored: {ratio}",
+            "dead": f"{bytes_text(dead)} in packs, {count_text(condemned)} objects condemned",
+            "objects": bytes_text(totals.size_bytes),
+        }
+    )
+    screen.line()
+    rows = [
+        (role, bytes_text(part.logical), bytes_text(shared.roles.get(role, 0)))
+        for role, part in sorted(totals.roles.items())
+    ]
+    columns = (
+        Column(title="ROLE"),
+        Column(title="STATE", right=True),
+        Column(title="LIVE", right=True),
+    )
+    screen.table(columns, rows)
+    if shared.shares:
+        screen.line()
+        cells = [(" ".join(share.runs), bytes_text(share.size_bytes)) for share in shared.shares]
+        screen.table((Column(title="SHARED BY"), Column(title="BYTES", right=True)), cells)
