@@ -22,15 +22,16 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
 from ckptstore.format.lifecycle import (
     Delete,
+    Fork,
     Pin,
     Quarantine,
     Relocate,
+    Rollback,
     SetPolicy,
     Undelete,
     Unpin,
     Verified,
 )
-from ckptstore.format.lifecycle import Fork, Rollback
 from ckptstore.store import Store
 
 __all__ = ["log"]
@@ -58,20 +59,30 @@ def log(
             "--plot", metavar="PATH", help="With --metric: draw it to a .svg, .png or .pdf file."
         ),
     ] = None,
+    graph: Annotated[
+        bool,
+        typer.Option("--graph", help="The tree of versions, not commits: runs, forks, rollbacks."),
+    ] = False,
     utc: Utc = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show who committed what and when, newest first; or how a metric went."""
+    """Show who committed what and when, newest first; or a metric, or the tree of versions."""
     output = Output("log", as_json=json, quiet=quiet)
+    if metric and graph:
+        msg = "--metric and --graph are two views: choose one"
+        raise InvalidInputError(msg)
     if (metric and not run) or (plot and not metric):
         msg = "--metric wants a RUN, and --plot wants --metric"
         raise InvalidInputError(msg, hint="ckptstore log RUN --metric val_loss --plot val_loss.svg")
     with opened(store, option) as opening:
         if run is not None and metric is not None:
             _metric(output, opening, run, metric, limit=limit, plot=plot, utc=utc)
+            return
+        if graph:
+            _show_graph(opening, output, run, limit, utc=utc)
             return
         catalog = opening.repo.refresh()
         if run is not None:
