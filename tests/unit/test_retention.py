@@ -1,0 +1,402 @@
+"""What retention plans: each rule, what holds whatever they say, and that a plan settles."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog import changes, lifecycle_changes
+from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.catalog.log import Log
+from ckptstore.catalog.policy import Policy
+from ckptstore.catalog.retention import RunPlan, plan, plan_run
+from ckptstore.errors import RunNotFoundError
+from ckptstore.format.commit import ManifestPointer
+from ckptstore.format.keys import manifest_key
+from ckptstore.format.lifecycle import Level
+from ckptstore.model import RoleBytes
+from ckptstore.testing.environment import SimulatedEnvironment
+
+BOTH = {
+    "weights": RoleBytes(logical=100, new=100, stored=60),
+    "optimizer": RoleBytes(logical=200, new=200, stored=150),
+}
+_names = itertools.count()
+
+
+class Story:
+    """A log that things happen to, one version an hour."""
+
+    def __init__(self, directions: Mapping[str, str] | None = None) -> None:
+        self.environment = SimulatedEnvironment()
+        self.log = Log(MemoryBackend(f"retention/{next(_names)}"), self.environment)
+        self._directions = directions or {"loss": "min"}
+        self._ids = itertools.count(1)
+
+    def save(
+        self,
+        step: int,
+        loss: float | None = None,
+        *,
+        tags: Sequence[str] = (),
+        roles: Mapping[str, RoleBytes] | None = None,
+        run: str = "gpt",
+    ) -> str:
+        """Save a version; return its id."""
+        named = f"{next(self._ids):032x}"
+        self.environment.sleep(3600)
+        self.log.append(
+            lambda catalog: changes.save(
+                catalog,
+                run=run,
+                version=named,
+                step=step,
+                manifest=_pointer(named),
+                content="2" * 64,
+                directions=self._directions,
+                metrics={} if loss is None else {"loss": loss},
+                tags=tags,
+                roles=roles or BOTH,
+            )
+        )
+        return named
+
+    def rollback(self, version: str) -> None:
+        """Roll the run back."""
+        self.log.append_any(lambda now: lifecycle_changes.rollback(now, run="gpt", version=version))
+
+    def age(self, version: str, level: Level) -> None:
+        """Relocate a version to less than it has."""
+        found = self.log.catalog.version(version)
+        named = f"{next(self._ids):032x}"
+        move = Move(
+            version=version,
+            based_on=found.manifest_digest,
+            level=level,
+            manifest=None if level == "record" else _pointer(named),
+            content="3" * 64,
+            roles={} if level == "record" else {"weights": BOTH["weights"]},
+        )
+        self.log.append(lambda now: lifecycle_changes.relocate(now, [move]))
+
+    def plan(self, *, hours_later: float = 0, **rules: str | Sequence[str]) -> RunPlan:
+        """Plan for the run under a policy."""
+        now_ms = self.environment.now_ms() + int(hours_later * 3_600_000)
+        return plan_run(self.log.catalog, "gpt", Policy.parse(**rules), now_ms=now_ms)
+
+    def carry_out(self, found: RunPlan) -> None:
+        """Do what a plan says."""
+        gone = [d.version.id for d in found.changes if d.fate == "gone"]
+        if gone:
+            self.log.append(lambda now: lifecycle_changes.delete(now, gone))
+        for decision in found.changes:
+            if decision.fate != "gone":
+                self.age(decision.version.id, decision.fate)
+
+
+def _pointer(named: str) -> ManifestPointer:
+    digest = (named * 2)[:64]
+    return ManifestPointer(key=manifest_key(named), stored_bytes=7, digest=digest)
+
+
+def fates(found: RunPlan) -> dict[int, str]:
+    """Return the fate of each step."""
+    return {d.version.step: d.fate for d in found.decisions}
+
+
+def kept(found: RunPlan) -> list[int]:
+    """Return the steps that stay at all."""
+    return [step for step, fate in fates(found).items() if fate != "gone"]
+
+
+def reasons(found: RunPlan) -> dict[int, str]:
+    """Return why each step stays or goes."""
+    return {d.version.step: "; ".join(d.reasons) for d in found.decisions}
+
+
+@pytest.fixture
+def story() -> Story:
+    """Return ten versions, 100 steps and an hour apart; the loss is least at 600."""
+    made = Story()
+    for step in range(100, 1100, 100):
+        made.save(step, abs(step - 600) / 100)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("rules", "steps"),
+    [
+        ("last 1", [1000]),
+        ("last 3", [800, 900, 1000]),
+        ("last 99", list(range(100, 1100, 100))),
+        ("every 300 steps", [100, 300, 600, 900, 1000]),
+        ("every 1000 steps", [100, 1000]),
+        ("best 1 loss", [600, 1000]),
+        ("best 3 loss", [500, 600, 700, 1000]),
+        ("within 3h", [800, 900, 1000]),
+        ("last 1, best 1 loss", [600, 1000]),
+        ("all", list(range(100, 1100, 100))),
+    ],
+)
+def test_each_rule_alone(story: Story, rules: str, steps: list[int]) -> None:
+    """A rule keeps what it says, and the head besides."""
+    assert kept(story.plan(full=rules)) == steps
+
+
+def test_every_time_keeps_the_first_of_each_stretch(story: Story) -> None:
+    """Stretches begin at multiples of the time since 1970."""
+    hours = [v.created_at.hour for v in story.log.catalog.versions("gpt")]
+    found = story.plan(full="every 3h")
+    expected, seen = [], set()
+    for decision, hour in zip(found.decisions, hours, strict=True):
+        if (decision.version.created_at.date(), hour // 3) not in seen:
+            expected.append(decision.version.step)
+        seen.add((decision.version.created_at.date(), hour // 3))
+    assert kept(found) == sorted({*expected, 1000})
+
+
+def test_levels_are_asked_from_the_top(story: Story) -> None:
+    """A version stays at the highest level that has a rule for it, and says which."""
+    found = story.plan(full="last 2", weights=["best 3 loss", "every 500 steps"], record="all")
+    assert fates(found) == {
+        100: "weights",
+        200: "record",
+        300: "record",
+        400: "record",
+        500: "weights",
+        600: "weights",
+        700: "weights",
+        800: "record",
+        900: "full",
+        1000: "full",
+    }
+    why = reasons(found)
+    assert why[500] == "best 3 loss; every 500 steps"
+    assert why[900] == "last 2"
+    assert why[1000] == "last 2"
+    freed = {d.version.step: d.reclaimable_bytes for d in found.decisions}
+    assert (freed[100], freed[200], freed[900]) == (150, 217, 0)
+
+
+def test_nan_is_never_best_and_missing_is_a_choice() -> None:
+    """NaN counts as a value, and the worst; what has no value goes or stays by the rule."""
+    story = Story({"loss": "max"})
+    for step, loss in enumerate([math.nan, 3.0, None, 5.0, math.inf, None]):
+        story.save(step, loss)
+    story.save(9)
+    assert kept(story.plan(full="best 2 loss")) == [3, 4, 9]
+    assert kept(story.plan(full="best 9 loss")) == [1, 3, 4, 9]
+    assert kept(story.plan(full="best 2 loss missing keep")) == [2, 3, 4, 5, 9]
+
+
+def test_a_direction_that_is_not_known_is_refused(story: Story) -> None:
+    """Nothing is deleted by a guess."""
+    found = story.plan(full="best 3 acc")
+    assert "low or high" in found.refused
+    assert not found.changes
+
+
+def test_a_policy_that_keeps_no_content_is_refused(story: Story) -> None:
+    """That would be all but everything deleted."""
+    for found in (
+        story.plan(full="tagged"),
+        story.plan(record="all"),
+        story.plan(weights="abandoned 9d", record="all"),
+    ):
+        assert "keep the content of none" in found.refused
+
+
+def test_pinned_tagged_and_head_stay() -> None:
+    """Whatever the rules say; a policy that says `tagged` decides about tags."""
+    story = Story()
+    pinned = story.save(1)
+    story.save(2, tags=["paper"])
+    for step in (3, 4, 5):
+        story.save(step)
+    head = story.save(6)
+    story.log.append(lambda now: lifecycle_changes.pin(now, pinned))
+    story.save(7)
+    story.rollback(head)
+    found = story.plan(full="every 5 steps", record="all")
+    assert fates(found) == {
+        1: "full", 2: "full", 3: "record", 4: "record", 5: "full", 6: "full", 7: "record"
+    }  # fmt: skip
+    why = reasons(found)
+    assert why[1] == "every 5 steps"
+    assert reasons(story.plan(full="last 1"))[1] == "pinned"
+    assert why[2].startswith("tagged paper")
+    assert why[6].startswith("head")
+    assert fates(story.plan(full="last 1", weights="tagged"))[2] == "weights"
+    assert fates(story.plan(full="last 1"))[1] == "full"
+
+
+def test_abandoned_versions_count_for_few_rules() -> None:
+    """Only `tagged`, `abandoned` and `all` keep what a rollback left."""
+    story = Story()
+    ids = [story.save(step, 10 - step) for step in range(6)]
+    story.log.append(lambda now: changes.tag(now, "gpt", ids[4], "look"))
+    story.rollback(ids[2])
+    story.save(10, 9)
+    assert kept(story.plan(full="last 9")) == [0, 1, 2, 4, 10]
+    assert kept(story.plan(full="best 1 loss")) == [2, 4, 10]
+    assert kept(story.plan(full="every 1 steps")) == [0, 1, 2, 4, 10]
+    assert kept(story.plan(full="within 99h")) == [0, 1, 2, 4, 10]
+    assert kept(story.plan(full="last 1, abandoned 99h")) == [3, 4, 5, 10]
+    assert kept(story.plan(full="last 1, abandoned 3h", hours_later=1)) == [4, 5, 10]
+    assert fates(story.plan(full="last 9", record="all"))[3] == "record"
+    assert reasons(story.plan(full="last 9"))[3] == "abandoned, and no rule for that"
+
+
+def test_the_only_verified_version_stays() -> None:
+    """The newest of those that were verified, where none of them would stay."""
+    story = Story()
+    ids = [story.save(step) for step in range(6)]
+    digests = {i: story.log.catalog.version(i).manifest_digest for i in (ids[1], ids[2])}
+    story.log.append(lambda now: lifecycle_changes.verified(now, digests))
+    found = story.plan(full="last 2")
+    assert kept(found) == [2, 4, 5]
+    assert reasons(found)[2] == "the only verified one"
+    assert kept(story.plan(full="last 4")) == [2, 3, 4, 5]
+    assert fates(story.plan(full="last 1", weights="all"))[2] == "full"
+
+
+def test_a_damaged_version_stays_and_takes_no_place() -> None:
+    """It may be mended; a sound one is kept in its stead."""
+    story = Story()
+    ids = [story.save(step, 10 - step) for step in range(5)]
+    lost = {ids[3]: story.log.catalog.version(ids[3]).manifest_digest}
+    story.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+    found = story.plan(full="last 2")
+    assert kept(found) == [2, 3, 4]
+    assert reasons(found)[3].startswith("damaged")
+
+
+def test_a_version_without_weights_is_not_reduced_to_them() -> None:
+    """Nothing would be left of it."""
+    story = Story()
+    story.save(1, roles={"extra": RoleBytes(logical=5, new=5, stored=5)})
+    story.save(2)
+    story.save(3)
+    found = story.plan(full="last 1", weights="all")
+    assert fates(found) == {1: "full", 2: "weights", 3: "full"}
+    assert reasons(found)[1].startswith("no tensors of role weights")
+
+
+def test_what_was_reduced_takes_no_place_above_and_comes_not_back() -> None:
+    """A record is not one of the best that are kept; less never becomes more."""
+    story = Story()
+    ids = [story.save(step, step) for step in range(6)]
+    story.age(ids[0], "record")
+    story.age(ids[1], "weights")
+    found = story.plan(full="best 2 loss", record="all")
+    assert fates(found) == {
+        0: "record",
+        1: "weights",
+        2: "full",
+        3: "record",
+        4: "record",
+        5: "full",
+    }
+    assert fates(story.plan(full="all"))[0] == "record"
+    assert not story.plan(full="all").changes
+
+
+def test_runs_have_their_own_policy_or_the_stores() -> None:
+    """A run without either is left alone; one that is not understood is refused."""
+    story = Story()
+    for run in ("gpt", "own", "odd"):
+        for step in range(4):
+            story.save(step, run=run)
+    assert all(p.policy is None for p in plan(story.log.catalog, now_ms=0))
+    for run, policy in (("", {"full": ["last 2"]}), ("own", {"full": ["all"]}), ("odd", {"x": 1})):
+        story.log.append(partial(lifecycle_changes.set_policy, run=run, policy=policy))
+    gpt, own, odd = plan(story.log.catalog, now_ms=story.environment.now_ms())
+    assert (kept(gpt), len(kept(own))) == ([2, 3], 4)
+    assert "no 'x'" in odd.refused
+    with pytest.raises(RunNotFoundError):
+        plan(story.log.catalog, run="none", now_ms=0)
+
+
+RULES = st.sampled_from(
+    ["last 1", "last 3", "every 3 steps", "every 2h", "within 4h", "best 2 loss", "tagged",
+     "best 1 loss missing keep", "abandoned 3h", "all"]
+)  # fmt: skip
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("save"), st.integers(0, 12), st.sampled_from([None, 1.0, 2.0, math.nan])),
+        st.tuples(st.just("rollback"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("tag"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("pin"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("verify"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("weights"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("record"), st.integers(0, 9), st.none()),
+    ),
+    max_size=18,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    EVENTS, st.lists(RULES, max_size=3), st.lists(RULES, max_size=3), st.lists(RULES, max_size=2)
+)
+def test_plans_are_safe_and_settle(
+    events: list[tuple[str, int, float | None]],
+    full: list[str],
+    weights: list[str],
+    record: list[str],
+) -> None:
+    """What must stay stays, less never becomes more, and a second plan changes nothing."""
+    story = Story()
+    ids = [story.save(0, 3.0)]
+    levels: dict[str, Level] = {"weights": "weights", "record": "record"}
+    for what, number, loss in events:
+        if what == "save":
+            ids.append(story.save(number, loss))
+            continue
+        version = story.log.catalog.version(ids[number % len(ids)])
+        if what == "rollback":
+            story.rollback(version.id)
+        elif what == "tag":
+            story.log.append(partial(changes.tag, run="gpt", version=version.id, name="keep"))
+        elif what == "pin":
+            story.log.append_any(partial(lifecycle_changes.pin, version=version.id))
+        elif what == "verify":
+            sound = {version.id: version.manifest_digest}
+            story.log.append_any(partial(lifecycle_changes.verified, sound=sound))
+        elif version.pinned:
+            continue
+        elif LEVELS.index(levels[what]) < LEVELS.index(version.level):
+            story.age(version.id, levels[what])
+    if not full + weights + record:
+        full = ["last 2"]
+    found = story.plan(full=full, weights=weights, record=record)
+    if found.refused:
+        assert "none of" in found.refused
+        return
+    head = story.log.catalog.head_id("gpt")
+    for decision in found.decisions:
+        version = decision.version
+        assert decision.reasons
+        if version.pinned or version.id == head:
+            assert not decision.changes
+        if version.tags:
+            assert decision.fate != "gone"
+        if decision.changes:
+            order = ("gone", *LEVELS)
+            assert order.index(decision.fate) < order.index(version.level)
+            assert decision.reclaimable_bytes > 0 or version.level == "record"
+    whole = [d for d in found.decisions if d.version.verified and d.version.level != "record"]
+    assert not whole or any(not d.changes for d in whole)
+    story.carry_out(found)
+    again = story.plan(full=full, weights=weights, record=record)
+    assert not again.changes
+    assert not again.refused
+    assert story.log.catalog.head_id("gpt") == head
