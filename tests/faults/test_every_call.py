@@ -29,6 +29,7 @@ from ckptstore.errors import (
     StorageFullError,
     TransientStorageError,
 )
+from ckptstore.model import Version
 from ckptstore.store import Store
 from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import CALLS, Fault, FaultyBackend, When
@@ -152,6 +153,21 @@ def test_a_save_raises_and_leaves_no_version_or_returns_and_leaves_one(
             assert shown, f"call {at}"
         check_store(storage, [1, 2], 3 if shown else None)
     assert raised > 3
+
+
+@pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
+def test_a_commit_that_gets_no_answer_is_never_taken_for_written(
+    base: dict[str, bytes], when: When
+) -> None:
+    """Where only put-if-absent fails, for good: reading back tells, and what is unclear raises."""
+    commits = frozenset({"put_if_absent"})
+    way = Way(name="deaf", when=when, error=TransientStorageError, times=0, calls=commits)
+    for _, storage, result in outcomes(base, reopen, save_third, way):
+        if when is When.BEFORE:
+            assert isinstance(result, AmbiguousWriteError)
+        else:
+            assert isinstance(result, Version)
+        check_store(storage, [1, 2], 3 if when is When.AFTER else None)
 
 
 def test_a_single_transient_failure_below_the_retries_goes_unnoticed(

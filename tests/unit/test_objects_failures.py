@@ -16,10 +16,14 @@ import pytest
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
+from ckptstore.codecs.layout import Layout
+from ckptstore.codecs.registry import CodecChoice, encode
 from ckptstore.config import SYSTEM, Options
-from ckptstore.errors import CorruptTensorError, StorageError
+from ckptstore.errors import CorruptTensorError, OperationCancelledError, StorageError
 from ckptstore.events import Progress, silent
+from ckptstore.objects import reader
 from ckptstore.objects.index import KnownPieces
+from ckptstore.objects.packs import PackSink
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.objects.writer import Written, write_pieces
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
@@ -62,18 +66,16 @@ class Bytes:
         out[:] = self.data[start : start + len(out)]
 
 
-def write(
-    source: Bytes, backend: Backend, *, workers: int = 4, known: KnownPieces | None = None
-) -> Written:
+def write(source: Bytes, backend: Backend, *, choice: CodecChoice = "raw") -> Written:
     """Write one tensor."""
     return write_pieces(
         [source],
         backend=backend,
         environment=SYSTEM,
-        options=Options(workers=workers),
-        known=known if known is not None else KnownPieces([]),
+        options=Options(workers=4),
+        known=KnownPieces([]),
         chunk_bytes=CHUNK_BYTES,
-        choice="raw",
+        choice=choice,
         progress=silent,
     )
 
@@ -169,6 +171,44 @@ def test_a_damaged_piece_is_reported_and_the_others_are_read() -> None:
             options=Options(workers=2),
             progress=silent,
         )
+
+
+def test_a_decoder_never_sees_bytes_that_do_not_match_their_check_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Damage to encoded bytes is found by the check sum of the header, before they are decoded."""
+    backend = MemoryBackend("failures/checksum")
+    written = write(Bytes(bytes(CHUNK_BYTES)), backend, choice="zstd")
+    (key,) = backend.objects
+    torn = bytearray(backend.objects[key].data)
+    torn[32 + 64 + 9] ^= 1
+    backend.delete(key)
+    backend.put(key, torn)
+    decoded: list[object] = []
+    monkeypatch.setattr(reader, "decode", lambda *words: decoded.append(words))
+
+    with pytest.raises(CorruptTensorError, match="checksum"):
+        read_pieces(
+            written.table,
+            [Want(row=0, out=None, label="w")],
+            backend=backend,
+            options=Options(workers=1),
+            progress=silent,
+        )
+    assert decoded == []
+
+
+def test_packs_take_nothing_after_they_were_aborted() -> None:
+    """A worker that nobody waits for any more cannot begin a pack."""
+    backend = MemoryBackend("failures/aborted")
+    sink = PackSink(backend, SYSTEM, streams=1, packs_max=1)
+    encoded = encode(memoryview(b"x" * 100), Layout.BYTES, "raw")
+    sink.append(0, encoded, bytes(32), 100)
+    sink.abort()
+
+    with pytest.raises(OperationCancelledError):
+        sink.append(0, encoded, bytes(32), 100)
+    assert not backend.objects
 
 
 @pytest.mark.parametrize("stage", ["writer.write", "writer.commit", "open_writer"])
