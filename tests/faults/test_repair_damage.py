@@ -362,4 +362,4 @@ def test_arguments_that_exclude_each_other_are_refused(stores: Stores) -> None:
             {"refs": ["gpt"], "unverified": True},
         ):
             with pytest.raises(InvalidInputError):
-                store.verify(**wrong)  # type: ignore[arg-type]
+                store.verify(**wrong)
