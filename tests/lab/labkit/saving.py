@@ -46,8 +46,6 @@ class Promises:
     """Version id to writer and number, of each save that returned."""
     failed: list[str] = field(default_factory=list)
     """``kind`` of the error that ended a writer."""
-    seconds: list[float] = field(default_factory=list)
-    """How long each save took."""
 
 
 def start_writers(
@@ -106,7 +104,6 @@ def note(calls: Sequence[Call], promises: Promises) -> None:
         for event in call.heard():
             if event["event"] == "acked":
                 promises.acked[event["version"]] = [event["writer"], event["number"]]
-                promises.seconds.append(event["seconds"])
 
 
 def assert_kept(peer: Peer, place: Place, acked: Acked, *, save: bool = True) -> dict[str, Any]:

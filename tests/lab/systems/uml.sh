@@ -47,6 +47,12 @@ prepare() {
   ip -n "$TOKEN" link set br0 up
 }
 
+# Not `ip netns exec`: that takes a copy of the mount table along, and a file system which is
+# unmounted here then lives on in the copy.
+inside() {
+  nsenter --net="/run/netns/$TOKEN" "$@"
+}
+
 memory_folder() { # where guests keep their memory: /dev/shm unless a container gave it little room
   local free_kb
   free_kb=$(df --output=avail /dev/shm 2>/dev/null | tail -1)
@@ -60,13 +66,13 @@ up() {
   for disk in "$@"; do disks+=("ubd${#disks[@]}=$disk"); done
   tap=t${address##*.}
   if ! ip -n "$TOKEN" link show "$tap" >/dev/null 2>&1; then
-    ip netns exec "$TOKEN" ip tuntap add "$tap" mode tap
+    inside ip tuntap add "$tap" mode tap
     ip -n "$TOKEN" link set "$tap" mtu 9000 master br0 up
   fi
   echo "$address" >"$LAB/run/$name.address"
   # gro: without it big transfers hang. A fixed address of the card: else a guest that comes back
   # after a power cut is out of reach until the others' ARP entries expire.
-  TMPDIR=$(memory_folder) start_process "$name" ip netns exec "$TOKEN" linux.uml \
+  TMPDIR=$(memory_folder) start_process "$name" nsenter --net="/run/netns/$TOKEN" linux.uml \
     "umid=$TOKEN-$name" "uml_dir=$LAB/run/" "mem=$memory" \
     root=/dev/root rootfstype=hostfs ro "init=$LAB/share/guest_init.sh" \
     con=null con0=null,fd:1 quiet \
@@ -79,7 +85,7 @@ up() {
 command_in() { # WAIT_S plain|attach NAME COMMAND...
   local wait_s=$1 mode=$2 name=$3
   shift 3
-  ip netns exec "$TOKEN" "$PYTHON" "$HERE/guest_exec.py" "$(cat "$LAB/run/$name.address")" $PORT \
+  inside "$PYTHON" "$HERE/guest_exec.py" "$(cat "$LAB/run/$name.address")" $PORT \
     "$wait_s" "$mode" "$@"
 }
 
