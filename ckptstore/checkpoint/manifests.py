@@ -33,11 +33,16 @@ class Manifests:
 
         Raises
         ------
+        VersionNotFoundError
+            Only the version's record is kept.
         CorruptObjectError
             It is missing, or not what the commit says; the message names version and object.
         StorageError
             The storage failed.
         """
+        if version.level == "record":
+            msg = f"of {version.run}@{version.step} (#{version.id[:8]}) only the record is kept"
+            raise VersionNotFoundError(msg, hint="its metrics and lineage are; its tensors are not")
         with self._lock:
             if version.manifest_digest in self._kept:
                 self._kept.move_to_end(version.manifest_digest)
@@ -56,9 +61,6 @@ class Manifests:
 
     def _read(self, version: Version) -> Manifest:
         key = version.manifest_key
-        if version.level == "record":
-            msg = f"of {version.run}@{version.step} (#{version.id[:8]}) only the record is kept"
-            raise VersionNotFoundError(msg, hint="its metrics and lineage are; its tensors are not")
         named = f"{key} of version {version.run}@{version.step} (#{version.id[:8]})"
         hint = "run ckptstore verify; other versions are not affected"
         if version.manifest_bytes > limits.MANIFEST_STORED_BYTES_MAX:

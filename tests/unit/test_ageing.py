@@ -1,0 +1,293 @@
+"""Ageing: what stays of a version, that it loads and verifies, and that a crash changes nothing."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import (
+    CondemnedError,
+    PolicyError,
+    StorageError,
+    VersionNotFoundError,
+)
+from ckptstore.format.lifecycle import Condemn, Relocate
+from ckptstore.ops import ageing
+from ckptstore.repo import create_on
+from ckptstore.testing.faulty import Fault, FaultyBackend
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[ckptstore.Store]:
+    """Return a new local store."""
+    with ckptstore.open(tmp_path / "store", create=True) as opened:
+        yield opened
+
+
+def _state(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(300, 100, generator=generator)
+    model = OrderedDict(embed=weight, norm=torch.ones(5) * seed)
+    model["tied"] = weight
+    return {
+        "model": model,
+        "optimizer": {
+            "state": {0: {"exp_avg": torch.randn(300, 100, generator=generator)}},
+            "param_groups": [{"lr": 0.1, "params": [0]}],
+        },
+        "lr_scheduler": {"last_epoch": seed},
+        "rng": {"torch": torch.get_rng_state(), "python": (3, (1, 2, 3))},
+        "data": {"position": seed, "order": np.arange(50)},
+        "epoch": seed,
+        "config": {"name": "gpt", "layers": [1, 2]},
+    }
+
+
+def test_the_weights_part_is_what_it_says(store: ckptstore.Store) -> None:
+    """Weights, tied as they were, and plain values that are nobody else's; nothing more."""
+    run = store.run("gpt")
+    state = _state(1)
+    before = run.save(state, step=1, metrics={"loss": 2.0}, metadata={"a": 1})
+    run.save(_state(2), step=2)
+    (after,) = store.age(["gpt@1"], "weights")
+    assert after.level == "weights"
+    assert (after.id, after.metrics, after.metadata) == (before.id, {"loss": 2.0}, {"a": 1})
+    assert list(after.roles) == ["weights"]
+    assert after.roles["weights"].logical == 300 * 100 * 4 + 20
+    assert after.content != before.content
+    assert after.manifest_bytes < before.manifest_bytes
+    loaded = run.load(1)
+    assert list(loaded) == ["model", "epoch", "config"]
+    assert type(loaded["model"]) is OrderedDict
+    assert torch.equal(loaded["model"]["embed"], state["model"]["embed"])
+    assert loaded["model"]["tied"].data_ptr() == loaded["model"]["embed"].data_ptr()
+    assert (loaded["epoch"], loaded["config"]) == (1, {"name": "gpt", "layers": [1, 2]})
+    assert store.version("gpt@1")["model.norm"][1:3].tolist() == [1.0, 1.0]
+    assert store.verify().ok
+    assert torch.equal(run.load(2)["optimizer"]["state"][0]["exp_avg"],
+                       _state(2)["optimizer"]["state"][0]["exp_avg"])  # fmt: skip
+
+
+def test_equal_weights_have_equal_content(store: ckptstore.Store) -> None:
+    """The digest is of what is kept: of two versions with the same weights it is the same."""
+    run = store.run("gpt")
+    one, other = _state(1), _state(1)
+    other["optimizer"]["state"][0]["exp_avg"] += 1
+    other["rng"]["python"] = (4, ())
+    first, second = run.save(one, step=1), run.save(other, step=2)
+    run.save(one, step=3)
+    assert first.content != second.content
+    first, second = store.age(["gpt@1", "gpt@2"], "weights")
+    assert first.content == second.content
+
+
+def test_the_record_stays(store: ckptstore.Store) -> None:
+    """Metrics, tags and lineage are there; tensors are not, and say so."""
+    run = store.run("gpt", metrics={"loss": "min"})
+    run.save(_state(1), step=1, metrics={"loss": 1.0}, tags=["first"])
+    run.save(_state(2), step=2, metrics={"loss": 2.0})
+    (after,) = store.age(["gpt@first"], "record")
+    assert (after.level, after.metrics, after.tags) == ("record", {"loss": 1.0}, ("first",))
+    assert after.roles == {}
+    with pytest.raises(VersionNotFoundError, match="only the record"):
+        run.load(1)
+    assert run.resolve("best:loss").step == 2, "a record cannot be loaded, so it is not the best"
+    assert store.verify().ok
+    assert store.age(["gpt@1"], "weights") == [], "less never becomes more"
+
+
+def test_steps_of_ageing_follow_each_other(store: ckptstore.Store) -> None:
+    """Full, weights, record; each condemns the manifest before it in its own commit."""
+    run = store.run("gpt")
+    keys = [run.save(_state(1), step=1).manifest_key]
+    run.save(_state(2), step=2)
+    for level in ("weights", "record"):
+        (after,) = store.age(["gpt@1"], level)
+        move, condemned = store.log()[-1].ops
+        assert isinstance(move, Relocate)
+        assert isinstance(condemned, Condemn)
+        assert list(condemned.keys) == keys[-1:]
+        keys.append(after.manifest_key)
+
+
+def test_what_ageing_frees_a_collection_takes(store: ckptstore.Store, tmp_path: Path) -> None:
+    """Afterwards the weights load, and the other roles' bytes are gone from the disk."""
+    run = store.run("gpt")
+    for step in (1, 2, 3):
+        run.save(_state(step), step=step)
+
+    def size() -> int:
+        packs = (tmp_path / "store" / "packs").rglob("*.pack")
+        return sum(path.stat().st_size for path in packs)
+
+    before = size()
+    estimate = run.retain({"full": "last 1", "weights": "all"}, dry_run=True).reclaimable_bytes
+    run.retain({"full": "last 1", "weights": "all"})
+    for _ in range(2):
+        store.gc(grace_s=0, orphan_age_s=0, repack_below=0.99)
+    freed = before - size()
+    assert 0.8 * estimate < freed < 1.1 * estimate
+    for step in (1, 2):
+        assert torch.equal(run.load(step)["model"]["embed"], _state(step)["model"]["embed"])
+    assert store.verify().ok
+
+
+def test_a_save_from_a_reduced_head_shares_its_weights(store: ckptstore.Store) -> None:
+    """After a rollback to a version of which the weights are left, those cost nothing again."""
+    run = store.run("gpt")
+    run.save(_state(1), step=1)
+    run.save(_state(2), step=2)
+    store.age(["gpt@1"], "weights")
+    run.rollback(1)
+    again = run.save(_state(1), step=3)
+    assert again.roles["weights"].new == 0
+    assert again.roles["optimizer"].new > 0
+
+
+def test_the_head_and_pins_are_not_reduced(store: ckptstore.Store) -> None:
+    """The head can be forced, for a run that is over; a pin cannot."""
+    run = store.run("gpt")
+    run.save(_state(1), step=1)
+    run.save(_state(2), step=2)
+    run.pin(1)
+    with pytest.raises(PolicyError, match="head"):
+        store.age(["gpt@2"], "weights")
+    with pytest.raises(PolicyError, match="pinned"):
+        store.age(["gpt@1"], "record", force=True)
+    (head,) = store.age(["gpt"], "weights", force=True)
+    assert (head.level, run.load()["epoch"]) == ("weights", 2)
+
+
+def test_a_state_without_weights_is_not_reduced_to_nothing(store: ckptstore.Store) -> None:
+    """Who keeps tensors under keys that no convention knows learns it before they are gone."""
+    run = store.run("odd")
+    run.save({"things": {"a": torch.ones(3)}}, step=1)
+    run.save({"things": {"a": torch.ones(3)}}, step=2)
+    with pytest.raises(PolicyError, match="no tensors of role weights"):
+        store.age(["odd@1"], "weights")
+    run.save({"things": {"a": torch.ones(3)}, "b": torch.ones(2)}, step=3,
+             roles={"things.*": "weights"})  # fmt: skip
+    run.save({"x": 1}, step=4)
+    store.age(["odd@3"], "weights")
+    assert list(run.load(3)) == ["things"]
+
+
+def test_a_weight_that_the_optimizer_came_first_with_stays(store: ckptstore.Store) -> None:
+    """The role is of the first path; ageing looks at the other paths of shared memory, too."""
+    run = store.run("gpt")
+    weight = torch.randn(200, 100)
+    state = {"optimizer": {"params": [weight], "m": torch.ones(9)}, "model": {"w": weight}}
+    saved = run.save({**state, "net": {"b": torch.ones(2)}}, step=1)
+    assert saved.roles["optimizer"].logical > 80_000
+    run.save({"x": 1}, step=2)
+    store.age(["gpt@1"], "weights")
+    loaded = run.load(1)
+    assert list(loaded) == ["model", "net"]
+    assert torch.equal(loaded["model"]["w"], weight)
+
+
+def _two(path: Path) -> tuple[ckptstore.Store, FaultyBackend]:
+    faulty = FaultyBackend(MemoryBackend(str(path)))
+    store = ckptstore.Store(create_on(faulty))
+    run = store.run("gpt")
+    for step in (1, 2):
+        run.save(_state(step), step=step)
+    return store, faulty
+
+
+@pytest.mark.parametrize("call", ["put", "put_if_absent"])
+def test_a_failure_leaves_the_version_as_it_was(tmp_path: Path, call: str) -> None:
+    """Before the commit there is an orphan and nothing else; afterwards it works again."""
+    store, faulty = _two(tmp_path)
+    faulty.faults = (
+        Fault(calls=frozenset({call}), at=1, times=0, error=lambda: StorageError("no")),
+    )
+    with pytest.raises(StorageError):
+        store.age(["gpt@1"], "weights")
+    faulty.faults = []
+    assert store.resolve("gpt@1").level == "full"
+    assert store.run("gpt").load(1)["lr_scheduler"] == {"last_epoch": 1}
+    assert store.age(["gpt@1"], "weights")[0].level == "weights"
+    assert store.verify().ok
+
+
+def test_a_collection_that_takes_the_new_manifest_for_an_orphan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no patience for orphans it may come between manifest and commit: another is written."""
+    store, _ = _two(tmp_path)
+    real = ageing.prepare
+    collections = iter([True, True, False])
+
+    def prepare(*arguments: Any) -> Any:  # noqa: ANN401 - passed on
+        move = real(*arguments)
+        if next(collections):
+            store.gc(grace_s=0, orphan_age_s=0)
+        return move
+
+    monkeypatch.setattr(ageing, "prepare", prepare)
+    (after,) = store.age(["gpt@1"], "weights")
+    assert after.level == "weights"
+    assert store.verify().ok
+
+
+def test_a_collection_that_does_so_for_ever_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends, and the version is whole."""
+    store, _ = _two(tmp_path)
+    real = ageing.prepare
+
+    def prepare(*arguments: Any) -> Any:  # noqa: ANN401 - passed on
+        move = real(*arguments)
+        store.gc(grace_s=0, orphan_age_s=0)
+        return move
+
+    monkeypatch.setattr(ageing, "prepare", prepare)
+    with pytest.raises(CondemnedError):
+        store.age(["gpt@1"], "weights")
+    with pytest.raises(CondemnedError):
+        store.retain({"full": "last 1", "weights": "all"})
+    assert store.run("gpt").load(1)["epoch"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_every_kind_of_leaf_is_found_again(store: ckptstore.Store) -> None:
+    """Every kind of leaf and container is renumbered: views, arrays, bytes, nested tuples."""
+    run = store.run("gpt")
+    base = torch.arange(40_000, dtype=torch.float32)
+    state = {
+        "optimizer": {"a": torch.ones(3), "b": np.arange(9)},
+        "model": {
+            "base": base,
+            "view": base[100:200].view(10, 10),
+            "array": np.arange(5.0),
+            "blob": b"x" * 5000,
+            "list": [torch.tensor(1), (torch.tensor(2), {"deep": torch.tensor(3)}), "text"],
+            "quantized": torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8),
+        },
+        "generator": torch.Generator().manual_seed(3),
+    }
+    run.save(state, step=1)
+    run.save({"x": 1}, step=2)
+    whole = run.load(1)
+    store.age(["gpt@1"], "weights")
+    part = run.load(1)
+    assert next(iter(part)) == "model"
+    model = part["model"]
+    assert torch.equal(model["view"], whole["model"]["view"])
+    assert model["view"].untyped_storage().data_ptr() == model["base"].untyped_storage().data_ptr()
+    assert np.array_equal(model["array"], state["model"]["array"])  # type: ignore[index]
+    assert model["blob"] == b"x" * 5000
+    assert model["list"][1][1]["deep"].item() == 3
+    assert torch.equal(model["quantized"].int_repr(), whole["model"]["quantized"].int_repr())
+    assert Manifests(store.repo).load(store.resolve("gpt@1")).version == store.resolve("gpt@1").id
