@@ -26,7 +26,7 @@ SAVES = 3
 DISK_MB = {"ext4": 64, "xfs": 320}  # xfs wants 300 at least
 MAKE = {
     # the whole disk at once: what the kernel would fill in later is no part of a save
-    "ext4": ["mkfs.ext4", "-q", "-F", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
+    "ext4": ["mkfs.ext4", "-q", "-F", "-b", "4096", "-E", "lazy_itable_init=0,lazy_journal_init=0"],
     "xfs": ["mkfs.xfs", "-q", "-f"],
 }
 CREATED = "created"

@@ -7,6 +7,7 @@ exactly what ``up`` started. A system that does not start raises: the tests fail
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ __all__ = [
     "TwoMounts",
 ]
 
+LOOPBACK = "127.0.0.1"
 SCRIPTS = Path(__file__).parent.parent / "systems"
 
 
@@ -37,6 +39,25 @@ System = TypeVar("System", bound="LabSystem")
 
 class LabError(Exception):
     """A system did not do what it was told; the message holds what it printed."""
+
+
+def free_port(*offsets: int) -> int:
+    """Return a port of loopback that nobody uses, nor those that lie `offsets` above it."""
+    while True:
+        with socket.socket() as listener:
+            listener.bind((LOOPBACK, 0))
+            port: int = listener.getsockname()[1]
+        if all(_is_free(port + offset) for offset in offsets):
+            return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        try:
+            listener.bind((LOOPBACK, port))
+        except (OSError, OverflowError):
+            return False
+    return True
 
 
 class LabSystem:
@@ -156,6 +177,10 @@ class Ceph(S3Server, TwoMounts):
 
     script = "ceph.sh"
 
+    def __init__(self, folder: Path, **environment: str) -> None:
+        ports = {"RGW_PORT": str(free_port()), "MON_PORT": str(free_port())}
+        super().__init__(folder, **(ports | environment))
+
     def up_words(self) -> tuple[str, ...]:
         """Start all parts."""
         return ("up", "rgw", "fs", "mgr")
@@ -185,6 +210,10 @@ class Swift(S3Server):
     """OpenStack Swift's s3api, which refuses the conditions of a write."""
 
     script = "swift.sh"
+
+    def __init__(self, folder: Path, **environment: str) -> None:
+        ports = {"PORT": str(free_port()), "BASE": str(free_port(0, 1, 2, 9))}
+        super().__init__(folder, **(ports | environment))
 
 
 class LoopDisk(LabSystem):
