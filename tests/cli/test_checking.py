@@ -1,0 +1,130 @@
+"""verify, repair and latest-valid on the command line."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+
+Cli = Callable[..., Any]
+
+
+@pytest.fixture
+def damaged(store_path: Path) -> Path:
+    """Return a store of which the newest version's own pack is damaged; a copy is beside it."""
+    shutil.copytree(store_path, store_path.parent / "copy")
+    with ckptstore.open(store_path) as store:
+        latest = store.version("gpt@500")
+        pack = latest._content.manifest.pieces.packs[int(latest._content.manifest.pieces.pack[0])]
+    path = store_path / "packs" / pack[:2] / f"{pack}.pack"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3] ^= 1
+    path.write_bytes(data)
+    return store_path
+
+
+def test_verify_in_parts_and_recorded(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """Samples add up to the whole; a record is in the log and is not made twice."""
+    whole = cli("verify", "--json", "-s", store_path).document
+    parts = [
+        cli("verify", "--sample", "25%", "--part", part, "--json", "-s", store_path).document
+        for part in range(4)
+    ]
+    assert sum(part["chunks_count"] for part in parts) == whole["chunks_count"]
+    assert (whole["sample"], parts[1]["sample"]) == (None, {"parts": 4, "part": 1})
+    assert "part 1 of 4" in cli("verify", "--sample", "0.25", "--part", 1, "-s", store_path).out
+
+    state = tmp_path / "state"
+    recorded = cli("verify", "--record", "--resume", state, "-s", store_path)
+    assert "6 versions recorded as sound" in recorded.out
+    assert not state.exists()
+    again = cli("verify", "--unverified", "--record", "--json", "-s", store_path).document
+    assert (again["versions_count"], again["recorded"]) == (0, [])
+    assert "verified" in cli("log", "-s", store_path).out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["--sample", "x"],
+        ["--sample", "0"],
+        ["--sample", "5%", "--record"],
+        ["--level", "records", "--record"],
+        ["gpt", "--unverified"],
+    ],
+    ids=" ".join,
+)
+def test_verify_refuses_what_makes_no_sense(cli: Cli, store_path: Path, wrong: list[str]) -> None:
+    """Arguments that exclude each other end with 2 and a sentence."""
+    result = cli("verify", *wrong, "-s", store_path)
+    assert result.code == 2
+    assert result.err
+
+
+def test_verify_counts_what_no_version_needs(cli: Cli, store_path: Path) -> None:
+    """Leftovers are told, and are no damage."""
+    (store_path / "packs" / "notes.txt").write_text("mine")
+    result = cli("verify", "-s", store_path)
+    assert result.code == 0
+    assert "1 objects are not ckptstore's" in result.out
+    document = cli("verify", "--json", "-s", store_path).document
+    assert [n["kind"] for n in document["notices"]] == ["unknown"]
+
+
+def test_repair_says_what_is_lost_and_mends_from_a_copy(cli: Cli, damaged: Path) -> None:
+    """Dry run, repair alone, and repair from a second store; 5 while something is lost."""
+    before = {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
+    dry = cli("repair", "--dry-run", "--json", "-s", damaged)
+    assert dry.code == 5
+    assert dry.document["dry_run"]
+    assert [lost["step"] for lost in dry.document["lost"]] == [500]
+    assert before == {path: path.read_bytes() for path in damaged.rglob("*") if path.is_file()}
+
+    alone = cli("repair", "-s", damaged)
+    assert alone.code == 5
+    assert "gpt@500" in alone.out
+    assert "recorded as damaged" in alone.out
+    assert "quarantine" in cli("log", "-s", damaged).out
+
+    copy = damaged.parent / "copy"
+    can = cli("repair", "--from", copy, "-n", "-s", damaged)
+    assert (can.code, "everything can be mended" in can.out) == (0, True)
+    mended = cli("repair", "--from", copy, "--json", "-s", damaged).document
+    assert mended["ok"]
+    assert [each["step"] for each in mended["mended"]] == [500]
+    assert mended["pieces"]["source"] >= 1
+    assert cli("verify", "-s", damaged).code == 0
+    assert "no damage" in cli("repair", "-s", damaged).out
+    assert cli("repair", "--from", damaged.parent / "nothing", "-s", damaged).code == 3
+
+
+def test_repair_names_a_missing_commit(cli: Cli, damaged: Path) -> None:
+    """The number, what can be read before it, and the same from a copy that has it."""
+    (damaged / "commits" / "000000" / "000000000003.json").unlink()
+    alone = cli("repair", "-s", damaged)
+    assert alone.code == 5
+    assert "commit 3" in alone.out
+    assert "read up to commit 2, with 2 versions" in alone.out
+    whole = cli("repair", "--from", damaged.parent / "copy", "-s", damaged)
+    assert whole.code == 0
+    assert "everything is mended" in whole.out
+
+
+def test_latest_valid_is_a_ref_everywhere(
+    cli: Cli, damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Show and export skip what is damaged, and say so."""
+    caplog.set_level(logging.WARNING, logger="ckptstore")
+    shown = cli("show", "gpt@latest-valid", "--json", "-s", damaged)
+    assert shown.document["version"]["step"] == 400
+    assert "skipped gpt@500" in caplog.text
+    target = tmp_path / "weights.safetensors"
+    assert cli("export", "gpt@latest-valid", target, "-q", "-s", damaged).code == 0
+    assert target.exists()
+    assert cli("export", "gpt@latest", tmp_path / "other.safetensors", "-s", damaged).code == 5
