@@ -7,8 +7,8 @@ prefix leads to every leaf; an empty replacement takes the prefix away.
 Text is compared with the dotted text of paths, up to a dot or the end. The keys of the result:
 
 - what both the prefix and its replacement begin with stays as it is;
-- a prefix that leads to a dict gives a path of dicts: with ``{"model": "net.inner"}`` the dict
-  ``model`` becomes ``inner`` in ``net``;
+- a prefix that leads to a dict or list gives a path of dicts: with ``{"model": "net.inner"}`` what
+  was in ``model`` is in the dict ``inner`` of ``net``;
 - a prefix that is a leaf, or ends inside of a key (``model.backbone``, where ``model`` is a state
   dict with keys such as ``backbone.0.weight``), renames inside of that key.
 
@@ -60,8 +60,15 @@ class Renames:
         """Return whether there is anything to rename."""
         return bool(self._mapping)
 
-    def path(self, path: Path, *, leads_to_dict: bool = False) -> Path:
-        """Return where what lies at `path` goes; `leads_to_dict` where that is a dict.
+    def path(self, path: Path, *, container: bool = False, counts: bool = True) -> Path:
+        """Return where what lies at `path` goes.
+
+        Parameters
+        ----------
+        container
+            It is a dict, list or tuple: it has no name of its own that ends in it.
+        counts
+            Whether this makes a prefix used.
 
         Raises
         ------
@@ -75,13 +82,13 @@ class Renames:
                     continue
                 found = new + path[len(old) :]
             elif isinstance(old, str) and isinstance(new, str) and _leads(old, text):
-                found = _by_text(path, old, new, leads_to_dict=leads_to_dict)
+                found = _by_text(path, old, new, container=container)
             else:
                 continue
-            if not leads_to_dict:
+            if counts:
                 self._unused.discard(old)
-                if not found:
-                    raise InvalidInputError(f"nothing would be left of the path {text!r}")
+            if not found and not container:
+                raise InvalidInputError(f"nothing would be left of the path {text!r}")
             return found
         return path
 
@@ -121,11 +128,11 @@ def _leads(prefix: str, text: str) -> bool:
     return not prefix or text == prefix or text.startswith(prefix + ".")
 
 
-def _by_text(path: Path, old: str, new: str, *, leads_to_dict: bool) -> Path:
+def _by_text(path: Path, old: str, new: str, *, container: bool) -> Path:
     keys = [path_text((key,)) for key in path]
     at = 0
     while old and new and _leads(keys[at], old) and _leads(keys[at], new):
-        if old == keys[at] and at + 1 == len(keys) and not leads_to_dict:
+        if old == keys[at] and at + 1 == len(keys) and not container:
             break  # the leaf's own key
         old, new = _after(keys[at], old), _after(keys[at], new)
         at += 1
@@ -138,7 +145,7 @@ def _by_text(path: Path, old: str, new: str, *, leads_to_dict: bool) -> Path:
         end += 1
     parts = new.split(".") if new else []
     found: list[Key] = list(parts)
-    if tail or (end == len(path) and end > at and not leads_to_dict):
+    if tail or (end == len(path) and end > at and not container):
         found = list(_divided(parts, keys[at : end - 1], tail))
     if len(found) == end - at:
         found = [_like(key, text) for key, text in zip(path[at:end], found, strict=True)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Key, Path, path_text
 from ckptstore.format.renames import Renames
-from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
 
 __all__ = ["encode_key", "rename"]
 
@@ -34,7 +34,7 @@ def rename(node: Node, renames: Renames) -> Node:
     kinds: dict[Path, list[Node]] = {}
     for item in items:
         if item.kind is not None:
-            target = renames.path(item.path, leads_to_dict=True)
+            target = renames.path(item.path, container=True, counts=False)
             if target == item.path:  # who stays where they are come first
                 kinds[target] = item.kind
             else:
@@ -42,9 +42,13 @@ def rename(node: Node, renames: Renames) -> Node:
     for item in items:
         if item.kind is not None and not item.empty:
             continue
-        target = renames.path(item.path, leads_to_dict=item.kind is not None)
+        inside = isinstance(item.node, list) and item.node[0] in SEQUENCES
+        target = renames.path(item.path, container=inside or item.kind is not None)
         if not target and item.kind is None:
-            return node  # the state is one leaf, and stays one
+            if not item.path:
+                return node  # the state is one leaf or list, and stays one
+            msg = f"nothing would be left of the path {path_text(item.path)!r}"
+            raise InvalidInputError(msg)
         _put(root, target, item)
     renames.check_all_used()
     return _built(root, (), kinds)
@@ -94,9 +98,11 @@ def _put(root: _Map, target: Path, item: _Item) -> None:
 
 
 def _collision(target: Path, item: _Item, there: _Map | _Item) -> InvalidInputError:
-    other = repr(path_text(there.path)) if isinstance(there, _Item) else "another dict"
+    while isinstance(there, _Map):  # name something that is in it
+        there = next(iter(there.entries.values()), item)
+    both = sorted(path_text(each.path) for each in (item, there))
     return InvalidInputError(
-        f"{path_text(item.path)!r} would come to lie at {path_text(target)!r}, where {other} lies",
+        f"{both[0]!r} and {both[1]!r} would get into each other's way at {path_text(target)!r}",
         hint="leave one of them out (exclude), or rename it too",
     )
 

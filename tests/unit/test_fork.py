@@ -1,0 +1,297 @@
+"""Fork: a run begins at a version of another and shares its chunks, at the cost of a manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.backends.base import Backend, Buffer
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.metered import MeteredBackend
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.config import Options
+from ckptstore.errors import (
+    ConflictError,
+    CorruptObjectError,
+    InvalidInputError,
+    ReadOnlyError,
+    TensorNotFoundError,
+    VersionNotFoundError,
+)
+from ckptstore.repo import create_on, open_on
+
+
+def _store(backend: Backend) -> ckptstore.Store:
+    return ckptstore.Store(create_on(backend, exist_ok=True))
+
+
+@pytest.fixture
+def store(memory: MemoryBackend) -> ckptstore.Store:
+    """Return a store in memory."""
+    return _store(memory)
+
+
+def _state(seed: int = 0) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    embed = torch.randn(200, 300)
+    return {
+        "model": {
+            "backbone.0.weight": torch.randn(300, 300),
+            "backbone.0.bias": torch.randn(300),
+            "embed.weight": embed,
+            "head.weight": embed,
+        },
+        "optimizer": {
+            "state": {0: {"exp_avg": torch.randn(300, 300)}},
+            "param_groups": [{"lr": 1}],
+        },
+        "rng": torch.get_rng_state(),
+        "step": 3,
+    }
+
+
+def _new_bytes(version: ckptstore.Version) -> int:
+    return sum(part.new for part in version.roles.values())
+
+
+def test_a_fork_shares_everything_and_knows_its_parent(store: ckptstore.Store) -> None:
+    """The whole state is there under the new run; nothing is new, and lineage is recorded."""
+    source = store.run("gpt", metrics={"loss": "min"}).save(_state(), step=7, metrics={"loss": 2.0})
+
+    run = store.fork("gpt", "ft", metrics={"acc": "max"}, metadata={"why": "test"})
+
+    first = run.head
+    assert first is not None
+    assert (first.run, first.step, first.parent, first.metadata) == (
+        "ft",
+        7,
+        source.id,
+        {"why": "test"},
+    )
+    assert (first.metrics, first.tags, first.content) == ({}, (), source.content)
+    assert _new_bytes(first) == 0
+    assert run.info.origin == source.id
+    assert run.info.metrics == {"loss": "min", "acc": "max"}
+    loaded, expected = run.load(), _state()
+    assert torch.equal(
+        loaded["optimizer"]["state"][0]["exp_avg"], expected["optimizer"]["state"][0]["exp_avg"]
+    )
+    assert loaded["model"]["embed.weight"] is loaded["model"]["head.weight"]
+    assert store.verify().ok
+
+
+def test_no_tensor_is_read_or_written(memory: MemoryBackend) -> None:
+    """One manifest is read and one written, then one commit; packs are not touched."""
+    _store(memory).run("gpt").save(_state(), step=1)
+    metered = MeteredBackend(memory)
+    store = _store(metered)
+    store.runs()
+    before = metered.snapshot()
+
+    store.fork("gpt", "ft", include=["model"], rename={"model": "net"})
+
+    calls = {
+        name: meter.calls - (before[name].calls if name in before else 0)
+        for name, meter in metered.snapshot().items()
+    }
+    assert {name: count for name, count in calls.items() if count and name != "list"} == {
+        "get": 1,
+        "put": 1,
+        "put_if_absent": 1,
+    }
+
+
+def test_the_new_runs_saves_share_with_the_fork(store: ckptstore.Store) -> None:
+    """What the fork holds is not written again, under whatever name it is saved."""
+    state = _state()
+    store.run("gpt").save(state, step=1)
+    run = store.fork("gpt", "ft", roles=["weights"], rename={"model.backbone": "model.encoder"})
+    state["model"]["encoder.0.weight"] = state["model"].pop("backbone.0.weight")
+    state["model"]["new"] = torch.ones(1000)
+
+    version = run.save({"model": state["model"]}, step=2)
+
+    assert _new_bytes(version) == 4000
+    assert version.parent == store.versions("ft")[0].id
+
+
+@pytest.mark.parametrize(
+    ("wish", "paths"),
+    [
+        ({"roles": ["rng"]}, ["rng"]),
+        ({"roles": ["rng", "extra"]}, ["rng", "step"]),
+        ({"include": ["model"], "exclude": ["*embed*", "*head*"]}, ["model"]),
+        ({"include": ["optimizer.param_groups"]}, ["optimizer"]),
+        ({"roles": ["optimizer"], "rename": {"optimizer": "opt"}}, ["opt"]),
+    ],
+)
+def test_a_part_can_be_taken_over(
+    store: ckptstore.Store, wish: dict[str, Any], paths: list[str]
+) -> None:
+    """By pattern and by role, values that are no tensors too; only what is needed is named."""
+    store.run("gpt").save(_state(), step=1)
+    run = store.fork("gpt", "part", **wish)
+
+    assert list(run.load()) == paths
+    version = run.version()
+    assert {info.role for info in version.tensors()} == set(version.info.roles)
+    assert store.verify(["part"]).ok
+
+
+def test_records_without_a_leaf_are_dropped(store: ckptstore.Store) -> None:
+    """A fork of one tensor names one record, one piece, and one pack."""
+    run = store.run("gpt")
+    first = _state(1)
+    run.save(first, step=1)
+    run.save({**first, "model": {**first["model"], "new": torch.randn(300, 300)}}, step=2)
+
+    store.fork("gpt", "part", include=["model.new"])
+
+    manifest = store.version("part")._content.manifest
+    assert (len(manifest.tensors), len(manifest.pieces), len(manifest.pieces.packs)) == (1, 1, 1)
+
+
+def test_tied_tensors_stay_tied_when_one_of_them_goes(store: ckptstore.Store) -> None:
+    """A tensor stays as long as one of its paths does; views keep their base."""
+    base = torch.randn(100, 100)
+    store.run("gpt").save({"a": {"base": base}, "b": {"rows": base[3:5]}}, step=1)
+    run = store.fork("gpt", "views", include=["b"], rename={"b": "c"})
+
+    assert torch.equal(run.load()["c"]["rows"], base[3:5])
+
+
+def test_refusals_write_nothing(store: ckptstore.Store, memory: MemoryBackend) -> None:
+    """A name that is taken, patterns that match nothing, collisions, roles, deleted sources."""
+    run = store.run("gpt")
+    run.save(_state(), step=1)
+    run.save(_state(2), step=2)
+    store.remove(["gpt@1"])
+    before = [info.key for info in memory.list("")]
+    wrong: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
+        (ConflictError, "gpt", "gpt", {}),
+        (InvalidInputError, "gpt", "no@name", {}),
+        (VersionNotFoundError, "gpt@1", "x", {}),
+        (TensorNotFoundError, "gpt", "x", {"include": ["modle"]}),
+        (TensorNotFoundError, "gpt", "x", {"exclude": ["*"]}),
+        (TensorNotFoundError, "gpt", "x", {"rename": {"modle": "m"}}),
+        (InvalidInputError, "gpt", "x", {"rename": {"model": "rng"}}),
+        (InvalidInputError, "gpt", "x", {"roles": ["wieghts"]}),
+        (InvalidInputError, "gpt", "x", {"roles": "weights"}),
+        (InvalidInputError, "gpt", "x", {"metrics": {"loss": "up"}}),
+    ]
+    for error, ref, name, options in wrong:
+        with pytest.raises(error):
+            store.fork(ref, name, **options)
+    assert [info.key for info in memory.list("")] == before
+    reader = ckptstore.Store(open_on(memory, options=Options(read_only=True)))
+    with pytest.raises(ReadOnlyError):
+        reader.fork("gpt", "x")
+
+
+def test_a_version_of_which_parts_are_lost_is_not_forked(
+    store: ckptstore.Store, memory: MemoryBackend
+) -> None:
+    """A fork would spread the damage to a run that looks sound."""
+    version = store.run("gpt").save(_state(), step=1)
+    lost = {version.id: version.manifest_digest}
+    store.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+
+    with pytest.raises(CorruptObjectError, match="lost"):
+        store.fork("gpt", "ft")
+
+
+class _Before(WrapperBackend):
+    """Calls back once, before a manifest is written."""
+
+    def __init__(self, inner: Backend, call: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._call: Callable[[], object] | None = call
+
+    def put(self, key: str, data: Buffer) -> None:
+        if key.startswith("manifests/") and self._call is not None:
+            call, self._call = self._call, None
+            call()
+        self.inner.put(key, data)
+
+
+def _collect(store: ckptstore.Store) -> None:
+    store.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+
+
+def test_a_source_that_is_repacked_meanwhile_is_read_again(memory: MemoryBackend) -> None:
+    """The packs that the fork names were condemned before its commit: it names the new ones."""
+    other = _store(memory)
+    run = other.run("gpt")
+    kept = torch.randn(300, 300)
+    run.save({"model": {"kept": kept, "dropped": torch.randn(300, 300)}}, step=1)
+    run.save({"model": {"kept": kept}}, step=2)
+    other.remove(["gpt@1"])
+    before = set(other.version("gpt")._content.manifest.pieces.packs)
+
+    store = _store(_Before(memory, lambda: _collect(other)))
+    fork = store.fork("gpt", "ft")
+
+    assert not before & set(fork.version()._content.manifest.pieces.packs)
+    assert torch.equal(fork.load()["model"]["kept"], kept)
+    _collect(other)
+    assert torch.equal(_store(memory).load("ft")["model"]["kept"], kept)
+
+
+def test_a_source_that_is_collected_meanwhile_is_gone(memory: MemoryBackend) -> None:
+    """No run appears that names what was deleted; what was written is an orphan."""
+    other = _store(memory)
+    run = other.run("gpt")
+    run.save(_state(1), step=1)
+    run.save(_state(2), step=2)
+
+    def vanish() -> None:
+        other.remove(["gpt@1"])
+        _collect(other)
+
+    store = _store(_Before(memory, vanish))
+    with pytest.raises(VersionNotFoundError):
+        store.fork("gpt@1", "ft")
+    assert [info.name for info in store.runs()] == ["gpt"]
+    _collect(other)
+    assert len(list(memory.list("manifests/"))) == 1
+
+
+def test_a_manifest_that_is_condemned_before_its_commit_is_written_again(
+    memory: MemoryBackend,
+) -> None:
+    """A collector that spares no orphan takes the fork's manifest: the fork goes on."""
+    other = _store(memory)
+    other.run("gpt").save(_state(), step=1)
+
+    class _After(_Before):
+        def put(self, key: str, data: Buffer) -> None:
+            self.inner.put(key, data)
+            if key.startswith("manifests/") and self._call is not None:
+                call, self._call = self._call, None
+                call()
+
+    store = _store(_After(memory, lambda: _collect(other)))
+    fork = store.fork("gpt", "ft")
+
+    assert fork.load()["step"] == 3
+    assert store.verify().ok
+
+
+def test_lineage_outlives_the_source(store: ckptstore.Store) -> None:
+    """A deleted and collected source stays the parent; the fork loads as before."""
+    run = store.run("gpt")
+    source = run.save(_state(), step=1)
+    fork = store.fork("gpt", "ft")
+    store.remove(["gpt@1"], force=True)
+    _collect(store)
+    _collect(store)
+
+    assert fork.head is not None
+    assert fork.head.parent == source.id
+    assert fork.info.origin == source.id
+    assert torch.equal(fork.load()["rng"], _state()["rng"])
