@@ -72,7 +72,7 @@ test-lab: $(VENV)/.dev ## tests on real storage systems; root on Debian 12, 10 m
 	@PYTHON=$(abspath $(BIN))/python tests/lab/run.sh
 
 soak: $(VENV)/.dev ## the long form of the campaigns: kills, faults, power cuts
-	$(call TIMED,$(BIN)/python -m pytest -m soak --durations=10 $(TESTS))
+	$(call TIMED,$(BIN)/python -m pytest -m soak -o faulthandler_timeout=1800 -o timeout=7200 --durations=10 $(TESTS))
 
 coverage: $(VENV)/.dev ## tests, and which lines and branches they miss
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --cov --cov-report=term:skip-covered $(TESTS)

@@ -77,6 +77,10 @@ MANIFEST_STORED_BYTES_MAX: Final = 1 * GIB
 MANIFEST_RAW_BYTES_MAX: Final = 2 * GIB
 # A catalog snapshot, decompressed. Source: about 600 bytes a version; a million versions.
 SNAPSHOT_RAW_BYTES_MAX: Final = 1 * GIB
+# Rows of a catalog snapshot. Source: a row takes 650 bytes of a reader's memory; beyond these, the
+# log is read instead, and no snapshot is written.
+SNAPSHOT_VERSIONS_MAX: Final = 2_000_000
+SNAPSHOT_RUNS_MAX: Final = 200_000
 # A decompressed record may be at most this many times its stored size (checked besides the
 # absolute limit, so that a small hostile file cannot ask for gigabytes). Source: the skeleton of
 # 100,000 equal leaves compresses about 500x.
@@ -85,15 +89,16 @@ RECORD_RATIO_MAX: Final = 2000
 RECORD_RATIO_FREE_BYTES: Final = 16 * MIB
 # Tensors, pieces and nesting of one version. Source: the largest published MoE states have some
 # 10^6 tensors with optimizer; depth 64 is beyond any real state and safe for the recursion limit.
-TENSORS_MAX: Final = 10_000_000
+# A reader holds some 230 bytes for each tensor that a manifest claims, and some 120 for each node.
+TENSORS_MAX: Final = 2_000_000
 PIECES_MAX: Final = 100_000_000
 PACKS_MAX: Final = 4_000_000
 STATE_DEPTH_MAX: Final = 64
-STATE_NODES_MAX: Final = 20_000_000
+STATE_NODES_MAX: Final = 5_000_000
 TENSOR_DIMS_MAX: Final = 64  # Source: torch refuses more than 64 dimensions.
 # A skeleton, decoded. Source: a leaf takes some 30 bytes, so 10^6 tensors take 30 MB; long bytes
 # and strings are kept as tensors; the rest is room for lists of numbers.
-SKELETON_BYTES_MAX: Final = 256 * MIB
+SKELETON_BYTES_MAX: Final = 128 * MIB
 # Bytes and strings of the state from here on are kept as tensors, not in the skeleton. Source: a
 # record of the manifest costs under 100 bytes; the skeleton is read whole by every load.
 INLINE_BYTES_MAX: Final = 4 * KIB

@@ -13,7 +13,7 @@ from typing import Annotated, Final
 import msgspec
 
 from ckptstore import limits
-from ckptstore.errors import CorruptObjectError
+from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.fields import Count, Digest, Direction, Id
 from ckptstore.format.framing import decode_frame, encode_frame
 from ckptstore.format.keys import MANIFEST_KEY_PATTERN
@@ -107,9 +107,9 @@ class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
     number: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
     digest: Digest
     """Of the body of that commit."""
-    runs: list[RunRow]
+    runs: Annotated[list[RunRow], msgspec.Meta(max_length=limits.SNAPSHOT_RUNS_MAX)]
     """In the order of their creation."""
-    versions: list[VersionRow]
+    versions: Annotated[list[VersionRow], msgspec.Meta(max_length=limits.SNAPSHOT_VERSIONS_MAX)]
     """In the order of their commits."""
     condemned: dict[str, Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]] = {}
     """Keys of objects that are to be deleted, and the commit that condemned each."""
@@ -125,7 +125,17 @@ _METRICS: Final = msgspec.msgpack.Decoder(
 
 
 def encode_snapshot(body: SnapshotBody) -> bytes:
-    """Return the object that holds `body`."""
+    """Return the object that holds `body`.
+
+    Raises
+    ------
+    LimitError
+        If a reader would refuse it for its rows.
+    """
+    versions, runs = len(body.versions), len(body.runs)
+    if versions > limits.SNAPSHOT_VERSIONS_MAX or runs > limits.SNAPSHOT_RUNS_MAX:
+        msg = f"a catalog snapshot of {versions} versions in {runs} runs is over the limit"
+        raise LimitError(msg)
     return encode_frame(MAGIC, msgspec.msgpack.encode(body))
 
 
