@@ -208,9 +208,8 @@ def _two(path: Path) -> tuple[ckptstore.Store, FaultyBackend]:
 def test_a_failure_leaves_the_version_as_it_was(tmp_path: Path, call: str) -> None:
     """Before the commit there is an orphan and nothing else; afterwards it works again."""
     store, faulty = _two(tmp_path)
-    faulty.faults = (
-        Fault(calls=frozenset({call}), at=1, times=0, error=lambda: StorageError("no")),
-    )
+    fault = Fault(calls=frozenset({call}), at=1, times=0, error=lambda: StorageError("no"))
+    faulty.faults = [fault]
     with pytest.raises(StorageError):
         store.age(["gpt@1"], "weights")
     faulty.faults = []
