@@ -40,11 +40,20 @@ cleanup() {
   rm -rf "$CKPTSTORE_LAB_FOLDER" || true
 }
 trap cleanup EXIT
-trap 'exit 130' INT
-trap 'exit 143' TERM
 
 cd "$ROOT"
-status=0
 if [ $# -gt 0 ]; then arguments=("$@"); else arguments=("$HERE"); fi
-"$PYTHON" -m pytest -m lab --durations=25 -p no:cacheprovider "${arguments[@]}" || status=$?
+# In the background, so that this shell hears a signal at once; a terminal's Ctrl-C reaches pytest
+# itself, a TERM is passed on as the same. Either way pytest takes down what runs.
+env --default-signal=INT \
+  "$PYTHON" -m pytest -m lab --durations=25 -p no:cacheprovider "${arguments[@]}" &
+pytest=$!
+trap : INT
+trap 'kill -INT $pytest 2>/dev/null || true' TERM
+status=0
+wait $pytest || status=$?
+while kill -0 $pytest 2>/dev/null; do # a signal ended the wait
+  status=0
+  wait $pytest || status=$?
+done
 exit $status
