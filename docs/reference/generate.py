@@ -42,6 +42,8 @@ API = {
     "ckptstore": "What most programs need. `ckptstore.open` makes everything else.",
     "ckptstore.integrations.files": "Files of other programs.",
     "ckptstore.ops.verify": "What `Store.verify` returns.",
+    "ckptstore.ops.repair_report": "What `Store.repair` returns.",
+    "ckptstore.ops.latest_valid": "What `Run.latest_valid` returns.",
     "ckptstore.ops.usage": "What `Store.usage` and `Store.stats` return.",
     "ckptstore.checkpoint.content": "What `LazyVersion.tensors` returns.",
     "ckptstore.backends.base": "The interface of storage, for who adds one.",
@@ -51,6 +53,9 @@ API = {
     "ckptstore.testing.faulty": "A backend that fails on purpose.",
 }
 """Modules of the public interface, and what they are for."""
+
+_PARTS = frozenset({"ckptstore.store.checking"})
+"""Modules of classes that are parts of a public one, and nothing by themselves."""
 
 _ROLE = re.compile(r":(?:meth|class|func|mod|data|attr):`[~.]?([^`]+)`")
 _SECTIONS = ("Parameters", "Returns", "Yields", "Raises", "Attributes", "Notes", "Examples")
@@ -96,7 +101,7 @@ def _class(name: str, cls: type) -> str:
             shown = annotation.replace("|", "\\|")
             parts.append(f"| `{field}` | `{shown}` | {' '.join(text.split())} |")
         parts.append("")
-    for attribute, value in vars(cls).items():
+    for attribute, value in _members(cls).items():
         if attribute.startswith("test_"):
             continue
         if attribute.startswith("_") and attribute not in ("__getitem__", "__len__"):
@@ -108,6 +113,15 @@ def _class(name: str, cls: type) -> str:
             heading = f"**{name}.{attribute}**\n\n{_signature(attribute, function)}"
             parts.append(f"{heading}{_prose(function)}\n")
     return "\n".join(parts)
+
+
+def _members(cls: type) -> dict[str, object]:
+    """Return what a class has, and after that what its parts have."""
+    found = dict(vars(cls))
+    for part in cls.__mro__[1:]:
+        if part.__module__ in _PARTS:
+            found.update((k, v) for k, v in vars(part).items() if k not in found)
+    return found
 
 
 def _field_texts(cls: type) -> dict[str, tuple[str, str]]:
