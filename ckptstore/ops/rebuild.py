@@ -34,7 +34,7 @@ from ckptstore.objects.scan import FoundChunk, scan_chunks
 from ckptstore.objects.writer import write_pieces
 from ckptstore.repo import Repo
 
-__all__ = ["Need", "Rescue", "replaced", "rows_of"]
+__all__ = ["Need", "Rescue", "location_of", "replaced", "rows_of"]
 
 _Place = tuple[str, int, int]
 """Pack, offset of the chunk, place in the decoded chunk."""
@@ -317,6 +317,17 @@ def rows_of(table: PieceTable, wanted: Collection[bytes]) -> list[int]:
     asked = np.frombuffer(b"".join(piece_id[:8] for piece_id in wanted), np.uint64)
     rows = np.nonzero(np.isin(heads, asked))[0].tolist()
     return [row for row in rows if table.ids[row].tobytes() in wanted]
+
+
+def location_of(table: PieceTable, row: int) -> Location:
+    """Return where the piece in one row lies."""
+    return Location(
+        pack=table.packs[int(table.pack[row])],
+        offset=int(table.offset[row]),
+        stored_bytes=int(table.stored[row]),
+        inner=int(table.inner[row]),
+        slab_bytes=int(table.slab[row]),
+    )
 
 
 def replaced(table: PieceTable, places: Mapping[int, Location]) -> PieceTable:

@@ -28,9 +28,8 @@ from ckptstore.format.keys import manifest_key, pack_id, pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
-from ckptstore.objects.index import KnownPieces
 from ckptstore.ops.mend_log import mend_log, mend_snapshots
-from ckptstore.ops.rebuild import Rescue, replaced, rows_of
+from ckptstore.ops.rebuild import Rescue, location_of, replaced, rows_of
 from ckptstore.ops.repair_report import CommitFinding, Lost, Mended, RepairReport
 from ckptstore.ops.survey import Survey, piece_key
 from ckptstore.ops.verify import Level
@@ -260,12 +259,9 @@ class _Repair:
                 if key in survey.bad:
                     continue
                 if key in survey.read and key[0] not in survey.broken_packs:
-                    found = KnownPieces([table], without=survey.broken_packs)
-                    place = found.find(key[3], int(table.raw[row]))
-                    if place is not None and (place.pack, place.offset, place.inner) == key[:3]:
-                        rescue.point(key[3], place)
-                        continue
-                copies.append(row)
+                    rescue.point(key[3], location_of(table, row))
+                else:
+                    copies.append(row)
             rescue.fetch(table, copies, self.repo, "moved")
             if not rescue.missing:
                 return
