@@ -28,7 +28,8 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH_MAX, blocks: str =
     groups = [
         values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)
     ]
-    means = [_mean(group) for group in groups]
+    # Halves, so that the span between the largest numbers is one, too.
+    means = [_half_mean(group) for group in groups]
     finite = [mean for mean in means if mean is not None]
     low = min(finite, default=0.0)
     span = max(finite, default=0.0) - low
@@ -39,10 +40,9 @@ def sparkline(values: Sequence[float], *, width: int = _WIDTH_MAX, blocks: str =
     )
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _half_mean(values: Sequence[float]) -> float | None:
     finite = [value for value in values if math.isfinite(value)]
-    # Each is divided by itself: the sum of two large ones may be infinite.
-    return math.fsum(value / len(finite) for value in finite) if finite else None
+    return math.fsum(value / len(finite) / 2 for value in finite) if finite else None
 
 
 def history_document(found: History) -> dict[str, Any]:
