@@ -1,0 +1,197 @@
+"""retain, rm, undelete, pin, interval and log --metric: what they say and what they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptstore
+
+Cli = Callable[..., Any]
+
+
+def _levels(path: Path) -> dict[int, str]:
+    with ckptstore.open(path, read_only=True) as store:
+        return {version.step: version.level for version in store.versions("gpt")}
+
+
+RULES = ("--full", "last 1", "--weights", "best 1 val_loss")
+
+
+def test_retain_says_and_changes_nothing(cli: Cli, store_path: Path) -> None:
+    """The table has a reason for each version, the note says how to do it, nothing changes."""
+    result = cli("retain", "gpt", *RULES, "-s", store_path)
+    assert result.code == 0
+    lines = {line.split()[1]: line for line in result.out.splitlines()[1:]}
+    assert "full -> weights" in lines["400"]
+    assert lines["400"].endswith("best 1 val_loss")
+    assert "full -> gone" in lines["200"]
+    assert lines["200"].endswith("no rule")
+    assert lines["100"].endswith("tagged first")
+    assert lines["500"].endswith("last 1")
+    assert "2 would be deleted, 1 would be reduced" in result.err
+    assert "--apply" in result.err
+    assert set(_levels(store_path).values()) == {"full"}
+    assert cli("retain", "gpt", *RULES, "--dry-run", "-q", "-s", store_path).err == ""
+
+
+def test_retain_apply_does_what_it_said(cli: Cli, store_path: Path) -> None:
+    """The document of the dry run and of the real one agree."""
+    said = cli("retain", "gpt", *RULES, "--json", "-s", store_path).document
+    done = cli("retain", "gpt", *RULES, "--apply", "--json", "-s", store_path).document
+    assert (said["dry_run"], done["dry_run"], len(done["commits"])) == (True, False, 1)
+    assert said["runs"] == done["runs"]
+    assert (done["deleted_count"], done["aged_count"]) == (2, 1)
+    fates = {v["step"]: v["fate"] for v in done["runs"][0]["versions"] if v["fate"] != "gone"}
+    assert _levels(store_path) == fates == {100: "full", 400: "weights", 500: "full"}
+    again = cli("retain", "gpt", *RULES, "--apply", "--json", "-s", store_path).document
+    assert again["commits"] == []
+    log = cli("log", "gpt", "-s", store_path).out
+    assert "keeps its weights" in log
+    assert ": retention" in log
+
+
+def test_retain_stores_a_policy_and_takes_it_away(cli: Cli, store_path: Path) -> None:
+    """Of a run or of the store; it counts when no rules are given."""
+    assert cli("retain", "gpt", "-s", store_path).code == 2
+    assert "last 1" in cli("retain", "gpt", *RULES, "--set", "-s", store_path).out
+    document = cli("retain", "--full", "last 9", "--set", "--json", "-s", store_path).document
+    assert document["policy"] == {"full": ["last 9"]}
+    shown = cli("retain", "--json", "-s", store_path).document
+    assert {run["run"]: run["policy"] for run in shown["runs"]} == {
+        "gpt": {"full": ["last 1"], "weights": ["best 1 val_loss"]},
+        "lora": {"full": ["last 9"]},
+    }
+    assert cli("retain", "gpt", "--clear", "-s", store_path).out == "gpt: no policy\n"
+    assert cli("retain", "gpt", "--json", "-s", store_path).document["deleted_count"] == 0
+    assert cli("retain", "--clear", "-q", "-s", store_path).out == ""
+    assert cli("retain", "-s", store_path).code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("gpt", "--full", "last"), 2),
+        (("gpt", "--full", "last 1", "--apply", "--dry-run"), 2),
+        (("gpt", "--set"), 2),
+        (("gpt", "--clear", "--full", "all"), 2),
+        (("gtp", "--full", "all"), 3),
+        (("gtp", "--full", "all", "--set"), 3),
+        (("gpt", "--record", "all", "--apply"), 7),
+        (("gpt", "--full", "best 1 unknown", "--apply"), 7),
+    ],
+)
+def test_retain_refuses(cli: Cli, store_path: Path, arguments: tuple[str, ...], code: int) -> None:
+    """Each with the code of its kind, and without a change."""
+    before = _levels(store_path)
+    assert cli("retain", *arguments, "-s", store_path).code == code
+    assert _levels(store_path) == before
+
+
+def test_a_dry_run_of_what_is_refused_says_so(cli: Cli, store_path: Path) -> None:
+    """It is looked at, not done."""
+    result = cli("retain", "gpt", "--record", "all", "-s", store_path)
+    assert result.code == 0
+    assert "refused: it would keep the content of none" in result.out
+
+
+def test_rm_and_undelete(cli: Cli, store_path: Path) -> None:
+    """A dry run says what is in the way; what went comes back, by step, id or run."""
+    dry = cli("rm", "gpt@200", "gpt@first", "gpt", "--dry-run", "--json", "-s", store_path).document
+    obstacles = {v["step"]: v["obstacle"] for v in dry["versions"]}
+    assert obstacles[200] is None
+    assert "tagged" in obstacles[100]
+    assert "head" in obstacles[500]
+    assert len(_levels(store_path)) == 5
+    assert cli("rm", "gpt@200", "gpt@first", "-s", store_path).code == 7
+    assert len(_levels(store_path)) == 5
+    gone = cli("rm", "gpt@200", "--reason", "bad data", "-s", store_path)
+    assert "1 deleted" in gone.err
+    assert "bad data" in cli("log", "-n", 1, "-s", store_path).out
+    assert cli("show", "gpt@200", "-s", store_path).code == 3
+    assert "gpt@200" in cli("undelete", "gpt@200", "-s", store_path).out
+    assert cli("undelete", "gpt@200", "-s", store_path).code == 3
+    found = cli("rm", "--run", "gpt", "--force", "--json", "-s", store_path).document
+    assert len(found["versions"]) == 5
+    bare = found["versions"][0]["id"][:12]
+    assert cli("undelete", bare, "-q", "-s", store_path).out == ""
+    assert (
+        len(cli("undelete", "--run", "gpt", "--json", "-s", store_path).document["versions"]) == 4
+    )
+    assert cli("undelete", "--run", "gpt", "-s", store_path).code == 3
+
+
+@pytest.mark.parametrize("command", ["rm", "undelete"])
+def test_versions_or_a_run(cli: Cli, store_path: Path, command: str) -> None:
+    """One of the two must be given, and not both."""
+    assert cli(command, "-s", store_path).code == 2
+    assert cli(command, "gpt@200", "--run", "gpt", "-s", store_path).code == 2
+    assert cli(command, "--run", "gtp", "-s", store_path).code == 3
+
+
+def test_pin(cli: Cli, store_path: Path) -> None:
+    """A pinned version survives force, and goes once it is unpinned."""
+    assert "is pinned" in cli("pin", "gpt@200", "gpt@300", "-s", store_path).out
+    assert cli("rm", "gpt@200", "--force", "-s", store_path).code == 7
+    document = cli("pin", "gpt@200", "--delete", "--json", "-s", store_path).document
+    assert [v["pinned"] for v in document["versions"]] == [False]
+    assert cli("rm", "gpt@200", "-q", "-s", store_path).code == 0
+    assert cli("pin", "gpt@999", "-s", store_path).code == 3
+    assert cli("pin", "gpt@300", "-d", "-q", "-s", store_path).out == ""
+
+
+def test_interval(cli: Cli, store_path: Path) -> None:
+    """From receipts or from what is said; without a restart in the log it must be told more."""
+    document = cli(
+        "interval", "gpt", "--mtbf", "1d", "--save", "5m", "--json", "-s", store_path
+    ).document
+    assert document["young_s"] == pytest.approx(7200)
+    assert document["daly_s"] == pytest.approx(7001.39, abs=0.01)
+    longer = cli(
+        "interval", "gpt", "--mtbf", "1d", "--save", "5m", "--restart", "1h", "--json",
+        "-s", store_path,
+    ).document  # fmt: skip
+    assert longer["lost"] > document["lost"]
+    text = cli("interval", "gpt", "--mtbf", "12h", "-s", store_path).out
+    assert "interval (Daly)" in text
+    assert "steps" in text
+    assert cli("interval", "gpt", "-s", store_path).code == 2
+    assert cli("interval", "gtp", "--mtbf", "12h", "-s", store_path).code == 3
+    assert cli("interval", "gpt", "--mtbf", "soon", "-s", store_path).code == 2
+
+
+def test_log_metric(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """A line of blocks and a table, newest first; a document, oldest first; a picture."""
+    result = cli("log", "gpt", "--metric", "val_loss", "-s", store_path)
+    lines = result.out.splitlines()
+    assert lines[0] == "gpt: val_loss, 2.2 to 3, 5 versions"
+    assert lines[1] == "█▄!▁▃"
+    rows = {line.split()[0]: line for line in lines[4:]}
+    assert list(rows) == ["500", "400", "300", "200", "100"]
+    assert "2.2*" in rows["400"]
+    assert "2.5+" in rows["200"]
+    assert len(cli("log", "gpt", "--metric", "val_loss", "-n", 2, "-s", store_path).rows) == 6
+    document = cli("log", "gpt", "--metric", "val_loss", "--json", "-s", store_path).document
+    assert [point["value"] for point in document["points"]] == [3.0, 2.5, "nan", 2.2, 2.4]
+    assert (document["direction"], document["plot"]) == ("min", None)
+    path = tmp_path / "a.svg"
+    drawn = cli("log", "gpt", "--metric", "val_loss", "--plot", path, "-s", store_path)
+    assert f"drawn to {path}" in drawn.err
+    assert "<svg" in path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--metric", "val_loss"), 2),
+        (("gpt", "--plot", "a.svg"), 2),
+        (("gpt", "--metric", "val_los"), 3),
+        (("gpt", "--metric", "val_loss", "--plot", "a.gif"), 2),
+    ],
+)
+def test_log_metric_refuses(cli: Cli, history: Path, arguments: tuple[str, ...], code: int) -> None:
+    """Half a question, a metric that is not there, a file of no picture."""
+    assert cli("log", *arguments, "-s", history).code == code
