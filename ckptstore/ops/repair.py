@@ -148,8 +148,7 @@ class _Repair:
         versions = [v for v in self.repo.catalog.versions() if v.level != "record"]
         self.survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
         unread: list[Version] = []
-        for version in versions:
-            content = self.survey.check(version)
+        for version, content in self.survey.check_all(versions):
             if content is None:
                 unread.append(version)
             elif self._needs(content):

@@ -191,10 +191,7 @@ def _check_each(survey: Survey, versions: Sequence[Version], *, record: bool) ->
         waiting.clear()
 
     last = repo.environment.monotonic()
-    for version in versions:
-        if version.level == "record":
-            continue
-        survey.check(version)
+    for version, _ in survey.check_all([v for v in versions if v.level != "record"]):
         if record and version.id in survey.sound:
             waiting[version.id] = survey.sound[version.id]
             if repo.environment.monotonic() - last >= limits.VERIFY_RECORD_S:
