@@ -2,8 +2,8 @@
 
 Every `save` returns when files and folders are fsynced, whether the peer does so itself (DCP, its
 files and ``.metadata``, but no folder) or not (torch.save, safetensors, torchsnapshot). Every load
-ends with one byte of each page read (:func:`touch`), so that a peer that maps files pays for the
-reading too. None of the peers verifies what it reads; ckptstore always does.
+into new memory ends with one byte of each page read (:func:`touch`), so that a peer that maps
+files has at least read them. None of the peers verifies what it reads; ckptstore always does.
 """
 
 from __future__ import annotations
@@ -95,6 +95,17 @@ def _torch_load_mmap(folder: Path) -> object:
     return torch.load(folder / "state.pt", weights_only=True, mmap=True)
 
 
+def _torch_load_into(folder: Path, state: State) -> object:
+    return _copied(dict(flat_tensors(_torch_load_mmap(folder))), state)
+
+
+def _copied(loaded: Mapping[str, torch.Tensor], state: State) -> State:
+    """Copy tensors into those of a state, as ``load_state_dict`` does."""
+    for path, tensor in flat_tensors(state):
+        tensor.copy_(loaded[path])
+    return state
+
+
 def _torch_row(folder: Path, path: str, row: int) -> torch.Tensor:
     loaded = dict(flat_tensors(_torch_load_mmap(folder)))
     return loaded[path][row].clone()
@@ -132,6 +143,10 @@ def _safetensors_save(state: State, folder: Path) -> None:
 
 def _safetensors_load(folder: Path) -> object:
     return load_file(folder / "state.safetensors")
+
+
+def _safetensors_load_into(folder: Path, state: State) -> object:
+    return _copied(load_file(folder / "state.safetensors"), state)
 
 
 def _safetensors_row(folder: Path, path: str, row: int) -> torch.Tensor:
@@ -213,6 +228,7 @@ PEERS = (
         name="safetensors",
         save=_safetensors_save,
         load=_safetensors_load,
+        load_into=_safetensors_load_into,
         row=_safetensors_row,
         load_note="mapped; pages read by touching them",
     ),
@@ -229,5 +245,6 @@ TORCH_MMAP = Peer(
     name="torch.load mmap",
     save=_torch_save,
     load=_torch_load_mmap,
+    load_into=_torch_load_into,
     load_note="mapped; pages read by touching them",
 )

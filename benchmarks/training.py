@@ -29,7 +29,9 @@ class Trained:
     """Values after training, by kind of parameter (``qkv.weight``, ``embed.weight``, ...).
 
     Each entry holds three flat float32 tensors of one length: master weights, first moments,
-    second moments. All layers' parameters of one kind follow one another.
+    second moments. All layers' parameters of one kind follow one another. Rows that no gradient
+    ever reached (bytes that the text does not hold) are left out: their moments are zeros, which
+    would compress to nothing.
     """
 
     values: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
@@ -116,7 +118,8 @@ def _train(steps: int, width: int, layers: int, *, time: int, batch: int) -> Tra
     for name, parameter in model.named_parameters():
         moments = optimizer.state[parameter]
         three = (parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"])
-        flat = tuple(tensor.reshape(-1).clone() for tensor in three)
+        used = moments["exp_avg_sq"].reshape(len(parameter), -1).any(1)
+        flat = tuple(tensor[used].reshape(-1).clone() for tensor in three)
         collected.setdefault(kind_of(name), []).append(flat)
     values = {
         kind: (
