@@ -235,12 +235,15 @@ def _loads(
         )
 
     for peer in (*PEERS, TORCH_MMAP):
-        folder = saved.get("torch.save" if peer is TORCH_MMAP else peer.name)
-        if folder is not None and peer.load is not None:
-            name = "torch.load" if peer.name == "torch.save" else peer.name
-            add(f"{name}, new", folder, _touched(peer.load), peer.load_note)
-        if folder is not None and peer.load_into is not None:
-            add(f"{peer.name}, into", folder, _into(peer.load_into, target))
+        folder = saved.get(peer.name)
+        if folder is None:
+            continue
+        name = "torch.load" if peer.name == "torch.save" else peer.name
+        if peer.load is not None:
+            how, note = ("mapped", "read, not copied") if peer.mapped else ("new", "")
+            add(f"{name}, {how}", folder, _touched(peer.load), note)
+        if peer.load_into is not None:
+            add(f"{name}, into", folder, _into(peer.load_into, target))
     for name, label in (("ckptstore", "ckptstore auto"), ("ckptstore raw", "ckptstore raw")):
         add(f"{label}, new", saved[name], _touched(_store_load), "verified")
         add(f"{label}, into", saved[name], _into(_store_load_into, target), "verified")

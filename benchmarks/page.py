@@ -86,9 +86,11 @@ def ratio(one: Measured, base: Measured | None) -> float | None:
 
 
 def table(columns: _Row, rows: Sequence[_Row]) -> str:
-    """Return a table in Markdown; all columns but the first are aligned to the right."""
+    """Return a table in Markdown; figures are aligned to the right, first column and notes not."""
     lines = ["| " + " | ".join(columns) + " |"]
-    lines.append("|---|" + "---:|" * (len(columns) - 1))
+    lines.append(
+        "|" + "".join("---|" if name in {columns[0], "note"} else "---:|" for name in columns)
+    )
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines)
 

@@ -46,7 +46,8 @@ class Peer:
     """Into the tensors of a state that exists."""
     row: Callable[[Path, str, int], torch.Tensor] | None = None
     """One row of the tensor at a path (state's keys), reading as little as the peer can."""
-    load_note: str = ""
+    mapped: bool = False
+    """Whether `load` maps the file: its pages are then read by touching them, and not copied."""
 
 
 def touch(state: object) -> int:
@@ -230,7 +231,7 @@ PEERS = (
         load=_safetensors_load,
         load_into=_safetensors_load_into,
         row=_safetensors_row,
-        load_note="mapped; pages read by touching them",
+        mapped=True,
     ),
     Peer(name="DCP", save=_dcp_save, load_into=_dcp_load_into, row=_dcp_row),
     Peer(name="DCP + zstd", save=_dcp_save_zstd, load_into=_dcp_load_into),
@@ -242,9 +243,9 @@ PEERS = (
     ),
 )
 TORCH_MMAP = Peer(
-    name="torch.load mmap",
+    name="torch.save",
     save=_torch_save,
     load=_torch_load_mmap,
     load_into=_torch_load_into,
-    load_note="mapped; pages read by touching them",
+    mapped=True,
 )
