@@ -54,8 +54,8 @@ API = {
 }
 """Modules of the public interface, and what they are for."""
 
-_PARTS = frozenset({"ckptstore.store.checking"})
-"""Modules of classes that are parts of a public one, and nothing by themselves."""
+_PARTS = "ckptstore.store."
+"""Where classes are that are parts of a public one, and nothing by themselves."""
 
 _ROLE = re.compile(r":(?:meth|class|func|mod|data|attr):`[~.]?([^`]+)`")
 _SECTIONS = ("Parameters", "Returns", "Yields", "Raises", "Attributes", "Notes", "Examples")
@@ -119,7 +119,7 @@ def _members(cls: type) -> dict[str, object]:
     """Return what a class has, and after that what its parts have."""
     found = dict(vars(cls))
     for part in cls.__mro__[1:]:
-        if part.__module__ in _PARTS:
+        if part.__module__.startswith(_PARTS):
             found.update((k, v) for k, v in vars(part).items() if k not in found)
     return found
 
