@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckptstore import limits
-from ckptstore.catalog import changes, lifecycle_changes
+from ckptstore.catalog import changes
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.config import Options, workers_default
@@ -18,6 +18,7 @@ from ckptstore.format.names import check_run_name
 from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.repo import open_repo
 from ckptstore.store.checking import Checking
+from ckptstore.store.retaining import Retaining
 from ckptstore.store.run import Run
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from ckptstore.format.superblock import Superblock
     from ckptstore.ops.diff import DiffReport
     from ckptstore.ops.gc import GcReport
-    from ckptstore.ops.remove import Removal
-    from ckptstore.ops.retain import AnyPolicy, RetainReport
     from ckptstore.ops.sharing import SharedUsage, VersionSharing
     from ckptstore.ops.usage import StoreStats, VersionUsage
     from ckptstore.repo import Repo
@@ -107,7 +106,7 @@ def open_store(
     return Store(repo)
 
 
-class Store(Checking):
+class Store(Checking, Retaining):
     """One location with everything in it; made by :func:`ckptstore.open`.
 
     A context manager. Any thread may use it. Close it when no save or load is running.
@@ -476,138 +475,6 @@ class Store(Checking):
 
         version = self.resolve(ref)
         return rollback(self._repo, version.run, version.id, reason=reason).target
-
-    def pin(self, ref: str) -> Version:
-        """Pin a version: nothing deletes it, or a part of it, until it is unpinned."""
-        version = self.resolve(ref)
-        self._repo.log.append_any(lambda now: lifecycle_changes.pin(now, version.id))
-        return self._repo.catalog.version(version.id)
-
-    def unpin(self, ref: str) -> Version:
-        """Take a pin away."""
-        version = self.resolve(ref)
-        self._repo.log.append_any(lambda now: lifecycle_changes.unpin(now, version.id))
-        return self._repo.catalog.version(version.id)
-
-    # --- retention ----------------------------------------------------------------------------
-
-    def set_policy(self, policy: AnyPolicy | None) -> None:
-        """Store the retention policy of runs that have none of their own; None takes it away.
-
-        Raises
-        ------
-        InvalidInputError, PolicyError
-            It does not follow the grammar, or has no rule.
-        """
-        from ckptstore.ops.retain import set_policy
-
-        set_policy(self._repo, "", policy)
-
-    def retain(
-        self,
-        policy: AnyPolicy | None = None,
-        *,
-        run: str | None = None,
-        dry_run: bool = False,
-    ) -> RetainReport:
-        """Delete and age versions by a policy; deletion can be undone until a collection.
-
-        The plan is made again inside each commit: a version that is tagged meanwhile stays.
-
-        Parameters
-        ----------
-        policy
-            Levels to rules, such as ``{"full": "last 3", "weights": "best 5 val_loss"}``; None
-            for the policy that each run has, or the store's.
-        run
-            Only this run; None for all.
-        dry_run
-            Change nothing; the report says what would become of each version, and why.
-
-        Raises
-        ------
-        InvalidInputError
-            There is no policy, or it does not follow the grammar.
-        PolicyError
-            It has no rule, or would keep the content of no version of a run. Nothing was changed.
-        RunNotFoundError
-            There is no such run.
-        """
-        from ckptstore.ops.retain import retain
-
-        return retain(self._repo, self._manifests, policy=policy, run=run, dry_run=dry_run)
-
-    def age(
-        self, refs: Sequence[str], level: Literal["weights", "record"], *, force: bool = False
-    ) -> list[Version]:
-        """Keep only the weights of versions, or only their records; return those that changed.
-
-        Parameters
-        ----------
-        force
-            Also the head of a run, from which its training could then not go on.
-
-        Raises
-        ------
-        PolicyError
-            One is pinned, or needs `force`, or has no tensors of role ``weights``.
-        """
-        from ckptstore.ops.ageing import age
-
-        versions = [self.resolve(ref) for ref in refs]
-        ids = age(self._repo, self._manifests, versions, level, force=force)
-        return [self._repo.catalog.version(one) for one in ids]
-
-    def remove(
-        self,
-        refs: Sequence[str],
-        *,
-        reason: str = "",
-        force: bool = False,
-        dry_run: bool = False,
-    ) -> list[Removal]:
-        """Delete versions, all or none; they can be undeleted until a collection.
-
-        Parameters
-        ----------
-        reason
-            For people who read the log.
-        force
-            Also tagged ones, the head of a run, and the only verified version of one; never
-            pinned ones.
-        dry_run
-            Change nothing; the result says what would be in the way.
-
-        Raises
-        ------
-        PolicyError
-            One is pinned, or needs `force`. Nothing was deleted.
-        """
-        from ckptstore.ops.remove import remove
-
-        versions = [self.resolve(ref) for ref in refs]
-        return remove(self._repo, versions, reason=reason, force=force, dry_run=dry_run)
-
-    def undelete(self, refs: Sequence[str]) -> list[Version]:
-        """Make deleted versions be there again, all or none; return them.
-
-        Parameters
-        ----------
-        refs
-            ``#ID``, or ``RUN@STEP``: of several, the version of this step that was saved last.
-
-        Raises
-        ------
-        VersionNotFoundError
-            No deleted version is named so; or a collection has deleted what it needs.
-        CondemnedError
-            A collection is about to delete what one needs.
-        """
-        from ckptstore.ops.remove import find_deleted, undelete
-
-        catalog = self._repo.refresh()
-        ids = [find_deleted(catalog, parse_ref(ref)) for ref in refs]
-        return undelete(self._repo, self._manifests, ids)
 
     # --- maintenance --------------------------------------------------------------------------
 
