@@ -148,7 +148,7 @@ def graph_of(store: Store, run: str | None, limit: int, *, utc: bool) -> Graph:
     parents = {v.id: _parent(catalog, v, chosen) for v in versions}
     # A run's own line stands left, forks right of it, what was abandoned last.
     first = {
-        v.id: 2 * v.abandoned + (v.parent in chosen and chosen[v.parent].run != v.run)
+        v.id: 2 * v.abandoned + (bool(parents[v.id]) and chosen[parents[v.id]].run != v.run)
         for v in versions
     }
     order = arranged(parents, first)
