@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
@@ -53,10 +52,19 @@ class _Link:
     """Why it cannot be read; empty if it can."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """How one commit is put back, or why it is not."""
+
+    data: bytes | None = None
+    why: str = ""
+
+
 def mend_log(repo: Repo, source: Repo | None, *, dry_run: bool) -> tuple[CommitFinding, ...]:
     """Find the commits that are missing or damaged, and put back what can be proven.
 
-    Reads every commit.
+    Reads every commit. The end of the log is known by the newest snapshot, too: the snapshots are
+    looked at first, and a commit is there before its snapshot is.
 
     Raises
     ------
@@ -65,28 +73,49 @@ def mend_log(repo: Repo, source: Repo | None, *, dry_run: bool) -> tuple[CommitF
     StorageError
         One of the storages failed.
     """
-    links = _links(repo)
-    last = max(links, default=0)
-    if all(links[number].digest for number in links):
-        return ()
     evidence = _snapshot_digests(repo.backend)
-    found: list[CommitFinding] = []
-    for number in range(last, 0, -1):
+    links = _links(repo, max(evidence, default=0))
+    plans: dict[int, _Plan] = {}
+    for number in range(max(links, default=0), 0, -1):
         link = links[number]
-        if link.digest:
-            continue
-        after = links.get(number + 1)
-        data = _bytes_at(repo.backend, number) if link.error else None
-        digest = _proof(number, after, evidence, data)
-        found.append(_mend(repo, source, number, link, digest, data, dry_run=dry_run))
-    return tuple(reversed(found))
+        if not link.digest:
+            damaged = _bytes_at(repo.backend, number) if link.error else None
+            digest = _proof(number, links.get(number + 1), evidence, damaged)
+            plans[number] = _plan(repo, source, number, link, digest)
+    for number in sorted(plans):
+        below = plans.get(number - 1)
+        joined = below.data is not None if below else _joins(links, number)
+        if plans[number].data is not None and not joined:
+            plans[number] = _Plan(why="what the second store has does not follow the commit before")
+    for number in sorted(plans, reverse=True):
+        data = plans[number].data
+        if data is not None and not dry_run:
+            _put(repo, commit_key(number), data, replace=bool(links[number].error))
+    return tuple(_finding(number, links[number], plans[number]) for number in sorted(plans))
 
 
-def _links(repo: Repo) -> dict[int, _Link]:
-    """Return what is known of each number up to the last that is listed."""
+def _joins(links: dict[int, _Link], number: int) -> bool:
+    """Say whether a commit that is to be put back follows the sound one before it."""
+    return number == 1 or links[number].previous == links[number - 1].digest
+
+
+def _finding(number: int, link: _Link, plan: _Plan) -> CommitFinding:
+    key = commit_key(number)
+    what = link.error or f"{key} is missing"
+    return CommitFinding(
+        number=number,
+        key=key,
+        what="damaged" if link.error else "missing",
+        mended=plan.data is not None,
+        why=f"{what}: {plan.why}" if plan.why else what,
+    )
+
+
+def _links(repo: Repo, last: int) -> dict[int, _Link]:
+    """Return what is known of each number up to the last that is listed, and up to `last`."""
     keys = (commit_number(info.key) for info in repo.backend.list(COMMITS_PREFIX))
     listed = [number for number in keys if number is not None]
-    links = {number: _Link() for number in range(1, max(listed, default=0) + 1)}
+    links = {number: _Link() for number in range(1, max(last, *listed, 0) + 1)}
     reader = LogReader(repo.backend, repo.environment)
     for start in range(0, len(listed), limits.COMMIT_READ_BATCH):
         todo: Sequence[int] = listed[start : start + limits.COMMIT_READ_BATCH]
@@ -135,48 +164,30 @@ def _bytes_at(backend: Backend, number: int) -> bytes | None:
         return None
 
 
-def _mend(
-    repo: Repo,
-    source: Repo | None,
-    number: int,
-    link: _Link,
-    digest: str,
-    damaged: bytes | None,
-    *,
-    dry_run: bool,
-) -> CommitFinding:
-    """Put one commit back if it can be, and keep what it says: it proves the one before it."""
+def _plan(repo: Repo, source: Repo | None, number: int, link: _Link, digest: str) -> _Plan:
+    """Say how one commit is put back; keeps what it says, since it proves the one before it."""
     key = commit_key(number)
-    missing = not link.error
-    what = f"{key} is missing" if missing else link.error
-
-    def finding(why: str, *, mended: bool = False) -> CommitFinding:
-        text = f"{what}: {why}" if why else what
-        kind: Literal["missing", "damaged"] = "missing" if missing else "damaged"
-        return CommitFinding(number=number, key=key, what=kind, mended=mended, why=text)
-
     if source is None:
-        return finding("no second store was given that may have it")
+        return _Plan(why="no second store was given that may have it")
     if not digest:
-        return finding("nothing tells what it was: no later commit, snapshot or digest")
+        return _Plan(why="nothing tells what it was: no later commit, snapshot or digest")
     data = _bytes_at(source.backend, number)
+    if data is None:
+        return _Plan(why=f"{source.url} does not have it")
     try:
-        commit = None if data is None else decode_commit(data, where=f"{key} of {source.url}")
+        commit = decode_commit(data, where=f"{key} of {source.url}")
     except (IntegrityError, FormatError) as error:
-        return finding(error.message)
-    if data is None or commit is None:
-        return finding(f"{source.url} does not have it")
+        return _Plan(why=error.message)
     if commit.digest != digest or commit.number != number:
-        return finding(f"{source.url} has another commit of this number: it is no copy of this log")
-    if not missing and not repo.options.single_writer:
-        return finding(
-            "the copy is the right one, but this name is taken by the damaged object: open the "
-            "store as a single writer to have it replaced, or move it away"
+        why = f"{source.url} has another commit of this number: it is no copy of this log"
+        return _Plan(why=why)
+    if link.error and not repo.options.single_writer:
+        return _Plan(
+            why="the copy is the right one, but this name is taken by the damaged object: open "
+            "the store as a single writer to have it replaced, or move it away"
         )
-    link.digest, link.previous = commit.digest, commit.body.previous
-    if not dry_run:
-        _put(repo, key, data, replace=not missing)
-    return finding("", mended=True)
+    link.previous = commit.body.previous
+    return _Plan(data=data)
 
 
 def _put(repo: Repo, key: str, data: bytes, *, replace: bool) -> None:

@@ -71,9 +71,8 @@ def repair(
     if not dry_run:
         repo.check_writable()
     commits = mend_log(repo, source, dry_run=dry_run)
-    if any(dry_run or not commit.mended for commit in commits):
+    if not _log_is_whole(repo, commits, dry_run=dry_run):
         return _unreadable(repo, commits, dry_run=dry_run)
-    repo.refresh()
     snapshots = mend_snapshots(repo, dry_run=dry_run)
     work = _Repair(
         repo=repo,
@@ -100,6 +99,20 @@ def repair(
         pieces=dict(work.rescue.origins),
         written_bytes=work.rescue.written_bytes,
     )
+
+
+def _log_is_whole(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> bool:
+    """Say whether the log can be read to its end: that its last commits are gone is no gap."""
+    if not commits:
+        repo.refresh()
+        return True
+    if dry_run and any(commit.mended for commit in commits):
+        return False
+    try:
+        repo.refresh()
+    except (IntegrityError, FormatError):
+        return False
+    return True
 
 
 def _unreadable(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> RepairReport:

@@ -212,8 +212,9 @@ def _check_log(survey: Survey) -> None:
     for number in sorted(numbers):
         try:
             catalog = snapshots.read_one(backend, number)
-            if number in digests and catalog.digest != digests[number]:
-                msg = f"the catalog snapshot {number} is not of this log"
+            if catalog.digest != digests.get(number):
+                what = "is not of this log" if number in digests else "is of a commit that is gone"
+                msg = f"the catalog snapshot {number} {what}"
                 raise CorruptObjectError(msg, hint="ckptstore repair writes it anew")
         except (IntegrityError, FormatError, NotFoundError) as error:
             survey.found(error, None)

@@ -363,3 +363,31 @@ def test_arguments_that_exclude_each_other_are_refused(stores: Stores) -> None:
         ):
             with pytest.raises(InvalidInputError):
                 store.verify(**wrong)
+
+
+def test_the_end_of_the_log_comes_back_where_a_snapshot_knows_it(stores: Stores) -> None:
+    """If the newest commits are gone, a snapshot of them tells, and vouches for those of a copy.
+
+    Not once the log went on without them: what is put back must follow what is there.
+    """
+    snapshot = max(key for key in stores.objects if key.startswith("snapshots/"))
+    last = int(snapshot.split("/")[1].split(".")[0])
+    assert last == 3
+    cut = {k: v for k, v in stores.objects.items() if k[:7] != "commits" or k < commit_key(2)}
+    storage = memory_with(cut)
+    with reopen(storage) as store:
+        assert "commit that is gone" in store.verify().problems[0].message
+        alone = store.repair()
+        assert [(c.number, c.mended) for c in alone.commits] == [(2, False), (3, False)]
+        assert (alone.commits_readable, alone.versions_readable) == (1, 1)
+        with reopen(memory_with(stores.objects)) as copy:
+            assert store.repair(copy).ok
+        assert [version.step for version in store.versions()] == [1, 2, 3]
+        assert store.verify().ok
+    went_on = memory_with(cut)
+    with reopen(went_on) as store, reopen(memory_with(stores.objects)) as copy:
+        store.run("gpt").save(state_of(9), step=9)
+        report = store.repair(copy)
+        assert [(c.number, c.mended) for c in report.commits] == [(3, False)]
+        assert "does not follow" in report.commits[0].why
+        assert [version.step for version in store.versions()] == [1, 9]
