@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,7 @@ from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import changes, lifecycle_changes
 from ckptstore.config import Options
 from ckptstore.errors import (
     ConflictError,
@@ -23,6 +24,12 @@ from ckptstore.errors import (
     TensorNotFoundError,
     VersionNotFoundError,
 )
+from ckptstore.format import manifest as manifests
+from ckptstore.format import skeleton
+from ckptstore.format.fields import ManifestPointer
+from ckptstore.format.keys import manifest_key
+from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.hashing import blake3_hex
 from ckptstore.repo import create_on, open_on
 
 
@@ -295,3 +302,62 @@ def test_lineage_outlives_the_source(store: ckptstore.Store) -> None:
     assert fork.head.parent == source.id
     assert fork.info.origin == source.id
     assert torch.equal(fork.load()["rng"], _state()["rng"])
+
+
+def test_a_terabyte_is_forked_by_its_manifest_alone(memory: MemoryBackend) -> None:
+    """250,000 chunks of 4 MiB, of which not one is there: no more than two manifests move."""
+    version, tensors, each = "ab" * 16, 2000, 125
+    count = tensors * each
+    pieces = PieceTable(
+        ids=np.random.default_rng(0).integers(0, 256, (count, 32), dtype=np.uint8),
+        raw=np.full(count, 4 << 20, np.uint32),
+        pack=(np.arange(count) // 32).astype(np.uint32),
+        offset=(np.arange(count) % 32 * (4 << 20) + 32).astype(np.uint64),
+        stored=np.full(count, 3 << 20, np.uint32),
+        inner=np.zeros(count, np.uint32),
+        slab=np.full(count, 4 << 20, np.uint32),
+        packs=[f"{at:032x}" for at in range(count // 32 + 1)],
+    )
+    record = TensorRecord(
+        dtype="float32",
+        shape=(each << 10, 1024),
+        order=None,
+        role="weights",
+        nbytes=each * (4 << 20),
+    )
+    leaves: list[Any] = []
+    for at in range(tensors):
+        leaves += [f"layer{at}", ["T", at]]
+    manifest = Manifest(
+        version=version,
+        chunk_bytes=4 << 20,
+        skeleton=skeleton.encode(["d", "model", ["d", *leaves]]),
+        tensors=(record,) * tensors,
+        first=tuple(range(0, count + 1, each)),
+        pieces=pieces,
+    )
+    data = manifests.encode(manifest)
+    store = _store(memory)
+    memory.put(manifest_key(version), data)
+    pointer = ManifestPointer(
+        key=manifest_key(version), stored_bytes=len(data), digest=blake3_hex(data)
+    )
+    store.repo.log.append(
+        lambda now: changes.save(
+            now, run="big", version=version, step=1, manifest=pointer, content="0" * 64
+        )
+    )
+    metered = MeteredBackend(memory)
+    reader = _store(metered)
+    reader.runs()
+    before = metered.snapshot()["get"].bytes_moved
+
+    first = reader.fork("big", "ft", rename={"model": "net"}).head
+
+    assert first is not None
+    assert first.roles["weights"].logical == count * (4 << 20)
+    meters = metered.snapshot()
+    assert "read_into" not in meters
+    assert meters["get"].bytes_moved - before == len(data)
+    assert meters["put"].bytes_moved == first.manifest_bytes
+    assert meters["put_if_absent"].bytes_moved < 1000
