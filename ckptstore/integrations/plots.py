@@ -262,7 +262,8 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
 
 def _draw_rollbacks(axes: Axes, picture: _Picture) -> None:
     """Draw an arrow from the end of what a rollback abandoned back to where it went."""
-    continued = set(picture.above.values())
+    drawn = [one for one, point in picture.points.items() if math.isfinite(point.value)]
+    continued = {picture.above[one] for one in drawn}
     label = "rollback"
     for one, point in picture.points.items():
         if not point.version.abandoned or one in continued or not math.isfinite(point.value):

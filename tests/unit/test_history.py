@@ -121,7 +121,7 @@ def test_the_picture_shows_what_there_is(store: ckptstore.Store, tmp_path: Path)
     path = plot_history(store, "gpt", "loss", tmp_path / "a.svg", policy=policy)
     text = path.read_text(encoding="utf-8")
     for said in (
-        "gpt: loss", "lower is better", "fork ft", "rollback", "abandoned by a rollback", "a_tag",
+        "gpt: loss", "lower is better", "fork ft", ">rollback<", "abandoned by a rollback", "a_tag",
         "NaN or infinite", "best: 2 at step 60", "retention full: last 2; weights: best 3 loss",
         "retention would delete", "retention would keep the weights", "deleted",
     ):  # fmt: skip
