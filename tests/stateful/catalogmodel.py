@@ -1,0 +1,129 @@
+"""What a store must hold: read from the stored commits as JSON, sharing no code with the fold."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.format import manifest as manifests
+from ckptstore.format.keys import commit_key, pack_key
+
+__all__ = ["CatalogModel", "Row"]
+
+
+@dataclass
+class Row:
+    """One version."""
+
+    id: str
+    run: str
+    step: int
+    parent: str
+    manifest: str
+    origin: str = ""
+    """The version that it was forked from."""
+    level: str = "full"
+    may_lack: bool = False
+    """It was forked from a version of which less than everything was kept, by then or just so."""
+    deleted: bool = False
+    needs: frozenset[str] = frozenset()
+    """Keys of its manifest and of the packs that this names."""
+
+    @property
+    def live(self) -> bool:
+        """Say whether it must load."""
+        return not self.deleted and self.level != "record"
+
+
+@dataclass
+class CatalogModel:
+    """The versions after the commits so far, and what was condemned."""
+
+    backend: MemoryBackend
+    number: int = 0
+    rows: dict[str, Row] = field(default_factory=dict)
+    heads: dict[str, str] = field(default_factory=dict)
+    condemned: set[str] = field(default_factory=set)
+    """Pending and swept."""
+    pending: set[str] = field(default_factory=set)
+
+    def catch_up(self) -> list[Row]:
+        """Apply the commits that came; return the rows that came or changed their manifest."""
+        changed: dict[str, Row] = {}
+        while True:
+            item = self.backend.objects.get(commit_key(self.number + 1))
+            if item is None:
+                return [row for row in changed.values() if row.live]
+            body = json.loads(item.data)["body"]
+            self.number += 1
+            assert body["number"] == self.number
+            for op in body["ops"]:
+                for row in self._apply(op, body["ops"]):
+                    changed[row.id] = row
+            self._check()
+
+    def _apply(self, op: dict[str, Any], ops: list[dict[str, Any]]) -> list[Row]:
+        kind = op["op"]
+        if kind == "save":
+            fork = [other for other in ops if other["op"] == "fork" and other["run"] == op["run"]]
+            assert op["parent"] == (fork[0]["source"] if fork else self.heads.get(op["run"], ""))
+            row = Row(op["version"], op["run"], op["step"], op["parent"], op["manifest"]["key"])
+            if fork:
+                source = self.rows[fork[0]["source"]]
+                row.origin = source.id
+                row.may_lack = source.may_lack or source.level != "full"
+            assert row.id not in self.rows
+            self.rows[row.id] = row
+            self.heads[row.run] = row.id
+            return [self._read(row)]
+        if kind == "relocate":
+            row = self.rows[op["version"]]
+            assert row.live
+            row.level = op["level"]
+            if op["manifest"] is None:
+                row.needs = frozenset()
+                return []
+            row.manifest = op["manifest"]["key"]
+            return [self._read(row)]
+        if kind == "condemn":
+            self.condemned.update(op["keys"])
+            self.pending.update(op["keys"])
+        elif kind == "swept":
+            assert self.pending.issuperset(op["keys"])
+            self.pending.difference_update(op["keys"])
+        elif kind in {"delete", "undelete"}:
+            for version in op["versions"]:
+                row = self.rows[version]
+                assert row.deleted == (kind == "undelete")
+                row.deleted = kind == "delete"
+            if kind == "undelete":
+                return [self.rows[version] for version in op["versions"]]
+        elif kind == "rollback":
+            assert not self.rows[op["version"]].deleted
+            self.heads[op["run"]] = op["version"]
+        return []
+
+    def follow_heads(self, heads: dict[str, str]) -> None:
+        """Take over the heads that deletions left: the catalog's rule for them has its own tests."""
+        self.heads = {run: head for run, head in heads.items() if head}
+
+    def _read(self, row: Row) -> Row:
+        """Find out what a version needs, from its manifest as stored."""
+        item = self.backend.objects.get(row.manifest)
+        assert item is not None, f"{row.id} names {row.manifest}, which is not there"
+        table = manifests.decode(item.data, where=row.manifest, version=row.id).pieces
+        used = {pack_key(table.packs[int(place)]) for place in table.pack}
+        row.needs = frozenset({row.manifest, *used})
+        return row
+
+    def _check(self) -> None:
+        """After each commit: no live version names what was ever condemned."""
+        for row in self.rows.values():
+            if row.live:
+                assert not row.needs & self.condemned, f"{row.id} names what was condemned"
+
+    def reach(self) -> set[str]:
+        """Return what live versions need."""
+        return {key for row in self.rows.values() if row.live for key in row.needs}
