@@ -107,7 +107,7 @@ def test_each_rule_is_needed(clients: list[Client]) -> None:
 
 def test_an_undelete_that_looks_for_packs_needs_no_order_of_condemning() -> None:
     """Either rule alone suffices; the store keeps both."""
-    clients = [
+    clients: list[Client] = [
         Deleter("v"),
         Undeleter("v", looks=True),
         Collector(ages=True, manifests_first=False),

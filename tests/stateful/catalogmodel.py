@@ -44,7 +44,6 @@ class CatalogModel:
     backend: MemoryBackend
     number: int = 0
     rows: dict[str, Row] = field(default_factory=dict)
-    heads: dict[str, str] = field(default_factory=dict)
     condemned: set[str] = field(default_factory=set)
     """Pending and swept."""
     pending: set[str] = field(default_factory=set)
@@ -68,15 +67,14 @@ class CatalogModel:
         kind = op["op"]
         if kind == "save":
             fork = [other for other in ops if other["op"] == "fork" and other["run"] == op["run"]]
-            assert op["parent"] == (fork[0]["source"] if fork else self.heads.get(op["run"], ""))
             row = Row(op["version"], op["run"], op["step"], op["parent"], op["manifest"]["key"])
             if fork:
+                assert op["parent"] == fork[0]["source"]
                 source = self.rows[fork[0]["source"]]
                 row.origin = source.id
                 row.may_lack = source.may_lack or source.level != "full"
             assert row.id not in self.rows
             self.rows[row.id] = row
-            self.heads[row.run] = row.id
             return [self._read(row)]
         if kind == "relocate":
             row = self.rows[op["version"]]
@@ -102,12 +100,7 @@ class CatalogModel:
                 return [self.rows[version] for version in op["versions"]]
         elif kind == "rollback":
             assert not self.rows[op["version"]].deleted
-            self.heads[op["run"]] = op["version"]
         return []
-
-    def follow_heads(self, heads: dict[str, str]) -> None:
-        """Take over the heads that deletions left: the catalog's rule for them has its own tests."""
-        self.heads = {run: head for run, head in heads.items() if head}
 
     def _read(self, row: Row) -> Row:
         """Find out what a version needs, from its manifest as stored."""

@@ -73,9 +73,7 @@ class SimClient:
     def start(
         self, work: Callable[[Store], object], done: Callable[[CkptStoreError | None], None]
     ) -> None:
-        """Run `work` in a thread up to its first call; `done` is told how it ended, unless by a
-        crash.
-        """
+        """Run `work` in a thread up to its first call; `done` is told its end, but for a crash."""
 
         def run() -> None:
             error: CkptStoreError | None = None

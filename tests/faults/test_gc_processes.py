@@ -1,0 +1,66 @@
+"""Collections beside savers and forks in processes of their own, all killed at random."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+
+
+def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as gc_driver.Plan takes them
+    """Return what a campaign found."""
+    done = subprocess.run(
+        [sys.executable, "-m", "faultkit.gc_driver"],
+        input=json.dumps(plan).encode(),
+        env={**os.environ, "PYTHONPATH": PATH},
+        capture_output=True,
+        check=False,
+        timeout=plan["seconds"] + 600,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_nothing_is_lost_and_nothing_stays(tmp_path: Path) -> None:
+    """6 savers, a forker, 2 collectors without grace: what was acknowledged loads, bit by bit.
+
+    After a last collection the store holds the live bytes and no others.
+    """
+    found = campaign(urls=[str(tmp_path / "store")], seconds=15, seed=1)
+
+    assert found["problems"] == []
+    for what in ("saved", "removing", "collected", "kills", "objects swept"):
+        assert found["figures"][what] > 0
+    assert found["versions"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_nothing_is_lost_and_nothing_stays_for_minutes(tmp_path: Path) -> None:
+    """The same for five minutes.
+
+    ``CKPTSTORE_GC_SOAK_URLS``, a JSON list of URLs of one new store (two mounts, say), moves it to
+    other storage, with ``CKPTSTORE_GC_SOAK_OPTIONS``, a JSON object, as storage options;
+    ``CKPTSTORE_GC_SOAK_SECONDS`` changes the time.
+    """
+    urls = json.loads(os.environ.get("CKPTSTORE_GC_SOAK_URLS", "[]"))
+    found = campaign(
+        urls=urls or [str(tmp_path / "store")],
+        options=json.loads(os.environ.get("CKPTSTORE_GC_SOAK_OPTIONS", "{}")),
+        seconds=float(os.environ.get("CKPTSTORE_GC_SOAK_SECONDS", "300")),
+        seed=2,
+    )
+
+    print(found)  # noqa: T201 - the figures of a campaign
+    assert found["problems"] == []
+    assert found["figures"]["kills"] > 0
