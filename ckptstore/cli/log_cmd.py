@@ -20,7 +20,9 @@ from ckptstore.cli.session import opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text, time_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
+from ckptstore.format.keys import PACKS_PREFIX
 from ckptstore.format.lifecycle import (
+    Condemn,
     Delete,
     Fork,
     Pin,
@@ -28,6 +30,7 @@ from ckptstore.format.lifecycle import (
     Relocate,
     Rollback,
     SetPolicy,
+    Swept,
     Undelete,
     Unpin,
     Verified,
@@ -255,6 +258,12 @@ def _named(version_id: str, catalog: Catalog) -> str:
     return f"{version.run}@{version.step} {version_id[:8]}"
 
 
+def _objects(op: Condemn | Swept, _: Catalog) -> str:
+    packs = sum(key.startswith(PACKS_PREFIX) for key in op.keys)
+    counts = {"packs": packs, "manifests": len(op.keys) - packs}
+    return ", ".join(f"{count_text(count)} {kind}" for kind, count in counts.items() if count)
+
+
 def _rollback(op: Rollback, catalog: Catalog) -> str:
     why = f": {op.reason}" if op.reason else ""
     return f"{op.run} to {_named(op.version, catalog)}{why}"
@@ -275,6 +284,8 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Unpin: _one,
     SetPolicy: lambda op, _: f"{op.run or 'all runs'}: {bytes(op.policy).decode()}",
     Relocate: _relocate,
+    Condemn: _objects,
+    Swept: _objects,
     Verified: _versions,
     Quarantine: _versions,
 }

@@ -167,6 +167,8 @@ class Collector(NamedTuple):
     ages: bool = False
     """Any one of the objects may be too young to be condemned, unless it is known to be dead."""
     young: str = ""
+    brief: bool = False
+    """It is done when it has deleted, without saying so: fewer states, where clients are many."""
     looks_again: bool = True
     """Rule: what became live since the listing is not condemned."""
     manifests_first: bool = True
@@ -200,7 +202,7 @@ class Collector(NamedTuple):
                 name = min(self.keys & store)
                 yield log, store - {name}, self
             else:
-                yield log, store, self._replace(at="say")
+                yield log, store, self._replace(at="done" if self.brief else "say")
         elif self.at == "say":
             keys = self.keys & fold(log).pending
             at = "swept" if keys else "done"

@@ -86,6 +86,9 @@ class StoreMachine(RuleBasedStateMachine):
         """Runs that were forked without the optimizer."""
         self.number = 0
         self.broken: CkptStoreError | None = None
+        self.changed: list[Row] = []
+        """Versions that came or changed since they were last loaded."""
+        self.checked = 0
         self._commits_min = limits.SNAPSHOT_COMMITS_MIN
         limits.SNAPSHOT_COMMITS_MIN = 3  # type: ignore[misc]  # restored at the end
 
@@ -218,8 +221,10 @@ class StoreMachine(RuleBasedStateMachine):
         index = busy[draw % len(busy)]
         client = self.clients[index]
         for left in range(calls, 0, -1):
-            if client.running:
-                client.step("go" if left > 1 else fate)
+            if not client.running:
+                break
+            client.step("go" if left > 1 else fate)
+            self._look()
         if client.dead:
             StoreMachine.figures["crashes"] += 1
             self._renew(index)
@@ -281,15 +286,21 @@ class StoreMachine(RuleBasedStateMachine):
         """Hold that what they name is stored, and that what is new loads, bit by bit."""
         StoreMachine.figures["steps"] += 1
         assert self.broken is None, self.broken
-        number = self.model.number
-        changed = self.model.catch_up()
-        missing = self.model.reach() - self.backend.objects.keys()
-        assert not missing, missing
-        if self.model.number > number:
+        self._look()
+        if self.model.number > self.checked:
+            self.checked = self.model.number
+            changed, self.changed = self.changed, []
             with self._reader() as store:
                 self._same_catalog(store)
                 for row in changed:
-                    self._loads(store, row)
+                    if row.live:
+                        self._loads(store, row)
+
+    def _look(self) -> None:
+        """After each call of any client: what live versions name is stored."""
+        self.changed += self.model.catch_up()
+        missing = self.model.reach() - self.backend.objects.keys()
+        assert not missing, missing
 
     def _reader(self) -> Store:
         return Store(open_on(self.backend, environment=self.environment, prober=trusting))

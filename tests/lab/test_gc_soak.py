@@ -1,0 +1,70 @@
+"""Collections beside savers and forks in processes, all killed at random, on Ceph: S3 and CephFS."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from buckets import S3Bucket
+from labkit.campaign import rounds
+from labkit.systems import Ceph, LabPool
+
+FAULTS = Path(__file__).parent.parent / "faults"
+SECONDS = 40
+SECONDS_LONG = 300
+
+
+def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as faultkit.gc_driver.Plan takes them
+    """Return what a campaign of tests/faults found."""
+    seconds = rounds(SECONDS, SECONDS_LONG)
+    path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, "-m", "faultkit.gc_driver"],
+        input=json.dumps({"seconds": seconds, "seed": 3, "kill_every_s": 2.0, **plan}).encode(),
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        check=False,
+        timeout=seconds + 900,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    print(found)  # noqa: T201 - the figures of the campaign
+    return found
+
+
+@pytest.fixture(scope="module")
+def ceph(lab_pool: LabPool) -> Ceph:
+    """Return the running cluster."""
+    return lab_pool.get(Ceph)
+
+
+@pytest.mark.timeout(1500)
+def test_collections_on_s3(ceph: Ceph) -> None:
+    """6 savers, a forker, 2 collectors without grace: nothing is lost, nothing stays."""
+    with S3Bucket(ceph.options()["endpoint_url"]) as bucket:
+        found = campaign(urls=[bucket.url], options=bucket.options())
+
+    check(found)
+
+
+@pytest.mark.timeout(1500)
+def test_collections_on_two_mounts(ceph: Ceph) -> None:
+    """The same, half of the processes through each of two mounts of one CephFS."""
+    name = f"gc-{uuid.uuid4().hex[:8]}"
+    found = campaign(urls=[str(mount / name) for mount in ceph.mounts])
+
+    check(found)
+
+
+def check(found: dict[str, Any]) -> None:
+    """Hold that every promise was kept, and that there was something to promise."""
+    assert found["problems"] == []
+    for what in ("saved", "collected", "kills", "objects swept"):
+        assert found["figures"][what] > 0
+    assert found["versions"] > 0
