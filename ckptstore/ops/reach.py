@@ -24,7 +24,7 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["ChunkTable", "Footprint", "Reach", "live_versions"]
+__all__ = ["ChunkTable", "Footprint", "Reach", "changed", "live_versions"]
 
 _AT_ONCE = 16
 """Manifests read ahead per request in flight: bounds what waits for being looked at."""
@@ -175,15 +175,26 @@ class Reach:
 
     def _explain(self, version: Version, error: CkptStoreError) -> None:
         """Return if the version changed meanwhile; raise what stops the collection if not."""
-        newest = self._repo.refresh().version(version.id)
-        if newest.deleted or newest.manifest_digest != version.manifest_digest:
-            return
-        if newest.level == "record":
+        if changed(self._repo, version):
             return
         named = f"{version.run}@{version.step} (#{version.id[:8]})"
         msg = f"nothing is collected, since it is not known what {named} needs: {error.message}"
         hint = "mend it: ckptstore verify, then repair; or give it up: ckptstore rm"
         raise type(error)(msg, hint=hint) from error
+
+
+def changed(repo: Repo, version: Version) -> bool:
+    """Say whether a version was deleted, or lies elsewhere, by now.
+
+    By the key of its manifest: one that was written anew may have the same bytes as before.
+
+    Raises
+    ------
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.refresh`.
+    """
+    newest = repo.refresh().version(version.id)
+    return newest.deleted or newest.level == "record" or newest.manifest_key != version.manifest_key
 
 
 def live_versions(catalog: Catalog) -> Iterator[Version]:

@@ -26,7 +26,6 @@ from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.layout import Layout
 from ckptstore.codecs.registry import CODECS, Encoded, decode
 from ckptstore.errors import (
-    CkptStoreError,
     CorruptObjectError,
     FormatError,
     IntegrityError,
@@ -49,7 +48,7 @@ from ckptstore.format.pack import (
 from ckptstore.hashing import blake3_digest, blake3_hex, xxh3_64
 from ckptstore.model import Version
 from ckptstore.objects.packs import PackSink
-from ckptstore.ops.reach import ChunkTable, Reach
+from ckptstore.ops.reach import ChunkTable, Reach, changed
 from ckptstore.repo import Repo
 
 __all__ = ["Repacked", "Victim", "choose", "repack"]
@@ -335,7 +334,7 @@ def _relocate(repo: Repo, cache: Manifests, reach: Reach, places: Mapping[str, _
             old: Mapping[str, str] = old,
             taken: list[int] = taken,
         ) -> Sequence[Op]:
-            good = [move for move in moves if _still(now, move)]
+            good = [move for move in moves if _still(now, move, old[move.version])]
             taken[:] = [len(good)]
             return [
                 *lifecycle_changes.relocate(now, good),
@@ -347,10 +346,10 @@ def _relocate(repo: Repo, cache: Manifests, reach: Reach, places: Mapping[str, _
     return moved
 
 
-def _still(now: Catalog, move: Move) -> bool:
+def _still(now: Catalog, move: Move, key: str) -> bool:
     """Say whether a version is what it was, and nothing that its new manifest names condemned."""
     version = now.version(move.version)
-    same = not version.deleted and version.manifest_digest == move.based_on
+    same = not version.deleted and version.manifest_key == key
     return (
         same
         and not version.damaged
@@ -371,8 +370,9 @@ def _moves(
     def one(version: Version) -> tuple[Move, Manifest] | None:
         try:
             manifest = cache.load(version)
-        except (IntegrityError, NotFoundError) as error:
-            _check_changed(repo, version, error)
+        except (IntegrityError, NotFoundError):
+            if not changed(repo, version):
+                raise
             return None
         pieces = _elsewhere(manifest.pieces, places)
         return None if pieces is None else _move(repo, version, replace(manifest, pieces=pieces))
@@ -387,12 +387,6 @@ def _moves(
         if pair is not None and pair[0].manifest is not None:
             reach.note(pair[0].manifest.digest, pair[1])
             yield pair[0]
-
-
-def _check_changed(repo: Repo, version: Version, error: CkptStoreError) -> None:
-    newest = repo.refresh().version(version.id)
-    if not newest.deleted and newest.manifest_digest == version.manifest_digest:
-        raise error
 
 
 def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manifest]:

@@ -1,4 +1,4 @@
-"""Collections beside savers and forks in processes, all killed at random, on Ceph: S3 and CephFS."""
+"""Collections beside savers and forks in processes, killed at random, on S3 and CephFS of Ceph."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ class Child:
 
     def kill(self) -> list[str]:
         """Kill the process; return what it had told."""
-        os.kill(self.pid, signal.SIGKILL)
+        os.kill(self.pid, signal.SIGKILL)  # dead or not: it has not been waited for
         lines = finish(self.pid, self.reading)
         if lines:
             lines[0] = self.rest.decode() + lines[0]
@@ -266,10 +266,11 @@ class Campaign:
             by_pipe = {child.reading: child for child in self.children}
             ready, _, _ = select.select(list(by_pipe), [], [], max(0.0, due - now))
             for pipe in ready:
-                lines = by_pipe[pipe].hear()
+                child = by_pipe[pipe]
+                lines = child.hear()
                 self.take(lines)
-                if not lines and os.waitpid(by_pipe[pipe].pid, os.WNOHANG)[0]:
-                    self.problems.append(f"a {by_pipe[pipe].name} ended by itself")
+                if not lines and not child.rest:
+                    self.problems.append(f"a {child.name} ended by itself")
         for child in self.children:
             self.take(child.kill())
         return self.found()

@@ -330,6 +330,28 @@ def test_a_version_deleted_while_its_pack_is_repacked_takes_its_manifest_along(
         assert equal(late.load(f"#{third.id}"), parts_of(1, 2, 2))
 
 
+def test_a_manifest_that_was_written_anew_with_the_same_bytes_is_found(
+    place: Place, store: Store
+) -> None:
+    """Swept while a collection was about to read it: the version is read where it lies now."""
+    version = store.run("gpt").save(parts_of(1), step=1)  # nothing but weights: ageing keeps all
+
+    def move(_call: str, key: str) -> None:
+        if key == version.manifest_key:
+            with place.open() as other:
+                aged = other.age([f"#{version.id}"], "weights", force=True)[0]
+                assert aged.manifest_digest == version.manifest_digest
+                other.gc(grace_s=0, orphan_age_s=0)
+
+    fault = Fault(calls=frozenset({"get"}), times=0, when=When.CALLBACK, callback=move)
+    with place.open(FaultyBackend(place.backend, fault)) as collector:
+        collector.gc(grace_s=0, orphan_age_s=0)
+
+    assert version.manifest_key not in place.stored()
+    assert place.stored() == place.needed()
+    assert equal(store.load(f"#{version.id}"), parts_of(1))
+
+
 def test_an_object_that_comes_back_after_its_deletion_goes_again(
     place: Place, store: Store
 ) -> None:
