@@ -7,6 +7,7 @@ before theirs left. They raise when a precondition fails, and touch nothing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
@@ -97,9 +98,7 @@ def save(
     LimitError
         If there are too many tags or metrics, or the metadata is too large.
     """
-    if type(step) is not int or not 0 <= step <= limits.STEP_MAX:
-        msg = f"a step is an integer from 0 to {limits.STEP_MAX}, not {step!r}"
-        raise InvalidInputError(msg)
+    step = _step(step)
     if len(tags) > limits.TAGS_PER_VERSION_MAX:
         msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
         raise LimitError(msg)
@@ -129,6 +128,18 @@ def save(
         )
     )
     return ops
+
+
+def _step(step: object) -> int:
+    """Return a step as a plain integer, also one of NumPy's or a tensor's; a bool is none."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:  # a float, a text
+        number = -1
+    if not 0 <= number <= limits.STEP_MAX:
+        msg = f"a step is an integer from 0 to {limits.STEP_MAX}, not {step!r}"
+        raise InvalidInputError(msg)
+    return number
 
 
 def check_not_condemned(catalog: Catalog, keys: Iterable[str]) -> None:

@@ -97,7 +97,8 @@ def ranked(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> 
 def _number(name: str, value: object) -> float:
     if not isinstance(value, str | bytes | bytearray):
         try:
-            return float(value)  # type: ignore[arg-type]  # refused below if it has no float
+            detach = getattr(value, "detach", None)  # torch warns about a loss with its graph
+            return float(value if detach is None else detach())  # type: ignore[arg-type]  # or below
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             msg = f"metric {name!r} is {type(value).__name__} {str(value)[:40]!r}: {error}"
             raise InvalidInputError(msg) from error

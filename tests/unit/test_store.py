@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -141,6 +142,21 @@ def test_metrics_arrive_later(store: ckptstore.Store) -> None:
     assert dict(run.resolve(1).metrics) == {"loss": 1.0, "bleu": 31.0}
     assert dict(run.resolve(2).metrics) == {"loss": 0.25, "bleu": 30.0}
     assert run.resolve("best:bleu").step == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_of_numpy_and_torch_are_taken(store: ckptstore.Store) -> None:
+    """A step out of an array or a tensor is that step, and a loss with its graph is no warning."""
+    run = store.run("r")
+    loss = torch.tensor(1.5, requires_grad=True)
+    first = run.save({"x": 1}, step=np.int64(7), metrics={"loss": loss})  # type: ignore[arg-type,dict-item]
+    second = run.save({"x": 2}, step=torch.tensor(8), metrics={"loss": np.float32(0.5)})  # type: ignore[arg-type,dict-item]
+
+    assert (type(first.step), first.step, type(second.step), second.step) == (int, 7, int, 8)
+    assert (first.metrics["loss"], second.metrics["loss"]) == (1.5, 0.5)
+    for wrong in (True, 1.0, "1", None, 2**63):
+        with pytest.raises(InvalidInputError, match="a step is an integer"):
+            run.save({"x": 3}, step=wrong)  # type: ignore[arg-type]
 
 
 def test_an_unchanged_state_costs_no_pack(store: ckptstore.Store) -> None:
