@@ -21,7 +21,7 @@ from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.load import wants_of
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError
+from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import PathFilter, Pattern
@@ -32,6 +32,9 @@ from ckptstore.repo import Repo
 from ckptstore.store import Store
 
 __all__ = ["Exported", "export_safetensors"]
+
+# What torch.load, a loader of NumPy's and `import` take for another kind of file.
+_OTHERS = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +91,7 @@ def export_safetensors(
     TensorNotFoundError
         A pattern matches nothing, or there is no tensor at all.
     InvalidInputError
-        Two tensors would have one name.
+        Two tensors would have one name; or the file's name is that of a pickle (``.pt``), or ``-``.
     ConflictError
         The file is there, and `overwrite` is False.
     CorruptTensorError
@@ -96,6 +99,9 @@ def export_safetensors(
     StorageError
         The store or the local disk failed. No file appears.
     """
+    if Path(path).name == "-" or Path(path).suffix in _OTHERS:
+        msg = f"{path} would be a safetensors file under another kind's name"
+        raise InvalidInputError(msg, hint="call it NAME.safetensors")
     repo = store.repo
     version = store.resolve(ref)
     content = read_content(Manifests(repo).load(version))

@@ -187,6 +187,17 @@ def test_dtype_that_the_format_lacks_is_an_error_with_its_path(
     assert export_safetensors(store, "r", path, exclude=["bad"]).tensors_count == 1
 
 
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "-"])
+def test_a_file_is_not_named_like_another_kind(
+    store: ckptstore.Store, tmp_path: Path, name: str
+) -> None:
+    """What is no pickle is not called as one, since torch.load would fail at it much later."""
+    store.run("r").save({"x": torch.ones(1)}, step=1)
+    with pytest.raises(InvalidInputError, match="under another kind's name"):
+        export_safetensors(store, "r", tmp_path / name)
+    assert not (tmp_path / name).exists()
+
+
 def test_names_must_differ_and_patterns_must_match(store: ckptstore.Store, tmp_path: Path) -> None:
     """Two tensors of one name, a pattern without a match and a state without tensors are errors."""
     one = torch.ones(1)
