@@ -27,6 +27,12 @@ case $ROOT/ in
     refuse "this checkout lies in $ROOT, which the lab's small hosts cannot see" ;;
 esac
 
+# Mounts of the lab's own: a copy of the mount table that somebody else takes meanwhile would keep a
+# file system alive that is unmounted here; and with the last process of the lab they all vanish.
+if [ "${CKPTSTORE_LAB_MOUNTS:-}" != own ]; then
+  CKPTSTORE_LAB_MOUNTS=own exec unshare --mount --propagation slave "$0" "$@"
+fi
+
 CKPTSTORE_LAB_FOLDER=$(mktemp -d "${TMPDIR:-/tmp}/ckptstore-lab.XXXXXX")
 export CKPTSTORE_LAB=1 CKPTSTORE_LAB_FOLDER PYTHON
 
@@ -43,6 +49,9 @@ trap cleanup EXIT
 
 cd "$ROOT"
 if [ $# -gt 0 ]; then arguments=("$@"); else arguments=("$HERE"); fi
+if [ "${CKPTSTORE_LAB_LONG:-}" = 1 ]; then
+  arguments+=(-o timeout=7200 -o faulthandler_timeout=1800)
+fi
 # In the background, so that this shell hears a signal at once; a terminal's Ctrl-C reaches pytest
 # itself, a TERM is passed on as the same. Either way pytest takes down what runs.
 env --default-signal=INT \

@@ -80,20 +80,3 @@ def test_promises_outlive_power_cuts_of_the_server(nfs: Nfs, savers: Savers) -> 
         acked |= save_through_a_power_cut(nfs, savers, place, turn).acked
         assert_kept(savers[turn % 2], place, acked)
     assert len(acked) >= 4 * POWER_CUTS
-
-
-def test_async_export_is_noticed(lab_pool: LabPool) -> None:
-    """On an export with ``async``, which acknowledges what is not on the disk, a cut loses objects.
-
-    So the power cuts above are real ones, and such an export is no place for a store.
-    """
-    careless = lab_pool.get(Nfs, VERSION="4.2", SYNC="async")
-    program = "backend_peer.py"
-    keys = [f"kept/{n:02d}" for n in range(50)]
-    with guest_peer(careless, "c1", program) as one, guest_peer(careless, "c2", program) as two:
-        for peer in (one, two):
-            peer.ask("open", url=f"{careless.mount}/careless", options={})
-        assert one.ask("race", keys=keys, mine="x")["won"] == keys
-        careless.tell("cut-server")
-        careless.tell("start-server")
-        assert two.ask("list", prefix="kept/") != keys

@@ -74,7 +74,7 @@ in_parallel() { # each argument is a command; fails if one of them does
 case ${1:-} in
   install) install ;;
   up) shift; up "$@" ;;
-  exec | attach) uml "$@" ;;
+  exec | attach) exec "$HERE/uml.sh" "$@" ;;
   cut-server) uml kill9 s ;;
   start-server) boot_server; serve no ;;
   down) uml down ;;

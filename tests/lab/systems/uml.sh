@@ -79,14 +79,14 @@ up() {
     "vec0:transport=tap,ifname=$tap,depth=64,gro=1,mtu=9000,mac=$(printf '52:54:0a:4e:00:%02x' "${address##*.}")" \
     "lab_folder=$LAB" "lab_name=$name" "lab_address=$address" "lab_port=$PORT" \
     "lab_python=$PYTHON" "${disks[@]}"
-  command_in 30 plain "$name" true
+  command_in 30 "$name" true
 }
 
-command_in() { # WAIT_S plain|attach NAME COMMAND...
-  local wait_s=$1 mode=$2 name=$3
-  shift 3
+command_in() { # WAIT_S NAME COMMAND...
+  local wait_s=$1 name=$2
+  shift 2
   inside "$PYTHON" "$HERE/guest_exec.py" "$(cat "$LAB/run/$name.address")" $PORT \
-    "$wait_s" "$mode" "$@"
+    "$wait_s" plain "$@"
 }
 
 # A guest is several processes of this machine; all bear the name that is unique to it.
@@ -119,8 +119,14 @@ case ${1:-} in
   install) install ;;
   prepare) prepare ;;
   up) shift; prepare; up "$@" ;;
-  exec) shift; command_in 10 plain "$@" ;;
-  attach) shift; command_in 10 attach "$@" ;;
+  exec) shift; command_in 10 "$@" ;;
+  attach)
+    # exec: so that who kills this process kills the connection
+    shift
+    name=$1
+    shift
+    exec nsenter --net="/run/netns/$TOKEN" "$PYTHON" "$HERE/guest_exec.py" \
+      "$(cat "$LAB/run/$name.address")" $PORT 10 attach "$@" ;;
   kill9) kill9 "$2" ;;
   down) down ;;
   *) sed -n '2,17p' "$0"; exit 2 ;;
