@@ -339,8 +339,10 @@ def test_a_manifest_that_was_written_anew_with_the_same_bytes_is_found(
     def move(_call: str, key: str) -> None:
         if key == version.manifest_key:
             with place.open() as other:
-                aged = other.age([f"#{version.id}"], "weights", force=True)[0]
+                other.age([f"#{version.id}"], "weights", force=True)
+                aged = other.resolve(f"#{version.id}")
                 assert aged.manifest_digest == version.manifest_digest
+                assert aged.manifest_key != version.manifest_key
                 other.gc(grace_s=0, orphan_age_s=0)
 
     fault = Fault(calls=frozenset({"get"}), times=0, when=When.CALLBACK, callback=move)
