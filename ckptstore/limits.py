@@ -164,6 +164,9 @@ VISIBILITY_WAIT_S: Final = 60.0
 # The same where the backend declares no lag. Source: covers a directory read that raced a writer.
 VISIBILITY_WAIT_MIN_S: Final = 1.0
 
+# Manifests that no commit names before a collection takes the log for cut short. Source: a save
+# leaves one behind only if it dies within the milliseconds between manifest and commit.
+STRAY_MANIFESTS_MAX: Final = 16
 # How often a save writes again what a collection condemned under it. Source: each time needs a
 # collector that lists, condemns and commits between two commits of the saver, with no grace for
 # orphans at all; eight in a row mean that someone collects in a loop with such settings.

@@ -63,6 +63,9 @@ def gc(
     holders: Annotated[
         bool, typer.Option("--holders", help="Also show which versions hold how many bytes.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Collect even if commits seem to be lost.")
+    ] = False,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
@@ -85,6 +88,7 @@ def gc(
                 repack_below=None if no_repack else repack_below,
                 dry_run=dry_run,
                 holders=holders,
+                force=force,
                 progress=progress,
             )
         document = {"store": opening.url, **msgspec.to_builtins(report)}

@@ -18,9 +18,10 @@ from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.commit import Op
-from ckptstore.format.keys import pack_key
+from ckptstore.format.keys import pack_key, version_id_of
 from ckptstore.ops.candidates import Candidates, condemnable, find_candidates, storage_now
 from ckptstore.ops.holders import Holder, holders_of
+from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.reach import Reach, live_versions
 from ckptstore.ops.repack import Repacked, choose, repack
 from ckptstore.ops.sweep import due, sweep
@@ -132,6 +133,7 @@ def gc(
     repack_below: float | None = limits.GC_REPACK_BELOW,
     dry_run: bool = False,
     holders: bool = False,
+    force: bool = False,
     progress: ProgressCallback = silent,
 ) -> GcReport:
     """Condemn what no live version needs, write anew what is mostly dead, delete what is due.
@@ -155,6 +157,8 @@ def gc(
         empty object is made and removed to read the storage's clock.
     holders
         Also tell which versions hold how many bytes.
+    force
+        Collect even if what lies in the store says that commits were lost.
     progress
         Stages ``list``, ``manifests``, ``repack`` and ``sweep``.
 
@@ -164,7 +168,8 @@ def gc(
         A parameter is out of its range.
     CorruptObjectError, UnsupportedFeatureError
         The manifest of a live version cannot be read: nothing is condemned, since it is not known
-        what the version needs. The message names it.
+        what the version needs. The message names it. Or commits seem to be lost, and it is not
+        forced: see :mod:`ckptstore.ops.lost_log`.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to.
     StorageError
@@ -186,6 +191,8 @@ def gc(
     reach = Reach(repo, cache, progress=progress)
     run = _Collection(repo=repo, reach=reach, found=found, progress=progress)
     figures = _figures(run, catalog, grace_s=grace_s)
+    if not force:
+        check_log_is_whole(repo, catalog, sum(map(_is_manifest, figures["orphans"])))
     chunks = reach.chunks(catalog)
     below = repack_below if repack_below is not None else 0.0
     victims = choose(chunks, found.objects, below=below)
@@ -253,6 +260,10 @@ def _figures(run: _Collection, catalog: Catalog, *, grace_s: float) -> dict[str,
         "nameless": nameless,
         "young": [key for key in nameless if key not in chosen],
     }
+
+
+def _is_manifest(key: str) -> bool:
+    return version_id_of(key) is not None
 
 
 def _check(grace_s: float, orphan_age_s: float, repack_below: float | None) -> None:

@@ -24,9 +24,10 @@ from ckptstore.errors import (
     NotFoundError,
 )
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
+from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number, version_id_of
 from ckptstore.model import Version
 from ckptstore.ops.leftovers import Notice, find_leftovers
+from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.survey import Problem, Sample, Survey
 from ckptstore.ops.verify_state import VerifyState
 from ckptstore.repo import Repo
@@ -148,6 +149,9 @@ def verify(
         _check_log(survey)
         versions = list(catalog.versions())
     recorded = _check_versions(survey, versions, record=record, resume=resume)
+    notices = find_leftovers(survey) if everything else ()
+    if everything:
+        _check_ends(survey, notices)
     return VerifyReport(
         level=level,
         versions_count=len(versions),
@@ -156,10 +160,19 @@ def verify(
         read_bytes=survey.read_bytes,
         seconds=repo.environment.monotonic() - began,
         problems=tuple(survey.problems),
-        notices=find_leftovers(survey) if everything else (),
+        notices=notices,
         recorded=recorded,
         sample=sample,
     )
+
+
+def _check_ends(survey: Survey, notices: Sequence[Notice]) -> None:
+    """Report it if what lies in the store says that the log is cut short."""
+    strays = [n for n in notices if n.kind == "orphan" and version_id_of(n.key) is not None]
+    try:
+        check_log_is_whole(survey.repo, survey.repo.catalog, len(strays))
+    except CorruptObjectError as error:
+        survey.found(error, None)
 
 
 def _check_versions(

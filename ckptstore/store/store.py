@@ -82,6 +82,8 @@ def open_store(
 
     Raises
     ------
+    InvalidUrlError
+        It is no location.
     StoreNotFoundError
         There is no store, and `create` is False.
     UnsafeBackendError
@@ -97,7 +99,7 @@ def open_store(
         single_writer=single_writer,
     )
     repo = open_repo(
-        os.fspath(url),
+        url,
         create=create,
         options=options,
         chunk_bytes=chunk_bytes,
@@ -168,9 +170,22 @@ class Store(Checking, Retaining):
         Raises
         ------
         InvalidInputError
-            The name is not accepted.
+            The name or a direction is not accepted, or the run has declared the other one.
+        StorageError
+            `metrics` are given, and the log cannot be read.
         """
-        return Run(self, check_run_name(name), check_directions(metrics or {}))
+        wanted = check_directions({} if metrics is None else metrics)
+        made = Run(self, check_run_name(name), wanted)
+        if wanted:
+            changes.ensure_run(self._known(), name, wanted)
+        return made
+
+    def _known(self) -> Catalog:
+        """Return the catalog as last read; where the log is damaged, what it held before."""
+        try:
+            return self._repo.catalog
+        except (IntegrityError, FormatError):
+            return self._repo.log.catalog
 
     def runs(self) -> list[RunInfo]:
         """Return all runs, by name.
@@ -543,6 +558,7 @@ class Store(Checking, Retaining):
         repack_below: float | None = limits.GC_REPACK_BELOW,
         dry_run: bool = False,
         holders: bool = False,
+        force: bool = False,
         progress: ProgressCallback = silent,
     ) -> GcReport:
         """Free the space of what no version needs; see :func:`ckptstore.ops.gc.gc`."""
@@ -556,6 +572,7 @@ class Store(Checking, Retaining):
             repack_below=repack_below,
             dry_run=dry_run,
             holders=holders,
+            force=force,
             progress=progress,
         )
 

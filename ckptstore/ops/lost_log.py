@@ -1,0 +1,51 @@
+"""Is the log whole? What lies in a store without a commit can tell that commits were lost.
+
+A log that lost commits in its middle shows a gap. One that lost its newest, or all, looks like a
+shorter one: to it, the versions of the lost commits are nobody's objects. A collection that took
+it at its word would delete them, so what cannot come from saves that died is refused.
+"""
+
+from __future__ import annotations
+
+from ckptstore import limits
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.errors import CorruptObjectError
+from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
+from ckptstore.repo import Repo
+
+__all__ = ["check_log_is_whole"]
+
+
+def check_log_is_whole(repo: Repo, catalog: Catalog, stray_manifests: int) -> None:
+    """Return if nothing says that commits were lost.
+
+    Parameters
+    ----------
+    catalog
+        The newest.
+    stray_manifests
+        Manifests that no commit names and that are no save under way. A save leaves one behind
+        only if it dies in the moment between its manifest and its commit.
+
+    Raises
+    ------
+    CorruptObjectError
+        A snapshot is newer than the log; there is no commit at all, but a manifest; or there are
+        many stray manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live versions).
+    """
+    numbers = (snapshot_number(info.key) for info in repo.backend.list(SNAPSHOTS_PREFIX))
+    newest = max((number for number in numbers if number is not None), default=0)
+    if newest > catalog.number and newest > repo.refresh().number:
+        what = (
+            f"the catalog snapshot {newest} is newer than the log, which ends at {catalog.number}"
+        )
+    elif not catalog.number and stray_manifests:
+        what = f"there is no commit, but {stray_manifests} manifests of versions"
+    elif stray_manifests > max(limits.STRAY_MANIFESTS_MAX, catalog.versions_count // 10):
+        what = f"{stray_manifests} manifests are named by no commit"
+    else:
+        return
+    msg = f"commits seem to be lost: {what}"
+    raise CorruptObjectError(
+        msg, hint="restore commits/ from a replica or a backup before anything is collected"
+    )

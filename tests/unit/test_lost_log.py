@@ -1,0 +1,74 @@
+"""A log that lost its end, or all of it: nothing is collected, and verify says so."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.errors import CorruptObjectError
+from ckptstore.format.keys import commit_key
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Return a store of thirty versions, closed."""
+    with ckptstore.open(tmp_path / "s", create=True) as store:
+        run = store.run("r")
+        for step in range(30):
+            run.save({"x": torch.full((50,), float(step))}, step=step)
+    return tmp_path / "s"
+
+
+def _objects(place: Path) -> set[Path]:
+    return {path for path in place.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kept", [0, 5])
+def test_objects_of_lost_commits_are_not_collected(place: Path, kept: int) -> None:
+    """Collection refuses and deletes nothing; with the commits back, every version loads."""
+    away = place.parent / "away"
+    shutil.copytree(place / "commits", away)
+    for number in range(kept + 1, 31):
+        (place / commit_key(number)).unlink()
+    before = _objects(place)
+    with ckptstore.open(place) as store:
+        for dry_run in (True, False):
+            with pytest.raises(CorruptObjectError, match="commits seem to be lost"):
+                store.gc(grace_s=0, orphan_age_s=0, dry_run=dry_run)
+        report = store.verify()
+
+    assert not report.ok
+    assert "commits seem to be lost" in report.problems[-1].message
+    assert before == _objects(place)
+    shutil.copytree(away, place / "commits", dirs_exist_ok=True)
+    with ckptstore.open(place) as store:
+        assert store.verify().ok
+        assert len(store.versions()) == 30
+
+
+def test_it_can_be_forced(place: Path) -> None:
+    """Whoever knows that the objects are of no use can have them collected."""
+    shutil.rmtree(place / "commits")
+    with ckptstore.open(place) as store:
+        report = store.gc(grace_s=0, orphan_age_s=0, force=True)
+
+    assert report.condemned["manifests"].count == 30
+    assert not list(place.rglob("*.pack"))
+
+
+def test_a_save_that_died_before_its_commit_is_no_lost_log(place: Path) -> None:
+    """One manifest without a commit, in a store with versions, is collected as ever."""
+    manifest = next(place.rglob("*.manifest"))
+    stray = place / "manifests" / "ab" / f"{'ab' * 16}.manifest"
+    stray.parent.mkdir(exist_ok=True)
+    shutil.copy(manifest, stray)
+    with ckptstore.open(place) as store:
+        assert store.verify().ok
+        report = store.gc(grace_s=0, orphan_age_s=0)
+
+    assert report.condemned["manifests"].count == 1
+    assert not stray.exists()
