@@ -254,7 +254,7 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
     Raises
     ------
     InvalidUrlError
-        For a URL with a host, an unknown `kind`, or any other option: a path has none.
+        For a URL with a host, a file, an unknown `kind`, or any other option: a path has none.
     """
     if options:
         msg = f"a path takes no storage options, but got {', '.join(sorted(options))}"
@@ -270,6 +270,9 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
         msg = f"no such location or kind: {path!r} {kind!r}"
         raise InvalidUrlError(msg, hint=f"kinds are {', '.join(SETTINGS)}")
     root = str(Path(path).expanduser().absolute())
+    if os.path.isfile(root):  # noqa: PTH113 - False where it may not be looked at
+        msg = f"{root} is a file, not a folder"
+        raise InvalidUrlError(msg)
     mount = find_mount(root)
     settings = SETTINGS[kind] if kind else settings_for(mount)
     return PosixBackend(root, settings=settings, fs_type=mount.fs_type)

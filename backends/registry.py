@@ -16,7 +16,7 @@ from typing import Final
 from ckptstore.backends.base import Backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import MissingDependencyError
+from ckptstore.errors import InvalidUrlError, MissingDependencyError
 
 __all__ = ["ENTRY_POINTS", "FACTORIES", "open_backend", "scheme_of"]
 
@@ -40,6 +40,8 @@ FACTORIES: Final[dict[str, str]] = {
 
 _FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)(?:://|::)")
+# A URL with one slash; a letter alone is a drive of another system.
+_ONE_SLASH = re.compile(r"([a-z0-9]{2,}):/(?=[^/])")
 # Which extra of ours brings the package that a scheme needs.
 _EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
@@ -75,14 +77,32 @@ def open_backend(
     Raises
     ------
     InvalidUrlError
-        No backend serves this location.
+        No backend serves this location, or it is none.
     MissingDependencyError
         One does, but needs a package that is not installed; the hint names it.
     """
-    text = os.fspath(location)
+    text = _location_text(location)
     scheme = scheme_of(text)
     backend = _factory(scheme)(text, **storage_options)
     return RetryingBackend(backend, environment=environment) if retry else backend
+
+
+def _location_text(location: object) -> str:
+    """Return a location as text; refuse what was surely meant to be something else."""
+    text = os.fspath(location) if isinstance(location, os.PathLike) else location
+    if not isinstance(text, str):
+        msg = f"a location must be a URL or a path, not {text!r:.60}"
+        raise InvalidUrlError(msg, hint="such as /data/ckpts or s3://bucket/ckpts")
+    if not text:
+        msg = "the URL is empty"
+        raise InvalidUrlError(msg, hint="is CKPTSTORE_URL set?")
+    typo = _ONE_SLASH.match(text)
+    if typo:
+        slashes = ":///" if typo[1] in {"file", "local"} else "://"
+        msg = f"{typo[0]}... is no URL"
+        hint = f"did you mean {typo[1]}{slashes}...? A folder of this name is ./{typo[0]}..."
+        raise InvalidUrlError(msg, hint=hint)
+    return text
 
 
 def _factory(scheme: str) -> Factory:

@@ -12,6 +12,7 @@ probed again before the first write, and the finding kept in memory.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -165,7 +166,7 @@ class Repo:
 
 
 def open_repo(
-    url: str,
+    url: str | os.PathLike[str],
     *,
     create: bool = False,
     options: Options | None = None,

@@ -109,7 +109,12 @@ def fork(
     """
     if catalog.has_run(run):
         msg = f"there is a run {run!r} already"
-        raise ConflictError(msg, hint="fork to another name")
+        hint = "fork to another name"
+        deleted = list(catalog.versions(run, deleted=True))
+        if deleted and not catalog.run(run).versions_count:
+            msg += ", whose versions were all deleted"
+            hint += f", or bring them back: ckptstore undelete #{deleted[-1].id[:12]}"
+        raise ConflictError(msg, hint=hint)
     origin = _there(catalog, source)
     check_not_condemned(catalog, relies_on)
     inherited = catalog.run(origin.run).metrics

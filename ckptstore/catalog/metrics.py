@@ -39,16 +39,19 @@ def check_metrics(metrics: Mapping[str, object]) -> dict[str, float]:
     return {check_metric_name(name): _number(name, value) for name, value in metrics.items()}
 
 
-def check_directions(directions: Mapping[str, str]) -> dict[str, Direction]:
+def check_directions(directions: object) -> dict[str, Direction]:
     """Return which way each metric gets better.
 
     Raises
     ------
     InvalidInputError
-        If a direction is neither ``min`` nor ``max``, or a name is not accepted.
+        If they are no mapping, one is neither ``min`` nor ``max``, or a name is not accepted.
     LimitError
         If there are more than ``METRICS_MAX``.
     """
+    if not isinstance(directions, Mapping):  # a list of names, in code that nobody type-checks
+        msg = f"metrics must map names to 'min' or 'max', not {directions!r:.60}"
+        raise InvalidInputError(msg, hint="such as metrics={'val_loss': 'min'}")
     if len(directions) > limits.METRICS_MAX:
         msg = f"{len(directions)} metrics are more than the {limits.METRICS_MAX} allowed"
         raise LimitError(msg)

@@ -44,7 +44,7 @@ _HEX: Final = re.compile(r"[0-9a-f]*")
 _FORMS: Final = "latest, a step, best:METRIC, ~N or a tag"
 
 
-def parse_ref(text: str, *, run: str = "") -> Ref:
+def parse_ref(text: object, *, run: str = "") -> Ref:
     """Parse a ref; with `run`, a relative one.
 
     Raises
@@ -52,6 +52,10 @@ def parse_ref(text: str, *, run: str = "") -> Ref:
     InvalidRefError
         If the text does not follow the grammar; the message has the position, from 1.
     """
+    if not isinstance(text, str):
+        step = isinstance(text, int) and not isinstance(text, bool)
+        msg = f"{text!r:.60} is not a ref: it must be text"
+        raise InvalidRefError(msg, hint=f"write run@{text if step else 'STEP'}")
     if not text or len(text) > _TEXT_CHARS_MAX:
         what = f"a ref has 1 to {_TEXT_CHARS_MAX} characters"
         _refuse(text[:40], 0, what, f"write {'' if run else 'run, run@'}{_FORMS}")

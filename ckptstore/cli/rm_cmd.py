@@ -9,7 +9,7 @@ import typer
 
 from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.session import find_version, is_run_name, opened
 from ckptstore.cli.text import bytes_text, count_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.model import Version
@@ -56,9 +56,7 @@ def rm(
             "reclaimable_bytes": total,
         }
         output.show(document, lambda screen: None if quiet else _draw(screen, found))
-        done = "would be deleted" if dry_run else "deleted"
-        text = f"{count_text(len(found))} {done}"
-        output.note(f"{text}; at most {bytes_text(total)} for ckptstore gc to free")
+        output.note(_summary(found, dry_run=dry_run))
 
 
 def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]:
@@ -66,12 +64,22 @@ def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]
         msg = "name versions, or a run with --run"
         raise InvalidInputError(msg, hint="ckptstore rm RUN@STEP, or ckptstore rm --run RUN")
     if run is None:
-        return [find_version(store, ref) for ref in refs]
+        return [_one(store, ref) for ref in refs]
     versions = store.versions(run)
     if not versions:
         msg = f"run {run!r} has no version"
         raise VersionNotFoundError(msg)
     return versions
+
+
+def _one(store: Store, ref: str) -> Version:
+    """Return the version of a REF; the name of a run alone does not say whether one or all."""
+    version = find_version(store, ref)
+    if is_run_name(store, ref):
+        msg = f"{ref!r} is a run, not a version"
+        hint = f"write {ref}@latest, or --run {ref} for all versions"
+        raise InvalidInputError(msg, hint=hint)
+    return version
 
 
 def _document(removal: Removal) -> dict[str, Any]:
@@ -83,6 +91,16 @@ def _document(removal: Removal) -> dict[str, Any]:
         "obstacle": removal.obstacle or None,
         "reclaimable_bytes": removal.reclaimable_bytes,
     }
+
+
+def _summary(found: Sequence[Removal], *, dry_run: bool) -> str:
+    """Return what was done or would be: all of it, or nothing where anything is in the way."""
+    kept = sum(1 for removal in found if removal.obstacle)
+    if kept:
+        return f"0 would be deleted: {count_text(kept)} of {count_text(len(found))} in the way"
+    total = bytes_text(sum(removal.reclaimable_bytes for removal in found))
+    done = "would be deleted" if dry_run else "deleted"
+    return f"{count_text(len(found))} {done}; at most {total} for ckptstore gc to free"
 
 
 def _draw(screen: Screen, found: Sequence[Removal]) -> None:

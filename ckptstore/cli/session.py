@@ -16,7 +16,7 @@ from ckptstore.errors import (
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
 
-__all__ = ["find_version", "full_ref", "location", "opened", "vouching"]
+__all__ = ["find_version", "full_ref", "is_run_name", "location", "opened", "vouching"]
 
 _BARE_ID = re.compile(r"[0-9a-fA-F]{4,32}\Z")
 
@@ -84,6 +84,11 @@ def full_ref(store: Store, text: str) -> str:
     if _BARE_ID.match(text) and not store.repo.refresh().has_run(text):
         return f"#{text}"
     return text
+
+
+def is_run_name(store: Store, text: str) -> bool:
+    """Return whether a command's REF is the name of a run and nothing more."""
+    return "@" not in text and not full_ref(store, text).startswith("#")
 
 
 def find_version(store: Store, text: str) -> Version:

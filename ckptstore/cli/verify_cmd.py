@@ -12,9 +12,11 @@ import typer
 from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.session import find_version, is_run_name, opened
 from ckptstore.cli.text import bytes_text, count_text, seconds_text
 from ckptstore.errors import IntegrityError, InvalidInputError
+from ckptstore.model import Version
+from ckptstore.store import Store
 
 if TYPE_CHECKING:
     from ckptstore.ops.verify import Problem, VerifyReport
@@ -32,7 +34,7 @@ class VerifyLevel(StrEnum):
 def verify(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="REF", help="Versions; without any, all and the log itself."),
+        typer.Argument(metavar="REF", help="Versions, runs; without any, all and the log."),
     ] = None,
     level: Annotated[
         VerifyLevel,
@@ -79,7 +81,7 @@ def verify(
     output = Output("verify", as_json=json, quiet=quiet)
     share = _share(sample)
     with opened(store, option, writing=record, single_writer=single_writer) as opening:
-        ids = [f"#{find_version(opening, ref).id}" for ref in refs or ()]
+        ids = [f"#{version.id}" for ref in refs or () for version in _named(opening, ref)]
         with progress_bars(output) as progress:
             report = opening.verify(
                 ids or None,
@@ -109,6 +111,12 @@ def verify(
         output.show(document, lambda screen: _draw(screen, report, quiet=quiet))
     if not report.ok:
         raise typer.Exit(IntegrityError.exit_code)
+
+
+def _named(store: Store, ref: str) -> list[Version]:
+    """Return the version of a REF, or all of a run that is named alone."""
+    one = find_version(store, ref)
+    return store.versions(ref) if is_run_name(store, ref) else [one]
 
 
 def _share(text: str) -> float:

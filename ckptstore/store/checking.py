@@ -155,5 +155,5 @@ class Checking:
 
         if source is None or isinstance(source, Checking):
             return run(None if source is None else source._repo)
-        with open_repo(os.fspath(source), options=Options(read_only=True)) as opened:
+        with open_repo(source, options=Options(read_only=True)) as opened:
             return run(opened)

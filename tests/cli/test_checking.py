@@ -49,6 +49,14 @@ def test_verify_in_parts_and_recorded(cli: Cli, store_path: Path, tmp_path: Path
     assert "verified" in cli("log", "-s", store_path).out
 
 
+def test_verify_of_a_run_is_of_all_its_versions(cli: Cli, store_path: Path) -> None:
+    """The name alone stands for every version of it, a ref for one; no run is an error."""
+    for refs, count in ((["gpt"], 5), (["gpt@latest"], 1), (["lora", "gpt@100"], 2)):
+        found = cli("verify", *refs, "--json", "-s", store_path).document
+        assert found["versions_count"] == count
+    assert cli("verify", "gtp", "-s", store_path).code == 3
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

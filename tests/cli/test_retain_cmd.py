@@ -100,7 +100,9 @@ def test_a_dry_run_of_what_is_refused_says_so(cli: Cli, store_path: Path) -> Non
 
 def test_rm_and_undelete(cli: Cli, store_path: Path) -> None:
     """A dry run says what is in the way; what went comes back, by step, id or run."""
-    dry = cli("rm", "gpt@200", "gpt@first", "gpt", "--dry-run", "--json", "-s", store_path).document
+    dry = cli(
+        "rm", "gpt@200", "gpt@first", "gpt@latest", "--dry-run", "--json", "-s", store_path
+    ).document
     obstacles = {v["step"]: v["obstacle"] for v in dry["versions"]}
     assert obstacles[200] is None
     assert "tagged" in obstacles[100]
@@ -141,6 +143,34 @@ def test_pin(cli: Cli, store_path: Path) -> None:
     assert cli("rm", "gpt@200", "-q", "-s", store_path).code == 0
     assert cli("pin", "gpt@999", "-s", store_path).code == 3
     assert cli("pin", "gpt@300", "-d", "-q", "-s", store_path).out == ""
+
+
+def test_rm_of_a_run_name_is_refused(cli: Cli, store_path: Path) -> None:
+    """Whether the newest or all are meant is asked, even of who forces it; nothing is deleted."""
+    result = cli("rm", "gpt", "--force", "-s", store_path)
+    assert result.code == 2
+    assert "write gpt@latest, or --run gpt for all versions" in result.err
+    with ckptstore.open(store_path) as store:
+        assert len(store.versions("gpt")) == 5
+    assert cli("rm", "gtp", "-s", store_path).code == 3
+
+
+def test_rm_dry_run_counts_what_is_in_the_way(cli: Cli, store_path: Path) -> None:
+    """A removal is all or none: one tagged version means that nothing would be deleted."""
+    blocked = cli("rm", "--run", "gpt", "--dry-run", "-s", store_path)
+    assert "0 would be deleted: 1 of 5 in the way" in blocked.err
+    free = cli("rm", "--run", "gpt", "--dry-run", "--force", "-s", store_path)
+    assert "5 would be deleted; at most" in free.err
+
+
+def test_fork_to_the_name_of_a_deleted_run(cli: Cli, store_path: Path) -> None:
+    """The refusal says that nothing of that run is left, and how it comes back."""
+    assert cli("rm", "--run", "lora", "-s", store_path).code == 0
+    refused = cli("fork", "gpt@latest", "lora", "-s", store_path)
+    assert refused.code == 4
+    assert "whose versions were all deleted" in refused.err
+    assert "ckptstore undelete #" in refused.err
+    assert "undelete" not in cli("fork", "gpt@latest", "gpt", "-s", store_path).err
 
 
 def test_interval(cli: Cli, store_path: Path) -> None:

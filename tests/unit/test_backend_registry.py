@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -74,6 +75,29 @@ def test_bad_locations(location: str) -> None:
     """What no backend serves is refused as such."""
     with pytest.raises(InvalidUrlError):
         open_backend(location)
+
+
+@pytest.mark.parametrize(
+    ("location", "said"),
+    [
+        ("", "the URL is empty -- is CKPTSTORE_URL set"),
+        ("s3:/bucket/x", "did you mean s3://"),
+        ("file:/data/x", "did you mean file:///"),
+    ],
+)
+def test_typos_are_named(location: str, said: str) -> None:
+    """What was surely meant otherwise is not taken for a path, and the message says what to do."""
+    with pytest.raises(InvalidUrlError, match=re.escape(said)):
+        open_backend(location)
+    assert open_backend("./s3:/bucket", retry=False).name in {"local", "parallel"}
+
+
+def test_a_file_is_no_location(tmp_path: Path) -> None:
+    """The message says so before anything is tried below it."""
+    (tmp_path / "weights").write_text("x")
+    for location in (tmp_path / "weights", f"file://{tmp_path}/weights"):
+        with pytest.raises(InvalidUrlError, match="is a file, not a folder"):
+            open_backend(location)
 
 
 def test_credentials_in_a_url_are_not_repeated() -> None:

@@ -14,6 +14,8 @@ import torch
 import ckptstore
 from ckptstore.errors import (
     InvalidInputError,
+    InvalidRefError,
+    InvalidUrlError,
     ReadOnlyError,
     RunNotFoundError,
     StateError,
@@ -307,3 +309,31 @@ def test_empty_states_are_versions_too(store: ckptstore.Store) -> None:
     assert run.load(0) == {}
     assert run.load(1)["e"].shape == (0, 5)
     assert store.stats().objects["packs"].count == 0
+
+
+def test_a_direction_that_the_run_contradicts_is_refused_at_once(tmp_path: Path) -> None:
+    """By the store that declared it and by one that was just opened; others may be added."""
+    with ckptstore.open(tmp_path / "store", create=True) as store:
+        run = store.run("r", metrics={"loss": "min"})
+        run.save({"x": torch.ones(2)}, step=1, metrics={"loss": 1.0})
+        with pytest.raises(InvalidInputError, match="has the direction 'min'"):
+            store.run("r", metrics={"loss": "max"})
+    with ckptstore.open(tmp_path / "store") as store:
+        with pytest.raises(InvalidInputError, match="has the direction 'min'"):
+            store.run("r", metrics={"loss": "max"})
+        store.run("r", metrics={"loss": "min", "acc": "max"})
+        store.run("other", metrics={"loss": "max"})
+
+
+def test_arguments_of_another_type_are_errors_of_the_tree(store: ckptstore.Store) -> None:
+    """A step for a ref, a list for directions and None for a location say what to write."""
+    with pytest.raises(InvalidRefError, match="write run@4"):
+        store.load(4)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRefError, match="not a ref"):
+        store.resolve(None)  # type: ignore[arg-type]
+    for wrong in (["loss"], "loss"):
+        with pytest.raises(InvalidInputError, match="must map names"):
+            store.run("q", metrics=wrong)  # type: ignore[arg-type]
+    for nowhere in (None, b"/data", 3):
+        with pytest.raises(InvalidUrlError, match="must be a URL or a path"):
+            ckptstore.open(nowhere)  # type: ignore[arg-type]
