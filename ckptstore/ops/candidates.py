@@ -51,8 +51,8 @@ class Candidates:
         manifest of a deleted version, wherever it began to read the log, knows of every
         condemnation that concerns that version: what ``undelete`` rests on.
         """
-        keys = (v.manifest_key for v in now.versions(deleted=True) if v.level != "record")
         # One that was named before the listing, but not listed, has been swept long ago.
+        keys = now.manifest_keys(deleted=True)
         there = [key for key in keys if key in self.objects or key not in self.named]
         return sorted(set(there) - self._condemned(now, there))
 
@@ -110,7 +110,7 @@ def find_candidates(
         now_s=now_s,
         orphan_age_s=orphan_age_s,
         objects=objects,
-        named=frozenset(_named(catalog)),
+        named=frozenset((*catalog.manifest_keys(), *catalog.manifest_keys(deleted=True))),
         back=frozenset(key for key in catalog.gone(objects) if key not in catalog.condemned),
     )
     pending = [key for key in objects if key in catalog.condemned and version_id_of(key)]
@@ -147,13 +147,6 @@ def storage_now(repo: Repo) -> float:
         return repo.backend.stat(key).modified_at
     finally:
         repo.backend.delete(key)
-
-
-def _named(catalog: Catalog) -> Iterator[str]:
-    for deleted in (False, True):
-        for version in catalog.versions(deleted=deleted):
-            if version.level != "record":
-                yield version.manifest_key
 
 
 def _packs_of(

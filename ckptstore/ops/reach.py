@@ -130,7 +130,7 @@ class Reach:
         packs = {pack for need in needs.values() for pack in need.packs}
         return {
             *map(pack_key, packs),
-            *(v.manifest_key for v in live_versions(catalog)),
+            *catalog.manifest_keys(),
         }
 
     def chunks(self, catalog: Catalog) -> dict[str, ChunkTable]:
