@@ -24,7 +24,7 @@ class RoleBytes:
     """What the new part takes in packs, encoded."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Version:
     """One saved state, as the catalog knows it; immutable, safe to keep and to share.
 
@@ -70,6 +70,11 @@ class Version:
     """A repair found parts of it lost; what it lost can still come back from a second store."""
     deleted: bool = False
     """It can be undeleted until a collection condemns its objects."""
+
+    def __repr__(self) -> str:
+        """Return which it is, with its first metrics: ``<Version gpt@300 #f5f51be0 loss=1>``."""
+        metrics = [f" {name}={value:.6g}" for name, value in self.metrics.items()]
+        return f"<Version {self.run}@{self.step} #{self.id[:8]}{''.join(metrics[:3])}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -16,7 +17,14 @@ from ckptstore.cli.documents import state_marks, total_bytes, version_document
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import age_text, bytes_text, count_text, metric_text, time_text
+from ckptstore.cli.text import (
+    age_text,
+    bytes_text,
+    count_text,
+    metric_text,
+    seconds_text,
+    time_text,
+)
 from ckptstore.config import SYSTEM
 from ckptstore.errors import InvalidInputError
 from ckptstore.model import Version
@@ -84,6 +92,17 @@ def _most(text: str | None, *, default: int | None) -> int | None:
     return int(text)
 
 
+def _receipt_text(name: str, value: float) -> str:
+    """Return an entry of a receipt in the unit that its name ends in."""
+    if not math.isfinite(value):
+        return str(value)
+    if name.endswith("_s"):
+        return seconds_text(value)
+    if name.endswith("_bytes"):
+        return bytes_text(value)
+    return count_text(int(value)) if name.endswith("_count") else f"{value:,.6g}"
+
+
 def _tensors(store: Store, version: Version) -> list[TensorInfo]:
     """Return what the manifest says of each tensor; reads no data and needs no torch."""
     from ckptstore.checkpoint.content import read_content
@@ -138,7 +157,7 @@ class _View:
         if version.receipt:
             screen.line()
             screen.heading("RECEIPT")
-            screen.fields({name: f"{x:,.6g}" for name, x in version.receipt.items()})
+            screen.fields({name: _receipt_text(name, x) for name, x in version.receipt.items()})
 
     def _fields(self) -> dict[str, str]:
         version = self.version

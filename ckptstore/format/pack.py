@@ -133,7 +133,7 @@ def parse_chunk_header(data: bytes | bytearray | memoryview, *, where: str) -> C
     Parameters
     ----------
     where
-        Pack and offset, for the error.
+        Pack and offset, for the error; empty where the caller adds them.
 
     Raises
     ------
@@ -206,5 +206,5 @@ def parse_index(data: bytes, *, checksum: int, offset: int, where: str) -> list[
 
 
 def _corrupt(where: str, what: str) -> CorruptObjectError:
-    msg = f"pack {where}: {what}"
+    msg = f"pack {where}: {what}" if where else what
     return CorruptObjectError(msg, hint="run ckptstore verify to see which versions it touches")

@@ -26,6 +26,9 @@ Key: TypeAlias = "str | int | float | bool | bytes | tuple[Key, ...] | None"
 Path: TypeAlias = "tuple[Key, ...]"
 Pattern: TypeAlias = "str | tuple[Key, ...]"
 
+_SEEN_MAX = 10_000
+"""Names kept to say what a pattern may have meant. Source: close matches take 0.1 s among them."""
+
 
 def path_text(path: Path) -> str:
     """Return the dotted text of a path; the root's is empty."""
@@ -78,11 +81,15 @@ class PathFilter:
         self._include = None if include is None else [(p, _matcher(p)) for p in include]
         self._exclude = [_matcher(p) for p in exclude or ()]
         self._unused: set[Pattern] = {p for p, _ in self._include or ()}
+        self._top: dict[str, None] = {}
+        self._seen: dict[str, None] = {}
 
     def __call__(self, path: Path) -> bool:
         """Return whether the leaf at `path` is wanted."""
         text = path_text(path)
         if self._include is not None:
+            if self._unused:
+                self._remember(path)
             hits = [pattern for pattern, matches in self._include if matches(path, text)]
             if not hits:
                 return False
@@ -99,7 +106,28 @@ class PathFilter:
         """
         if self._unused:
             names = ", ".join(sorted(map(repr, self._unused)))
-            raise TensorNotFoundError(f"nothing in the state matches {names}")
+            raise TensorNotFoundError(f"nothing in the state matches {names}", hint=self._hint())
+
+    def _remember(self, path: Path) -> None:
+        """Keep what a pattern could have named: the path and everything that it lies below."""
+        if len(self._seen) < _SEEN_MAX:
+            self._top.setdefault(path_text(path[:1]))
+            for end in range(1, len(path) + 1):
+                self._seen.setdefault(path_text(path[:end]))
+
+    def _hint(self) -> str:
+        """Return what unused patterns may have meant, or what there is."""
+        near: dict[str, None] = {}
+        for pattern in sorted(self._unused, key=repr):
+            text = (
+                pattern.rstrip("*").rstrip(".") if isinstance(pattern, str) else path_text(pattern)
+            )
+            near.update(dict.fromkeys(difflib.get_close_matches(text, self._seen, n=2)))
+        if near:
+            return "did you mean " + " or ".join(map(repr, list(near)[:3])) + "?"
+        top = [name for name in self._top if name]
+        more = f" and {len(top) - 5} more" if top[5:] else ""
+        return "there is " + ", ".join(map(repr, top[:5])) + more if top else ""
 
 
 def match_paths(

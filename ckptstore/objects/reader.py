@@ -261,45 +261,45 @@ class _Reading:
         scratch: _Scratch,
     ) -> None:
         """Check one chunk and bring each piece of it to its destination."""
-        where = f"{pack} at {chunk.offset}"
-        header = parse_chunk_header(header_bytes, where=where)
+        header = parse_chunk_header(header_bytes, where="")
         if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-            raise _broken(where, "lengths differ from the manifest's")
+            raise _broken("lengths differ from the manifest's")
         first = chunk.wants[0]
         if body is first.out:
             if header.codec != 0:
-                raise _broken(where, "an encoded chunk of its raw length")
-            self._check(first, body, where)
+                raise _broken("an encoded chunk of its raw length")
+            self._check(first, body)
             return
         if xxh3_64(body) != header.checksum:
-            raise _broken(where, "stored bytes do not match their checksum")
+            raise _broken("stored bytes do not match their checksum")
         if len(chunk.wants) == 1 and first.out is not None and len(first.out) == chunk.raw_bytes:
-            _decode(header, body, first.out, where)
-            self._check(first, first.out, where)
+            _decode(header, body, first.out)
+            self._check(first, first.out)
             return
         slab = scratch.slab(chunk.raw_bytes)
-        _decode(header, body, slab, where)
+        _decode(header, body, slab)
         for want in chunk.wants:
             inner = int(self.table.inner[want.row])
             piece = slab[inner : inner + int(self.table.raw[want.row])]
             try:
-                self._check(want, piece, where)
+                self._check(want, piece)
             except CorruptObjectError as error:
                 self._failed(pack, chunk, error, only=want)
                 continue
             if want.out is not None:
                 want.out[:] = piece
 
-    def _check(self, want: Want, piece: memoryview, where: str) -> None:
+    def _check(self, want: Want, piece: memoryview) -> None:
         if blake3_digest(piece) != self.table.ids[want.row].tobytes():
-            raise _broken(where, "content does not match its chunk id")
+            raise _broken("content does not match its chunk id")
 
     def _failed(
         self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: Want | None = None
     ) -> None:
         """Report the pieces of a chunk as lost, or raise for the first."""
+        what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
         for want in chunk.wants if only is None else (only,):
-            msg = f"tensor {want.label}: pack {pack}, chunk at byte {chunk.offset}: {error.message}"
+            msg = f"tensor {want.label}: {what} (pack {pack}, byte {chunk.offset})"
             lost = CorruptTensorError(
                 msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
             )
@@ -347,13 +347,13 @@ class _Arena:
         return part
 
 
-def _decode(header: ChunkHeader, body: memoryview, out: memoryview, where: str) -> None:
+def _decode(header: ChunkHeader, body: memoryview, out: memoryview) -> None:
     try:
         decode(header.codec, header.layout, body, out)
     except CodecError as error:
-        raise _broken(where, str(error)) from error
+        raise _broken(str(error)) from error
 
 
-def _broken(where: str, what: str) -> CorruptObjectError:
-    msg = f"pack {where}: {what}"
-    return CorruptObjectError(msg)
+def _broken(what: str) -> CorruptObjectError:
+    """Return the error of a chunk; whoever reports it says which."""
+    return CorruptObjectError(what)

@@ -19,6 +19,17 @@ def _versions(path: Path) -> list[ckptstore.Version]:
         return store.versions()
 
 
+def test_show_gives_the_receipt_in_units(cli: Cli, history: Path) -> None:
+    """Seconds are durations, bytes are sizes, counts are whole numbers."""
+    receipt = cli("show", "gpt@500", "-s", history).out.split("RECEIPT")[1]
+    found = dict(line.split(None, 1) for line in receipt.strip().splitlines())
+    assert found["tensors_count"] == "4"
+    assert found["prepare_s"].split()[1] in {"ms", "s"}
+    sizes = [text for name, text in found.items() if name.endswith("_bytes")]
+    assert sizes
+    assert all(text.split()[1] in {"B", "KiB", "MiB"} for text in sizes)
+
+
 # --- ls -----------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import (
+    CorruptTensorError,
     InvalidInputError,
     InvalidRefError,
     InvalidUrlError,
@@ -337,3 +338,45 @@ def test_arguments_of_another_type_are_errors_of_the_tree(store: ckptstore.Store
     for nowhere in (None, b"/data", 3):
         with pytest.raises(InvalidUrlError, match="must be a URL or a path"):
             ckptstore.open(nowhere)  # type: ignore[arg-type]
+
+
+def test_a_version_is_shown_in_a_line(store: ckptstore.Store) -> None:
+    """Run, step, id and the first metrics; nothing of the rest."""
+    state = {"x": torch.ones(2)}
+    version = store.run("gpt").save(state, step=300, metrics={"val_loss": 1.0})
+    assert repr(version) == f"<Version gpt@300 #{version.id[:8]} val_loss=1>"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "said"),
+    [
+        ("modle.*", "did you mean 'model'"),
+        ("model.wieght", "did you mean 'model.weight'"),
+        (("model", "wieght"), "did you mean 'model.weight'"),
+        ("qqq", "there is 'model', 'epoch'"),
+    ],
+)
+def test_a_pattern_without_a_match_says_what_there_is(
+    store: ckptstore.Store, pattern: str | tuple[str, ...], said: str
+) -> None:
+    """Something of a similar name, or what the state has at the top."""
+    store.run("r").save({"model": {"weight": torch.ones(2)}, "epoch": 1}, step=1)
+    with pytest.raises(TensorNotFoundError, match=said):
+        store.load("r", include=[pattern])
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_damage_is_told_once(tmp_path: Path, gone: bool) -> None:
+    """The message has tensor, cause, pack and place, each one time."""
+    with ckptstore.open(tmp_path / "store", create=True, codec="zstd") as store:
+        store.run("r").save({"w": torch.arange(100_000)}, step=1)
+        (pack,) = tmp_path.glob("store/packs/*/*.pack")
+        data = bytearray(pack.read_bytes())
+        data[1000] ^= 1
+        pack.unlink()
+        if not gone:
+            pack.write_bytes(data)
+        with pytest.raises(CorruptTensorError) as caught:
+            store.load("r")
+    what = "the pack is gone" if gone else "stored bytes do not match their checksum"
+    assert caught.value.message == f"tensor w: {what} (pack {pack.stem}, byte 32)"
