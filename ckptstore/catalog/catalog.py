@@ -33,6 +33,7 @@ from ckptstore.format.snapshot import (
     PINNED,
     RECORD_ONLY,
     VERIFIED,
+    Details,
     RunRow,
     SnapshotBody,
     VersionRow,
@@ -241,16 +242,28 @@ class Catalog:
         """
         return {key for key in keys if key in self._state.gone}
 
-    def manifest_keys(self, *, deleted: bool = False) -> Iterator[str]:
-        """Yield the key of the manifest of each version of which more than the record is kept.
+    def contents(
+        self, *, deleted: bool = False, known: dict[bytes, Details]
+    ) -> Iterator[tuple[str, Details]]:
+        """Yield id and details of each version of which more than the record is kept.
 
-        With `deleted`, of those that were deleted, and no others. Ten times as fast as to ask for
-        the versions.
+        For those who ask again and again, for one catalog after another: a hundred times as fast
+        as to build the versions.
+
+        Parameters
+        ----------
+        deleted
+            Those that were deleted, and no others.
+        known
+            The caller's memory of what was decoded before; is added to.
         """
         wanted = DELETED if deleted else 0
         for row in self._state.versions.values():
             if row.flags & (DELETED | RECORD_ONLY) == wanted:
-                yield decode_details(row).manifest_key
+                details = known.get(row.details)
+                if details is None:
+                    details = known[row.details] = decode_details(row)
+                yield row.id, details
 
     def policy(self, run: str) -> bytes:
         """Return the retention policy that holds for a run, JSON; empty if there is none."""

@@ -21,6 +21,7 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
+from ckptstore.format.snapshot import Details
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -99,8 +100,9 @@ class Reach:
         self._repo = repo
         self._cache = cache
         self._progress = progress
-        self._known: dict[str, Footprint] = {}
+        self._known: dict[bytes, Footprint] = {}
         """By digest of the manifest."""
+        self._details: dict[bytes, Details] = {}
 
     def of(self, catalog: Catalog) -> dict[str, Footprint]:
         """Return what each version needs that is live in `catalog`: version id to footprint.
@@ -116,22 +118,20 @@ class Reach:
         StorageError
             The storage failed.
         """
-        live = list(live_versions(catalog))
-        self._read([version for version in live if version.manifest_digest not in self._known])
+        live = list(catalog.contents(known=self._details))
+        new = [version for version, details in live if details.manifest_digest not in self._known]
+        self._read([catalog.version(version) for version in new])
         return {
-            version.id: self._known[version.manifest_digest]
-            for version in live
-            if version.manifest_digest in self._known
+            version: self._known[details.manifest_digest]
+            for version, details in live
+            if details.manifest_digest in self._known
         }
 
     def keys(self, catalog: Catalog) -> set[str]:
         """Return the keys of all objects that versions live in `catalog` need; as :meth:`of`."""
-        needs = self.of(catalog)
-        packs = {pack for need in needs.values() for pack in need.packs}
-        return {
-            *map(pack_key, packs),
-            *catalog.manifest_keys(),
-        }
+        packs = {pack for need in self.of(catalog).values() for pack in need.packs}
+        found = {details.manifest_key for _, details in catalog.contents(known=self._details)}
+        return found.union(map(pack_key, packs))
 
     def chunks(self, catalog: Catalog) -> dict[str, ChunkTable]:
         """Return the live chunks of each pack: pack id to chunks; as :meth:`of`."""
@@ -143,12 +143,12 @@ class Reach:
 
     def note(self, digest: str, manifest: Manifest) -> None:
         """Take over a manifest that was just written, so that it need not be read."""
-        self._known[digest] = Footprint.of(manifest)
+        self._known[bytes.fromhex(digest)] = Footprint.of(manifest)
 
     def _read(self, versions: Sequence[Version]) -> None:
         for done, (version, found) in enumerate(self._footprints(versions), 1):
             if isinstance(found, Footprint):
-                self._known[version.manifest_digest] = found
+                self._known[bytes.fromhex(version.manifest_digest)] = found
             else:
                 self._explain(version, found)
             self._progress(

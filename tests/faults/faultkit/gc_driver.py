@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 16
 ELEMENTS = 1 << 14
 """Of each tensor, float32: a chunk of its own."""
 PARTS = 5
-KEPT = 4
+KEPT = 12
 """Versions that a saver keeps of its run."""
 LOADS_MAX = 50
 """A reader may be overtaken by repacks without grace so often before it is taken for a loss."""
