@@ -92,6 +92,7 @@ class Repo:
         if superblock.backend == backend.name:
             self._verdict = PutIfAbsent(superblock.put_if_absent)
         self._lock = threading.Lock()
+        self._closed = False
         self.log = Log(
             backend, environment, by=writer_identity(), check_writable=self.check_writable
         )
@@ -115,11 +116,24 @@ class Repo:
         CkptStoreError
             As :meth:`ckptstore.catalog.log.Log.refresh`, the first time.
         """
-        return self.log.catalog if self.log.opened else self.log.refresh()
+        return self.log.catalog if self.log.opened else self.refresh()
 
     def refresh(self) -> Catalog:
-        """Read what was committed meanwhile; see :meth:`ckptstore.catalog.log.Log.refresh`."""
+        """Read what was committed meanwhile; see :meth:`ckptstore.catalog.log.Log.refresh`.
+
+        Raises
+        ------
+        InvalidInputError
+            The store is closed.
+        """
+        self.check_open()
         return self.log.refresh()
+
+    def check_open(self) -> None:
+        """Raise InvalidInputError if the store is closed."""
+        if self._closed:
+            msg = f"the store {self.url} is closed"
+            raise InvalidInputError(msg, hint="use it inside its with block, or open it again")
 
     def put_if_absent(self) -> PutIfAbsent:
         """Return what is known about the storage; probes it if it was reached otherwise before.
@@ -139,11 +153,14 @@ class Repo:
 
         Raises
         ------
+        InvalidInputError
+            If the store is closed.
         ReadOnlyError
             If the store was opened read-only.
         UnsafeBackendError
             If the storage has no put-if-absent, and the user did not vouch to be alone.
         """
+        self.check_open()
         if self.options.read_only:
             msg = f"{self.url} was opened read-only"
             raise ReadOnlyError(msg)
@@ -155,7 +172,8 @@ class Repo:
         self.log.single_writer = not safe
 
     def close(self) -> None:
-        """Release the backend; idempotent."""
+        """Release the backend; idempotent. What reads or writes afterwards is refused."""
+        self._closed = True
         self.backend.close()
 
     def __enter__(self) -> Self:

@@ -87,6 +87,8 @@ def du(
                 _draw_objects(screen, objects)
 
         output.show(document, draw)
+        for reason in () if holding is None else holding.skipped:
+            output.note(f"left out: {reason}")
 
 
 def _holding(store: Store, output: Output, version: Version | None) -> Holding:

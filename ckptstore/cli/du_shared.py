@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.cli.text import bytes_text, count_text, counted
 from ckptstore.events import ProgressCallback
 from ckptstore.model import Version
 from ckptstore.ops.sharing import HeldBytes, SharedUsage, VersionSharing
@@ -28,6 +28,10 @@ _HELD = (
 class Holding(Protocol):
     """Who holds what, to be shown."""
 
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Return why versions were left out."""
+
     def document(self, runs: Collection[str]) -> dict[str, Any]:
         """Return it, as far as it concerns some runs."""
 
@@ -43,7 +47,7 @@ def holding_of(store: Store, version: Version | None, progress: ProgressCallback
     Raises
     ------
     CorruptObjectError
-        A manifest is damaged.
+        The manifest of that version is damaged; others are left out.
     """
     if version is None:
         return _OfStore(usage=store.sharing(progress=progress))
@@ -54,6 +58,11 @@ def holding_of(store: Store, version: Version | None, progress: ProgressCallback
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfStore:
     usage: SharedUsage
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Return why versions were left out."""
+        return self.usage.skipped
 
     def document(self, runs: Collection[str]) -> dict[str, Any]:
         """Return runs, versions, and what several runs need."""
@@ -70,6 +79,7 @@ class _OfStore:
                 for share in usage.shares
                 if set(share.runs) & set(runs)
             ],
+            "skipped": usage.skipped,
         }
 
     def draw(
@@ -88,8 +98,8 @@ class _OfStore:
         else:
             runs = [(name, *_cells(part)) for name, part in usage.runs.items()]
             screen.table((Column(title="RUN"), *_HELD), runs)
-            chunks = count_text(usage.chunks_count)
-            screen.line(f"in all {bytes_text(usage.stored_bytes)} in {chunks} chunks")
+            chunks = counted(usage.chunks_count, "chunk")
+            screen.line(f"in all {bytes_text(usage.stored_bytes)} in {chunks}")
         shares = [share for share in usage.shares if set(share.runs) & set(groups)]
         if shares:
             screen.line()
@@ -102,6 +112,11 @@ class _OfVersion:
     found: VersionSharing
     catalog: Catalog
 
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Return why other versions were left out."""
+        return self.found.skipped
+
     def document(self, runs: Collection[str]) -> dict[str, Any]:
         """Return what the version holds, and with whom."""
         found = self.found
@@ -111,6 +126,7 @@ class _OfVersion:
             "roles": {role: _held(part) for role, part in found.roles.items()},
             "runs": found.runs,
             "versions": found.versions,
+            "skipped": found.skipped,
         }
 
     def draw(

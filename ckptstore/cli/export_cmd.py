@@ -11,7 +11,7 @@ from ckptstore.cli.options import AsJson, Exclude, Include, Quiet, StorageOption
 from ckptstore.cli.output import Output
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.cli.text import bytes_text, counted
 
 __all__ = ["export"]
 
@@ -68,8 +68,8 @@ def export(
         "file_bytes": done.file_bytes,
         "left_out": list(done.left_out),
     }
-    count, size = count_text(done.tensors_count), bytes_text(done.file_bytes)
-    text = f"{done.path}: {count} tensors of {done.version.run}@{done.version.step}, {size}"
+    count, size = counted(done.tensors_count, "tensor"), bytes_text(done.file_bytes)
+    text = f"{done.path}: {count} of {done.version.run}@{done.version.step}, {size}"
     output.show(document, lambda screen: None if quiet else screen.line(text))
     if done.left_out and not json:
         named = ", ".join(done.left_out[:_NAMED])

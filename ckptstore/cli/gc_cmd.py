@@ -13,7 +13,7 @@ from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, S
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import age_text, bytes_text, count_text, seconds_text
+from ckptstore.cli.text import age_text, bytes_text, count_text, counted, seconds_text
 
 if TYPE_CHECKING:
     from ckptstore.ops.gc import GcReport, Kinds
@@ -111,7 +111,7 @@ def _draw(screen: Screen, report: GcReport, *, holders: bool) -> None:
     titles = [Column(title=title, right=True, wrap=False) for title in columns]
     screen.table([Column(title="OBJECTS"), *titles], rows)
     screen.line()
-    needed = f"{count_text(report.versions_count)} versions, {bytes_text(report.logical_bytes)}"
+    needed = f"{counted(report.versions_count, 'version')}, {bytes_text(report.logical_bytes)}"
     screen.line(f"{needed} in memory, {bytes_text(report.live_chunk_bytes)} of chunks")
     for line in _done(report):
         screen.line(line)
@@ -135,13 +135,13 @@ def _done(report: GcReport) -> list[str]:
     packs = report.repacked
     if packs.packs_count:
         lines.append(
-            f"{count_text(packs.packs_count)} packs {would}written anew: "
+            f"{counted(packs.packs_count, 'pack')} {would}written anew: "
             f"{bytes_text(packs.copied_bytes)} copied, {bytes_text(packs.freed_bytes)} of "
             "dead chunks freed with them"
         )
     left = report.leftovers
     if left.count:
-        what = f"{count_text(left.count)} temporary files, {bytes_text(left.size_bytes)},"
+        what = f"{counted(left.count, 'temporary file')}, {bytes_text(left.size_bytes)},"
         lines.append(f"{what} {would}removed")
     return lines
 
@@ -154,7 +154,7 @@ def _cell(kinds: Kinds, kind: str) -> str:
 def _all(kinds: Kinds) -> str:
     count = sum(tally.count for tally in kinds.values())
     size = sum(tally.size_bytes for tally in kinds.values())
-    return f"{count_text(count)} objects, {bytes_text(size)},"
+    return f"{counted(count, 'object')}, {bytes_text(size)},"
 
 
 def _draw_holders(screen: Screen, report: GcReport) -> None:

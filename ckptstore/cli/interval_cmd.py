@@ -11,7 +11,7 @@ from ckptstore.catalog.policy import parse_duration
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import count_text, seconds_text
+from ckptstore.cli.text import counted, seconds_text
 from ckptstore.errors import InvalidInputError
 
 __all__ = ["interval"]
@@ -80,7 +80,7 @@ def _observed_s(observed: Observed | None, run: str) -> float:
 
 
 def _draw(screen: Screen, advice: Advice, observed: Observed | None) -> None:
-    seen = f" ({count_text(observed.restarts_count)} restarts in the log)" if observed else ""
+    seen = f" ({counted(observed.restarts_count, 'restart')} in the log)" if observed else ""
     pairs = {
         "save": seconds_text(advice.save_s),
         "time between failures": seconds_text(advice.mtbf_s) + seen,
@@ -88,7 +88,7 @@ def _draw(screen: Screen, advice: Advice, observed: Observed | None) -> None:
         "interval (Daly)": seconds_text(advice.daly_s),
     }
     if advice.steps is not None:
-        pairs["interval (Daly)"] += f", {count_text(advice.steps)} steps"
+        pairs["interval (Daly)"] += f", {counted(advice.steps, 'step')}"
     pairs["time lost at that"] = f"{advice.lost:.2%}"
     if advice.interval_s is not None and advice.interval_lost is not None:
         now = f"{seconds_text(advice.interval_s)}, loses {advice.interval_lost:.2%}"

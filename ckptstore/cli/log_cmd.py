@@ -17,7 +17,7 @@ from ckptstore.cli.metric_history import draw_history, history_document
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import bytes_text, count_text, metric_text, time_text
+from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, time_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
 from ckptstore.format.keys import PACKS_PREFIX
@@ -98,7 +98,7 @@ def log(
         }
         output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
         if run is None and len(commits) < catalog.number and not json:
-            shown = f"{count_text(len(commits))} of {count_text(catalog.number)} commits"
+            shown = f"{count_text(len(commits))} of {counted(catalog.number, 'commit')}"
             output.note(f"{shown}; --limit 0 shows all")
 
 
@@ -132,7 +132,7 @@ def _show_graph(store: Store, output: Output, run: str | None, limit: int, *, ut
     output.show(document, tree.draw)
     total = tree.catalog.versions_count
     if run is None and len(tree.versions) < total and not output.as_json:
-        shown = f"{count_text(len(tree.versions))} of {count_text(total)} versions"
+        shown = f"{count_text(len(tree.versions))} of {counted(total, 'version')}"
         output.note(f"{shown}; --limit 0 shows all")
 
 
@@ -260,8 +260,8 @@ def _named(version_id: str, catalog: Catalog) -> str:
 
 def _objects(op: Condemn | Swept, _: Catalog) -> str:
     packs = sum(key.startswith(PACKS_PREFIX) for key in op.keys)
-    counts = {"packs": packs, "manifests": len(op.keys) - packs}
-    return ", ".join(f"{count_text(count)} {kind}" for kind, count in counts.items() if count)
+    counts = {"pack": packs, "manifest": len(op.keys) - packs}
+    return ", ".join(counted(count, kind) for kind, count in counts.items() if count)
 
 
 def _rollback(op: Rollback, catalog: Catalog) -> str:

@@ -16,7 +16,7 @@ from ckptstore.cli.documents import run_document, state_marks, total_bytes, vers
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import age_text, bytes_text, count_text, metric_text, time_text
+from ckptstore.cli.text import age_text, bytes_text, count_text, counted, metric_text, time_text
 from ckptstore.config import SYSTEM
 from ckptstore.model import RunInfo, Version
 
@@ -93,7 +93,7 @@ def ls(
         if not total:
             output.note("no versions yet")
         elif len(versions) < total:
-            shown = f"{count_text(len(versions))} of {count_text(total)} versions"
+            shown = f"{count_text(len(versions))} of {counted(total, 'version')}"
             output.note(f"{shown}; --limit 0 lists all")
 
 

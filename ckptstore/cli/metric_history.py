@@ -9,7 +9,7 @@ from typing import Any, Final
 from ckptstore.catalog.history import History, Point
 from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.text import count_text, metric_text, time_text
+from ckptstore.cli.text import counted, metric_text, time_text
 
 __all__ = ["draw_history", "history_document", "sparkline"]
 
@@ -91,7 +91,7 @@ def draw_history(screen: Screen, found: History, *, limit: int, utc: bool) -> No
 
 def _extent(values: Sequence[float]) -> str:
     finite = [value for value in values if math.isfinite(value)]
-    count = f"{count_text(len(values))} versions"
+    count = counted(len(values), "version")
     if not finite:
         return f"{count}, no number"
     return f"{metric_text(min(finite))} to {metric_text(max(finite))}, {count}"

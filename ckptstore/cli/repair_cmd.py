@@ -12,7 +12,7 @@ from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, S
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.cli.text import bytes_text, count_text, counted
 from ckptstore.cli.verify_cmd import VerifyLevel
 from ckptstore.errors import IntegrityError
 
@@ -91,11 +91,11 @@ def _draw(screen: Screen, report: RepairReport) -> None:
     if any(not commit.mended for commit in report.commits):
         screen.line(
             f"the log can be read up to commit {count_text(report.commits_readable)}, with "
-            f"{count_text(report.versions_readable)} versions; mend it before anything else",
+            f"{counted(report.versions_readable, 'version')}; mend it before anything else",
             "bold red",
         )
     elif report.lost:
-        screen.line(f"something is lost of {count_text(len(report.lost))} versions", "bold red")
+        screen.line(f"something is lost of {counted(len(report.lost), 'version')}", "bold red")
     elif report.problems or report.commits or report.snapshots:
         screen.line(
             "everything can be mended" if report.dry_run else "everything is mended", "green"
@@ -129,11 +129,11 @@ def _notes(report: RepairReport) -> list[str]:
     notes = []
     if report.snapshots:
         done = "to be folded" if report.dry_run else "folded"
-        notes.append(f"{count_text(len(report.snapshots))} damaged catalog snapshots, {done} anew")
+        notes.append(f"{counted(len(report.snapshots), 'damaged catalog snapshot')}, {done} anew")
     if report.pieces:
         parts = ", ".join(f"{count_text(n)} {name}" for name, n in sorted(report.pieces.items()))
         notes.append(f"chunks: {parts}; {bytes_text(report.written_bytes)} written")
     if report.quarantined:
-        count = count_text(len(report.quarantined))
-        notes.append(f"{count} versions recorded as damaged: no save shares with them")
+        count = counted(len(report.quarantined), "version")
+        notes.append(f"{count} recorded as damaged: no save shares with them")
     return notes

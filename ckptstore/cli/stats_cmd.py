@@ -9,7 +9,7 @@ from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.cli.text import bytes_text, count_text, counted
 
 if TYPE_CHECKING:
     from ckptstore.ops.sharing import SharedUsage
@@ -39,6 +39,8 @@ def stats(
         condemned = len(catalog.condemned)
     document = {"store": url, **_document(totals, shared, deleted, condemned)}
     output.show(document, lambda screen: _draw(screen, totals, shared, deleted, condemned))
+    for reason in shared.skipped:
+        output.note(f"left out of what is live: {reason}")
 
 
 def _document(
@@ -62,6 +64,7 @@ def _document(
             for role, part in totals.roles.items()
         },
         "shares": [{"runs": share.runs, "bytes": share.size_bytes} for share in shared.shares],
+        "skipped": shared.skipped,
         "objects": {
             kind: {"count": part.count, "bytes": part.size_bytes}
             for kind, part in totals.objects.items()
@@ -77,16 +80,16 @@ def _draw(
     live = shared.stored_bytes
     ratio = f"{totals.total.logical / live:.2f} bytes of state for each byte" if live else "-"
     versions = count_text(totals.versions_count)
-    chunks = count_text(shared.chunks_count)
+    chunks = counted(shared.chunks_count, "chunk")
     screen.fields(
         {
             "runs": count_text(totals.runs_count),
             "versions": f"{versions} ({count_text(deleted)} deleted)" if deleted else versions,
             "commits": count_text(totals.commits_count),
             "state": f"{bytes_text(totals.total.logical)} if every version were loaded",
-            "distinct": f"{bytes_text(shared.raw_bytes)} in {chunks} chunks",
+            "distinct": f"{bytes_text(shared.raw_bytes)} in {chunks}",
             "live": f"{bytes_text(live)} stored: {ratio}",
-            "dead": f"{bytes_text(dead)} in packs, {count_text(condemned)} objects condemned",
+            "dead": f"{bytes_text(dead)} in packs, {counted(condemned, 'object')} condemned",
             "objects": bytes_text(totals.size_bytes),
         }
     )

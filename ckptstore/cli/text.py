@@ -11,6 +11,7 @@ __all__ = [
     "age_text",
     "bytes_text",
     "count_text",
+    "counted",
     "metric_text",
     "parse_bytes",
     "printable",
@@ -71,16 +72,23 @@ def count_text(count: int) -> str:
     return f"{count:,}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count and what is counted, given in the singular: ``1 pack``, ``1,200 packs``."""
+    return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
+
+
 def metric_text(value: float) -> str:
     """Return a metric to six digits."""
     return f"{value:.6g}"
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration: ``0.42 ms``, ``3.1 s``, ``12 min``."""
+    """Return a duration: ``0.42 ms``, ``3.1 s``, ``12 min``, ``12 h``."""
     if abs(seconds) < 0.9995:
         return f"{seconds * 1000:.3g} ms"
-    return f"{seconds:.3g} s" if abs(seconds) < 119.5 else f"{seconds / 60:.3g} min"
+    if abs(seconds) < 119.5:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if abs(seconds) < 7170 else f"{seconds / 3600:,.4g} h"
 
 
 def age_text(seconds: float) -> str:

@@ -13,7 +13,7 @@ from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, S
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, is_run_name, opened
-from ckptstore.cli.text import bytes_text, count_text, seconds_text
+from ckptstore.cli.text import bytes_text, count_text, counted, seconds_text
 from ckptstore.errors import IntegrityError, InvalidInputError
 from ckptstore.model import Version
 from ckptstore.store import Store
@@ -152,29 +152,35 @@ def _draw(screen: Screen, report: VerifyReport, *, quiet: bool) -> None:
         screen.line()
         damaged = len(report.damaged_versions)
         screen.line(
-            f"{count_text(len(report.problems))} problems; {count_text(damaged)} of "
-            f"{count_text(report.versions_count)} versions are damaged",
+            f"{counted(len(report.problems), 'problem')}; {count_text(damaged)} of "
+            f"{counted(report.versions_count, 'version')} damaged",
             "bold red",
         )
     elif not quiet:
-        what = f"{count_text(report.versions_count)} versions in {count_text(report.packs_count)}"
+        packs = counted(report.packs_count, "pack")
+        what = f"{counted(report.versions_count, 'version')} in {packs}"
         if report.sample is not None:
             what = f"part {report.sample.part} of {report.sample.parts} of {what}"
         read = f", {bytes_text(report.read_bytes)} read" if report.level == "full" else ""
-        screen.line(f"no damage: {what} packs{read}, {seconds_text(report.seconds)}", "green")
+        screen.line(f"no damage: {what}{read}, {seconds_text(report.seconds)}", "green")
     if quiet:
         return
     if report.recorded:
-        screen.line(f"{count_text(len(report.recorded))} versions recorded as sound")
-    for kind, meaning in _NOTICES.items():
+        screen.line(f"{counted(len(report.recorded), 'version')} recorded as sound")
+    for kind, (one, many) in _NOTICES.items():
         sizes = [notice.size_bytes for notice in report.notices if notice.kind == kind]
         if sizes:
-            screen.line(f"{count_text(len(sizes))} {meaning}, {bytes_text(sum(sizes))}")
+            meaning = one if len(sizes) == 1 else many
+            objects = counted(len(sizes), "object")
+            screen.line(f"{objects} {meaning}, {bytes_text(sum(sizes))}")
 
 
 _NOTICES: Final = {
-    "condemned": "objects wait to be swept: ckptstore gc",
-    "orphan": "objects are named by no version: uploads at work, or left over for ckptstore gc",
-    "unknown": "objects are not ckptstore's",
+    "condemned": ("waits to be swept: ckptstore gc", "wait to be swept: ckptstore gc"),
+    "orphan": (
+        "is named by no version: an upload at work, or left over for ckptstore gc",
+        "are named by no version: uploads at work, or left over for ckptstore gc",
+    ),
+    "unknown": ("is not ckptstore's", "are not ckptstore's"),
 }
-"""What to say of objects that no version needs; none of it is damage."""
+"""What to say of one and of several objects that no version needs; none of it is damage."""

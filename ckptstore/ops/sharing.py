@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
@@ -69,6 +70,8 @@ class SharedUsage:
     """By version id; exclusive is what no other version needs."""
     shares: tuple[Share, ...] = ()
     """By set of runs, the largest first; those of one run alone are left out."""
+    skipped: tuple[str, ...] = ()
+    """Why versions were left out, a sentence each: their manifests are gone or damaged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ class VersionSharing:
     """Stored bytes that versions of a run need too, by run, the most first."""
     versions: dict[str, int] = field(default_factory=dict)
     """The same by version id."""
+    skipped: tuple[str, ...] = ()
+    """Why other versions were left out; see :class:`SharedUsage`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,12 +188,11 @@ def shared_usage(
 ) -> SharedUsage:
     """Return what the live versions of a store hold; reads each of their manifests once.
 
-    Memory: 40 bytes a distinct chunk, and one manifest.
+    A version whose manifest cannot be read is left out, and the report says so. Memory: 40 bytes a
+    distinct chunk, and one manifest.
 
     Raises
     ------
-    CorruptObjectError
-        A manifest is damaged; the message names its version.
     StorageError
         The storage failed.
     """
@@ -196,10 +200,13 @@ def shared_usage(
     packs, roles, runs = _Names(), _Names(), _Names()
     ledger = _Ledger()
     held = np.zeros(len(versions.ids), np.int64)
+    skipped: dict[str, str] = {}
     for place, version in enumerate(versions.all):
-        chunks = _chunks(cache.load(version), packs, roles)
-        held[place] = chunks.size.sum()
-        ledger.add(chunks, place, runs.of(version.run))
+        manifest = _manifest(cache, version, skipped)
+        if manifest is not None:
+            chunks = _chunks(manifest, packs, roles)
+            held[place] = chunks.size.sum()
+            ledger.add(chunks, place, runs.of(version.run))
         _tell(progress, place + 1, len(versions.ids))
     ledger.settle()
     alone = ledger.owner >= 0
@@ -208,7 +215,7 @@ def shared_usage(
     by_set = _sums(ledger.runs, ledger.size, len(ledger.sets))
     names = list(runs.places)
     return SharedUsage(
-        versions_count=len(versions.ids),
+        versions_count=len(versions.ids) - len(skipped),
         chunks_count=len(ledger.keys),
         stored_bytes=int(ledger.size.sum()),
         raw_bytes=int(ledger.raw.sum()),
@@ -217,9 +224,20 @@ def shared_usage(
         versions={
             version_id: HeldBytes(held=int(all_of_it), exclusive=int(own))
             for version_id, all_of_it, own in zip(versions.ids, held, exclusive, strict=True)
+            if version_id not in skipped
         },
         shares=_shares(ledger, by_set, names),
+        skipped=tuple(skipped.values()),
     )
+
+
+def _manifest(cache: Manifests, version: Version, skipped: dict[str, str]) -> Manifest | None:
+    """Return the manifest of a version; None, and why in `skipped`, if it is gone or damaged."""
+    try:
+        return cache.load(version)
+    except (IntegrityError, FormatError) as error:
+        skipped[version.id] = error.message
+        return None
 
 
 def _of_run(ledger: _Ledger, by_set: npt.NDArray[np.int64], run: int) -> HeldBytes:
@@ -250,8 +268,10 @@ def version_sharing(
     ------
     VersionNotFoundError
         Only its record is kept.
-    CorruptObjectError, StorageError
-        As :func:`shared_usage`.
+    CorruptObjectError
+        The manifest of the version itself is gone or damaged; that of another is left out.
+    StorageError
+        The storage failed.
     """
     packs, roles = _Names(), _Names()
     mine = _chunks(cache.load(version), packs, roles)
@@ -260,9 +280,11 @@ def version_sharing(
     by_run: dict[str, npt.NDArray[np.bool_]] = {}
     by_version: dict[str, int] = {}
     versions = _Live.of(repo.refresh())
+    skipped: dict[str, str] = {}
     for place, other in enumerate(versions.all):
-        if other.id != version.id:
-            others = _chunks(cache.load(other), packs, _Names())
+        manifest = None if other.id == version.id else _manifest(cache, other, skipped)
+        if manifest is not None:
+            others = _chunks(manifest, packs, _Names())
             common = np.isin(mine.keys, others.keys, assume_unique=True)
             if common.any():
                 shared |= common
@@ -284,6 +306,7 @@ def version_sharing(
         },
         runs=dict(sorted(most.items(), key=lambda item: (-item[1], item[0]))),
         versions=by_version,
+        skipped=tuple(skipped.values()),
     )
 
 

@@ -131,7 +131,10 @@ class Store(Checking, Retaining):
         self.close()
 
     def close(self) -> None:
-        """Release connections; idempotent. Nothing is lost: every save was durable on return."""
+        """Release connections; idempotent. Nothing is lost: every save was durable on return.
+
+        What is asked of the store or its runs afterwards raises InvalidInputError.
+        """
         self._repo.close()
 
     @property
@@ -261,6 +264,7 @@ class Store(Checking, Retaining):
         CorruptObjectError
             A commit is damaged or the history was changed; the message names it.
         """
+        self._repo.check_open()
         return list(self._repo.log.commits(first))
 
     # --- loading ------------------------------------------------------------------------------

@@ -160,6 +160,8 @@ def test_doctor_needs_no_store(cli: Cli, tmp_path: Path) -> None:
     """Checks, latencies, throughput and advice; nothing is left behind that makes a store."""
     where = tmp_path / "somewhere"
     out = cli("doctor", where, "--size", "2MiB").out
+    assert "-0.0 s" not in out
+    assert "+0.0 s" not in out
     for part in ("create twice", "LATENCY", "storage clock", "write", "put-if-absent: atomic"):
         assert part in out
     document = cli("doctor", where, "--size", "0", "--json").document

@@ -80,7 +80,7 @@ def test_verify_counts_what_no_version_needs(cli: Cli, store_path: Path) -> None
     (store_path / "packs" / "notes.txt").write_text("mine")
     result = cli("verify", "-s", store_path)
     assert result.code == 0
-    assert "1 objects are not ckptstore's" in result.out
+    assert "1 object is not ckptstore's" in result.out
     document = cli("verify", "--json", "-s", store_path).document
     assert [n["kind"] for n in document["notices"]] == ["unknown"]
 
@@ -136,3 +136,16 @@ def test_latest_valid_is_a_ref_everywhere(
     assert cli("export", "gpt@latest-valid", target, "-q", "-s", damaged).code == 0
     assert target.exists()
     assert cli("export", "gpt@latest", tmp_path / "other.safetensors", "-s", damaged).code == 5
+
+
+def test_totals_leave_out_what_has_no_manifest(cli: Cli, store_path: Path) -> None:
+    """Stats and du --shared count the rest, and name the version that they left out."""
+    with ckptstore.open(store_path) as store:
+        (store_path / store.resolve("gpt@300").manifest_key).unlink()
+    for command in (["stats"], ["du", "--shared"], ["du", "gpt@400", "--shared"]):
+        result = cli(*command, "-s", store_path)
+        assert result.code == 0
+        assert "gpt@300" in result.err
+    (reason,) = cli("stats", "--json", "-s", store_path).document["skipped"]
+    assert "is gone" in reason
+    assert cli("du", "gpt@300", "--shared", "-s", store_path).code == 5

@@ -187,6 +187,7 @@ def test_interval(cli: Cli, store_path: Path) -> None:
     assert longer["lost"] > document["lost"]
     text = cli("interval", "gpt", "--mtbf", "12h", "-s", store_path).out
     assert "interval (Daly)" in text
+    assert "12 h" in text
     assert "steps" in text
     assert cli("interval", "gpt", "-s", store_path).code == 2
     assert cli("interval", "gtp", "--mtbf", "12h", "-s", store_path).code == 3

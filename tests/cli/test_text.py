@@ -9,6 +9,7 @@ import pytest
 from ckptstore.cli.text import (
     age_text,
     bytes_text,
+    counted,
     metric_text,
     parse_bytes,
     printable,
@@ -89,6 +90,17 @@ def test_durations_and_metrics() -> None:
         "1e-09",
         "nan",
     ]
+
+
+def test_long_durations_are_in_hours() -> None:
+    """From two hours on, with commas where there are many."""
+    assert [seconds_text(x) for x in (6000, 43_200, 5_400_000)] == ["100 min", "12 h", "1,500 h"]
+
+
+def test_one_is_not_many() -> None:
+    """A count and its noun agree."""
+    found = [counted(count, "pack") for count in (0, 1, 2, 1200)]
+    assert found == ["0 packs", "1 pack", "2 packs", "1,200 packs"]
 
 
 def test_times_are_local_or_marked_utc() -> None:

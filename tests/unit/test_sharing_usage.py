@@ -7,9 +7,10 @@ import torch
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import CorruptObjectError
 from ckptstore.limits import KIB
 from ckptstore.ops import sharing
-from ckptstore.repo import create_on
+from ckptstore.repo import create_on, open_on
 
 EACH = 64 + 48
 """Header of a chunk and its row in the index, in bytes."""
@@ -143,3 +144,25 @@ def test_empty_and_tiny_stores(memory: MemoryBackend) -> None:
     usage = store.sharing()
     assert usage.versions == {version.id: sharing.HeldBytes()}
     assert store.sharing_of("r").versions == {}
+
+
+@pytest.mark.parametrize("damage", ["gone", "damaged"])
+def test_a_version_without_its_manifest_is_left_out(
+    store: ckptstore.Store, memory: MemoryBackend, damage: str
+) -> None:
+    """The others are counted as if it were deleted, and the reason names it."""
+    victim = store.resolve("alone")
+    memory.delete(victim.manifest_key)
+    if damage == "damaged":
+        memory.put(victim.manifest_key, b"x" * victim.manifest_bytes)
+    reader = ckptstore.Store(open_on(memory))
+
+    usage = reader.sharing()
+    assert victim.id not in usage.versions
+    assert len(usage.versions) == usage.versions_count == len(store.versions()) - 1
+    (reason,) = usage.skipped
+    assert f"alone@0 (#{victim.id[:8]})" in reason
+
+    assert reader.sharing_of("ft@2").skipped == usage.skipped
+    with pytest.raises(CorruptObjectError):
+        reader.sharing_of("alone")

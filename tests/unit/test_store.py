@@ -380,3 +380,25 @@ def test_damage_is_told_once(tmp_path: Path, gone: bool) -> None:
             store.load("r")
     what = "the pack is gone" if gone else "stored bytes do not match their checksum"
     assert caught.value.message == f"tensor w: {what} (pack {pack.stem}, byte 32)"
+
+
+def test_a_closed_store_says_so(tmp_path: Path) -> None:
+    """Reading, saving and the log are refused alike; closing again is no error."""
+    with ckptstore.open(tmp_path / "store", create=True) as store:
+        run = store.run("r")
+        run.save({"x": torch.ones(2)}, step=1)
+    refused: list[Callable[[], object]] = [
+        store.runs,
+        store.log,
+        store.verify,
+        store.stats,
+        run.load,
+        run.versions,
+        lambda: store.load("r"),
+        lambda: run.save({"x": torch.ones(2)}, step=2),
+        lambda: store.tag("r", "good"),
+    ]
+    for call in refused:
+        with pytest.raises(InvalidInputError, match="is closed"):
+            call()
+    store.close()
