@@ -28,7 +28,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 
-__all__ = ["Check", "ProbeReport", "probe"]
+__all__ = ["Check", "ProbeReport", "offset_text", "probe"]
 
 _BODY_BYTES: Final = 64 * limits.KIB
 _RACER_S: Final = 120.0
@@ -121,6 +121,12 @@ def probe(
         return run.report()
     finally:
         run.clean()
+
+
+def offset_text(seconds: float) -> str:
+    """Return the offset of a clock to a tenth of a second; nothing has no sign."""
+    text = f"{seconds:+.1f} s"
+    return "0.0 s" if text in {"+0.0 s", "-0.0 s"} else text
 
 
 class _Probe:
@@ -303,7 +309,7 @@ class _Probe:
         with self._timed("stat"):
             info = self._backend.stat(key)
         self._offset = info.modified_at - now
-        return True, f"{self._offset:+.1f} s from ours"
+        return True, f"{offset_text(self._offset)} from ours"
 
     def _delete(self) -> tuple[bool, str]:
         key = f"{self._root}read-1"

@@ -82,13 +82,13 @@ def doctor(
 
 
 def _draw(screen: Screen, url: str, report: ProbeReport, speed: Speed | None) -> None:
+    from ckptstore.backends.probe import offset_text
+
     screen.heading(f"{url} ({report.backend})")
     screen.line()
     draw_findings(screen, report.to_dict())
     screen.line()
-    # One that rounds to nothing has no sign.
-    offset = f"{report.clock_offset_s:+.1f}" if abs(report.clock_offset_s) >= 0.05 else "0.0"
-    fields = {"storage clock": f"{offset} s from ours"}
+    fields = {"storage clock": f"{offset_text(report.clock_offset_s)} from ours"}
     if speed is not None:
         moved = bytes_text(speed.bytes_moved)
         fields["write"] = f"{bytes_text(speed.write_bytes_per_s)}/s, {moved} until durable"
