@@ -191,8 +191,8 @@ GC_REPACK_BELOW: Final = 0.5
 # Live bytes that a repack copies before it commits. Source: what a crash may cost; 64 GiB are some
 # minutes of copying, and one rewrite of each manifest concerned.
 GC_REPACK_BATCH_BYTES: Final = 64 * GIB
-# Versions that one commit relocates. Source: an operation takes up to 10 KB with 64 roles, so 2.5 MB
-# of COMMIT_BYTES_MAX.
+# Versions that one commit relocates. Source: an operation takes up to 10 KB with 64 roles, so
+# 2.5 MB of COMMIT_BYTES_MAX.
 GC_MOVES_PER_COMMIT: Final = 256
 
 # --- verify and repair ------------------------------------------------------------------------

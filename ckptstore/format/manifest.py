@@ -40,7 +40,7 @@ from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format import framing
 from ckptstore.format.dtypes import ITEM_BYTES
 
-__all__ = ["MAGIC", "Manifest", "PieceTable", "TensorRecord", "decode", "encode", "packs_named"]
+__all__ = ["MAGIC", "Manifest", "PieceTable", "TensorRecord", "decode", "encode", "outline"]
 
 MAGIC: Final = b"CKPTMANI"
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
@@ -237,17 +237,18 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
     )
 
 
-class _Packs(msgspec.Struct, frozen=True, kw_only=True):
-    """The one field of the map that tells which objects a manifest needs."""
+class _Outline(msgspec.Struct, frozen=True, kw_only=True):
+    """The two fields of the map that tell which version it is of, and which objects it needs."""
 
+    version: str
     packs: bytes
 
 
-def packs_named(data: bytes, *, where: str) -> tuple[str, ...]:
-    """Return the ids of the packs that a manifest names, whatever version it is of.
+def outline(data: bytes, *, where: str) -> tuple[str, tuple[str, ...]]:
+    """Return the version that a manifest says it is of, and the ids of the packs that it names.
 
-    For manifests that nothing needs any more; one that is to be relied on is read by
-    :func:`decode`, which checks it whole.
+    For manifests that nothing needs; one that is to be relied on is read by :func:`decode`, which
+    checks it whole.
 
     Raises
     ------
@@ -260,12 +261,13 @@ def packs_named(data: bytes, *, where: str) -> tuple[str, ...]:
         MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
     )
     try:
-        packs = msgspec.msgpack.decode(raw, type=_Packs).packs
+        body = msgspec.msgpack.decode(raw, type=_Outline)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise _corrupt(where, f"not a manifest: {error}") from error
-    if len(packs) % 16 or len(packs) > 16 * limits.PACKS_MAX:
-        raise _corrupt(where, f"{len(packs)} bytes of packs")
-    return tuple(packs[at : at + 16].hex() for at in range(0, len(packs), 16))
+    size = len(body.packs)
+    if size % 16 or size > 16 * limits.PACKS_MAX:
+        raise _corrupt(where, f"{size} bytes of packs")
+    return body.version, tuple(body.packs[at : at + 16].hex() for at in range(0, size, 16))
 
 
 def _table(body: _Body, where: str) -> PieceTable:

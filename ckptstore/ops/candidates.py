@@ -18,7 +18,7 @@ from ckptstore.format.keys import (
     pack_key,
     version_id_of,
 )
-from ckptstore.format.manifest import packs_named
+from ckptstore.format.manifest import outline
 from ckptstore.format.snapshot import Details
 from ckptstore.ops.reach import Reach
 from ckptstore.repo import Repo
@@ -169,7 +169,7 @@ def _packs_of(
         if size > limits.MANIFEST_STORED_BYTES_MAX:
             return ()
         try:
-            return packs_named(repo.backend.get(key, bytes_max=size), where=key)
+            return outline(repo.backend.get(key, bytes_max=size), where=key)[1]
         except (IntegrityError, FormatError, NotFoundError):
             return ()
 

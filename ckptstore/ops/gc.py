@@ -192,7 +192,8 @@ def gc(
     run = _Collection(repo=repo, reach=reach, found=found, progress=progress)
     figures = _figures(run, catalog, grace_s=grace_s)
     if not force:
-        check_log_is_whole(repo, catalog, sum(map(_is_manifest, figures["orphans"])))
+        strays = sum(map(_is_manifest, figures["orphans"]))
+        check_log_is_whole(repo, catalog, strays, in_flight=orphan_age_s <= 0)
     chunks = reach.chunks(catalog)
     below = repack_below if repack_below is not None else 0.0
     victims = choose(chunks, found.objects, below=below)

@@ -16,7 +16,9 @@ from ckptstore.repo import Repo
 __all__ = ["check_log_is_whole"]
 
 
-def check_log_is_whole(repo: Repo, catalog: Catalog, stray_manifests: int) -> None:
+def check_log_is_whole(
+    repo: Repo, catalog: Catalog, stray_manifests: int, *, in_flight: bool = False
+) -> None:
     """Return if nothing says that commits were lost.
 
     Parameters
@@ -26,6 +28,8 @@ def check_log_is_whole(repo: Repo, catalog: Catalog, stray_manifests: int) -> No
     stray_manifests
         Manifests that no commit names and that are no save under way. A save leaves one behind
         only if it dies in the moment between its manifest and its commit.
+    in_flight
+        Some of them may be of saves under way after all: a first save is no lost log.
 
     Raises
     ------
@@ -39,7 +43,7 @@ def check_log_is_whole(repo: Repo, catalog: Catalog, stray_manifests: int) -> No
         what = (
             f"the catalog snapshot {newest} is newer than the log, which ends at {catalog.number}"
         )
-    elif not catalog.number and stray_manifests:
+    elif not catalog.number and stray_manifests and not in_flight:
         what = f"there is no commit, but {stray_manifests} manifests of versions"
     elif stray_manifests > max(limits.STRAY_MANIFESTS_MAX, catalog.versions_count // 10):
         what = f"{stray_manifests} manifests are named by no commit"

@@ -26,7 +26,7 @@ def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as faultkit.gc_dr
     path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "faultkit.gc_driver"],
-        input=json.dumps({"seconds": seconds, "seed": 3, "kill_every_s": 2.0, **plan}).encode(),
+        input=json.dumps({"seconds": seconds, "seed": 3, "kill_every_s": 4.0, **plan}).encode(),
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         check=False,

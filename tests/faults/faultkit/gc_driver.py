@@ -163,9 +163,11 @@ class Child:
         run = store.fork(f"#{source.id}", f"fork-{step}")
         first = run.versions()[0]
         tell(f"saved {first.id}")
+        tell("forked")
         second = run.save(state_of(step), step=step)
         tell(f"saved {second.id}")
-        run.rollback(f"{source.step}")
+        store.rollback(f"#{first.id}")
+        tell("forked and rolled back")
         if problem := loads(store, first):
             tell(f"problem {problem}")
         for version in store.versions():
@@ -245,7 +247,7 @@ class Campaign:
                 swept, moved = rest.split()
                 self.figures["objects swept"] += int(swept)
                 self.figures["versions relocated"] += int(moved)
-            elif word != "failed":
+            elif word not in {"failed", "forked"}:
                 self.problems.append(line)
             self.figures[f"failed {rest.partition(':')[0]}" if word == "failed" else word] += 1
 
