@@ -192,7 +192,7 @@ def gc(
     run = _Collection(repo=repo, reach=reach, found=found, progress=progress)
     figures = _figures(run, catalog, grace_s=grace_s)
     if not force:
-        strays = sum(map(_is_manifest, figures["orphans"]))
+        strays = [key for key in figures["orphans"] if version_id_of(key) is not None]
         check_log_is_whole(repo, catalog, strays, in_flight=orphan_age_s <= 0)
     chunks = reach.chunks(catalog)
     below = repack_below if repack_below is not None else 0.0
@@ -261,10 +261,6 @@ def _figures(run: _Collection, catalog: Catalog, *, grace_s: float) -> dict[str,
         "nameless": nameless,
         "young": [key for key in nameless if key not in chosen],
     }
-
-
-def _is_manifest(key: str) -> bool:
-    return version_id_of(key) is not None
 
 
 def _check(grace_s: float, orphan_age_s: float, repack_below: float | None) -> None:

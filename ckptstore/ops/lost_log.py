@@ -7,17 +7,20 @@ it at its word would delete them, so what cannot come from saves that died is re
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.errors import CorruptObjectError
+from ckptstore.errors import CorruptObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
+from ckptstore.format.manifest import outline
 from ckptstore.repo import Repo
 
 __all__ = ["check_log_is_whole"]
 
 
 def check_log_is_whole(
-    repo: Repo, catalog: Catalog, stray_manifests: int, *, in_flight: bool = False
+    repo: Repo, catalog: Catalog, strays: Collection[str], *, in_flight: bool = False
 ) -> None:
     """Return if nothing says that commits were lost.
 
@@ -25,9 +28,10 @@ def check_log_is_whole(
     ----------
     catalog
         The newest.
-    stray_manifests
-        Manifests that no commit names and that are no save under way. A save leaves one behind
-        only if it dies in the moment between its manifest and its commit.
+    strays
+        Keys of manifests that no commit names and that are no save under way. A save leaves one
+        behind only if it dies in the moment between its manifest and its commit. A repack may leave
+        hundreds, but of versions that the log knows: where there are many, they are read.
     in_flight
         Some of them may be of saves under way after all: a first save is no lost log.
 
@@ -43,13 +47,31 @@ def check_log_is_whole(
         what = (
             f"the catalog snapshot {newest} is newer than the log, which ends at {catalog.number}"
         )
-    elif not catalog.number and stray_manifests and not in_flight:
-        what = f"there is no commit, but {stray_manifests} manifests of versions"
-    elif stray_manifests > max(limits.STRAY_MANIFESTS_MAX, catalog.versions_count // 10):
-        what = f"{stray_manifests} manifests are named by no commit"
+    elif not catalog.number and strays and not in_flight:
+        what = f"there is no commit, but {len(strays)} manifests of versions"
     else:
-        return
+        bound = max(limits.STRAY_MANIFESTS_MAX, catalog.versions_count // 10)
+        unknown = _unknown(repo, strays) if len(strays) > bound else 0
+        if unknown <= bound:
+            return
+        what = f"{unknown} manifests are of versions that no commit names"
     msg = f"commits seem to be lost: {what}"
     raise CorruptObjectError(
         msg, hint="restore commits/ from a replica or a backup before anything is collected"
     )
+
+
+def _unknown(repo: Repo, strays: Collection[str]) -> int:
+    """Return how many manifests are of no version that the log knows by now, or cannot be read."""
+    catalog = repo.refresh()
+    count = 0
+    for key in strays:
+        try:
+            data = repo.backend.get(key, bytes_max=limits.MANIFEST_STORED_BYTES_MAX)
+            known = catalog.has_version(outline(data, where=key)[0])
+        except NotFoundError:
+            continue  # another collection was faster
+        except (IntegrityError, FormatError):
+            known = False
+        count += not known
+    return count

@@ -168,9 +168,9 @@ def verify(
 
 def _check_ends(survey: Survey, notices: Sequence[Notice]) -> None:
     """Report it if what lies in the store says that the log is cut short."""
-    strays = [n for n in notices if n.kind == "orphan" and version_id_of(n.key) is not None]
+    strays = [n.key for n in notices if n.kind == "orphan" and version_id_of(n.key) is not None]
     try:
-        check_log_is_whole(survey.repo, survey.repo.catalog, len(strays))
+        check_log_is_whole(survey.repo, survey.repo.catalog, strays)
     except CorruptObjectError as error:
         survey.found(error, None)
 

@@ -73,7 +73,7 @@ class StoreMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         StoreMachine.count += 1
-        self.environment = SimulatedEnvironment(StoreMachine.count)
+        self.environment = SimulatedEnvironment()
         self.backend = MemoryBackend(
             f"store-machine-{StoreMachine.count}", environment=self.environment
         )

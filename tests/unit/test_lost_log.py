@@ -72,3 +72,20 @@ def test_a_save_that_died_before_its_commit_is_no_lost_log(place: Path) -> None:
 
     assert report.condemned["manifests"].count == 1
     assert not stray.exists()
+
+
+def test_a_repack_that_died_before_its_commit_is_no_lost_log(place: Path) -> None:
+    """Many manifests without a commit, of versions that the log knows, are collected as ever."""
+    manifest = next(place.rglob("*.manifest"))
+    for number in range(40):
+        stray = place / "manifests" / "ab" / f"ab{number:030x}.manifest"
+        stray.parent.mkdir(exist_ok=True)
+        shutil.copy(manifest, stray)
+    with ckptstore.open(place) as store:
+        assert store.verify().ok
+        report = store.gc(grace_s=0, orphan_age_s=0)
+
+    assert report.condemned["manifests"].count == 40
+    with ckptstore.open(place) as store:
+        assert store.verify().ok
+        assert len(store.versions()) == 30
