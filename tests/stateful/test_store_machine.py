@@ -375,7 +375,7 @@ def run(examples: int, steps: int, *, same: bool = False) -> Counter[str]:
 
 def test_clients_beside_collections() -> None:
     """A few thousand steps of four clients; every kind of operation succeeds in some."""
-    figures = run(30, 120, same=True)
+    figures = run(25, 110, same=True)
 
     print(sorted(figures.items()))  # noqa: T201 - shown where the test fails
     assert figures["steps"] > 2000

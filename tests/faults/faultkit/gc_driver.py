@@ -128,6 +128,13 @@ class Child:
             lines[0] = self.rest.decode() + lines[0]
         return lines
 
+    def ended(self) -> int:
+        """Return the exit code of a process that ended by itself; negative: by this signal."""
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self.reading)
+        self.pid = -1
+        return os.waitstatus_to_exitcode(status)
+
     def work(self, tell: Tell) -> None:
         """Do what the name says until killed."""
         chance = random.Random(f"{self.plan.seed} {self.name} {self.life}")
@@ -272,9 +279,10 @@ class Campaign:
                 lines = child.hear()
                 self.take(lines)
                 if not lines and not child.rest:
-                    self.problems.append(f"a {child.name} ended by itself")
+                    self.problems.append(f"a {child.name} ended by itself: {child.ended()}")
         for child in self.children:
-            self.take(child.kill())
+            if child.pid != -1:
+                self.take(child.kill())
         return self.found()
 
     def found(self) -> dict[str, Any]:
