@@ -197,6 +197,11 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     slab: bytes
 
 
+# Made once, on import: msgspec 0.22 crashes (a NULL pointer) when several threads decode the first
+# record of a type at once, since each fills in what is known of the type.
+_BODY: Final = msgspec.msgpack.Decoder(_Body)
+
+
 def decode(data: bytes, *, where: str, version: str) -> Manifest:
     """Return the manifest in `data`, every number within its limits and consistent.
 
@@ -218,7 +223,7 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
     )
     try:
-        body = msgspec.msgpack.decode(raw, type=_Body)
+        body = _BODY.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise _corrupt(where, f"not a manifest: {error}") from error
     if body.version != version:
@@ -244,6 +249,9 @@ class _Outline(msgspec.Struct, frozen=True, kw_only=True):
     packs: bytes
 
 
+_OUTLINE: Final = msgspec.msgpack.Decoder(_Outline)
+
+
 def outline(data: bytes, *, where: str) -> tuple[str, tuple[str, ...]]:
     """Return the version that a manifest says it is of, and the ids of the packs that it names.
 
@@ -261,7 +269,7 @@ def outline(data: bytes, *, where: str) -> tuple[str, tuple[str, ...]]:
         MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
     )
     try:
-        body = msgspec.msgpack.decode(raw, type=_Outline)
+        body = _OUTLINE.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         raise _corrupt(where, f"not a manifest: {error}") from error
     size = len(body.packs)
