@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -84,7 +85,7 @@ class Checking:
         from ckptstore.ops.verify import sample_of, verify
 
         now_ms = self._repo.environment.now_ms()
-        versions = None if refs is None else [self.resolve(ref) for ref in refs]
+        versions = None if refs is None else [self.resolve(r) for r in check_listed(refs, "refs")]
         if unverified:
             if refs is not None:
                 msg = "refs and unverified exclude each other"

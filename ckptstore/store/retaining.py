@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Literal
 
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.refs import parse_ref
+from ckptstore.errors import InvalidInputError
+from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -94,10 +96,12 @@ class Retaining:
     ) -> list[Version]:
         """Keep only the weights of versions, or only their records; return those that changed.
 
+        This is for good: :meth:`undelete` does not bring back what goes.
+
         Parameters
         ----------
         force
-            Also the head of a run, from which its training could then not go on.
+            Also tagged ones, and the head of a run, from which its training could then not go on.
 
         Raises
         ------
@@ -106,7 +110,7 @@ class Retaining:
         """
         from ckptstore.ops.ageing import age
 
-        versions = [self.resolve(ref) for ref in refs]
+        versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
         ids = age(self._repo, self._manifests, versions, level, force=force)
         return [self._repo.catalog.version(one) for one in ids]
 
@@ -114,6 +118,7 @@ class Retaining:
         self,
         refs: Sequence[str],
         *,
+        keep: Literal["weights", "record"] | None = None,
         reason: str = "",
         force: bool = False,
         dry_run: bool = False,
@@ -122,6 +127,9 @@ class Retaining:
 
         Parameters
         ----------
+        keep
+            Delete only a part of each: keep its weights, or its record. This cannot be undone; see
+            :meth:`age`, which does the same. Versions of which no more is kept are left out.
         reason
             For people who read the log.
         force
@@ -133,12 +141,36 @@ class Retaining:
         Raises
         ------
         PolicyError
-            One is pinned, or needs `force`. Nothing was deleted.
+            One is pinned, or needs `force`; or has no tensors of role ``weights`` to keep. Nothing
+            was deleted.
+        InvalidInputError
+            No version is named; or a reason is given for what the log has no place for one.
         """
         from ckptstore.ops.remove import remove
 
-        versions = [self.resolve(ref) for ref in refs]
+        versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
+        if keep is not None:
+            return self._reduce(versions, keep, reason=reason, force=force, dry_run=dry_run)
         return remove(self._repo, versions, reason=reason, force=force, dry_run=dry_run)
+
+    def _reduce(
+        self,
+        versions: Sequence[Version],
+        keep: Literal["weights", "record"],
+        *,
+        reason: str,
+        force: bool,
+        dry_run: bool,
+    ) -> list[Removal]:
+        from ckptstore.ops.ageing import age, foresee
+
+        if reason or not versions:
+            msg = "no version to remove a part of" if not versions else "a part goes without reason"
+            raise InvalidInputError(msg, hint="reasons are kept of whole versions that are deleted")
+        found = foresee(self._repo, versions, keep, force=force)
+        if not dry_run:
+            age(self._repo, self._manifests, versions, keep, force=force)
+        return found
 
     def undelete(self, refs: Sequence[str]) -> list[Version]:
         """Make deleted versions be there again, all or none; return them.
@@ -152,11 +184,13 @@ class Retaining:
         ------
         VersionNotFoundError
             No deleted version is named so; or a collection has deleted what it needs.
+        InvalidInputError
+            One is there: it was not deleted, or only a part of it was, which is for good.
         CondemnedError
             A collection is about to delete what one needs.
         """
         from ckptstore.ops.remove import find_deleted, undelete
 
         catalog = self._repo.refresh()
-        ids = [find_deleted(catalog, parse_ref(ref)) for ref in refs]
+        ids = [find_deleted(catalog, parse_ref(ref)) for ref in check_listed(refs, "refs")]
         return undelete(self._repo, self._manifests, ids)

@@ -13,12 +13,15 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import RunInfo, Version
 
 if TYPE_CHECKING:
+    from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.checkpoint.transfer import TransferReport
     from ckptstore.format.commit import Direction
     from ckptstore.format.paths import Pattern
     from ckptstore.ops.latest_valid import LatestValid
     from ckptstore.ops.retain import AnyPolicy, RetainReport
+    from ckptstore.saver.pending import PendingSave
+    from ckptstore.saver.saver import IfBusy, Stage
     from ckptstore.store.store import Store
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
@@ -79,7 +82,8 @@ class Run:
     ) -> Version:
         """Save a state; return when it is durable and visible.
 
-        Tensors that the run's head holds already cost a digest and no bytes. Nothing is pickled.
+        Waits for saves of the run that are still under way in the background. Tensors that the
+        run's head holds already cost a digest and no bytes. Nothing is pickled.
 
         Parameters
         ----------
@@ -122,10 +126,10 @@ class Run:
             The storage gave no clear answer to the commit itself, and none when asked again: the
             version may appear. ``versions()`` tells, once the storage answers.
         """
-        from ckptstore.checkpoint.save import SaveRequest, save_version
+        from ckptstore.checkpoint.save import SaveRequest
 
         if retain:
-            self._check_policy()
+            self._check_policy(self._store.repo.refresh())
         request = SaveRequest(
             run=self.name,
             step=step,
@@ -138,17 +142,96 @@ class Run:
             adapters=adapters,
             progress=progress,
         )
-        version = save_version(self._store.repo, self._store._manifests, state, request)
+        version = self._store._save(state, request)
         if retain:
             self._retain_after_save()
             version = self._store.repo.catalog.version(version.id)
         return version
 
-    def _check_policy(self) -> None:
+    def save_async(
+        self,
+        state: object,
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        roles: Mapping[Pattern, str] | None = None,
+        codec: str | None = None,
+        adapters: Sequence[TypeAdapter] = (),
+        retain: bool = False,
+        if_busy: IfBusy = "wait",
+        stage: Stage = "now",
+        progress: ProgressCallback = silent,
+    ) -> PendingSave:
+        """Copy a state into host memory and return; what is left goes on in the background.
+
+        The caller may change its state when this returns, or with ``stage="background"`` after
+        ``wait_staged()``. An error arrives at the pending save, or at the next save of the run,
+        or at ``close``, and is logged at once; no version appears then. With the process engine
+        a state that was staged becomes durable even if this process is killed.
+
+        Parameters
+        ----------
+        state, step, metrics, tags, metadata, roles, codec, adapters
+            As for :meth:`save`.
+        retain
+            Carry out the retention policy of the run when it is durable.
+        if_busy
+            When ``in_flight`` saves of the store are still under way, or its ``staging_bytes``
+            are in use: ``"wait"``; ``"skip"`` this save, whose pending save says so; or
+            ``"fail"`` with SaveBusyError.
+        stage
+            ``"now"``: the copy is made before this returns. ``"background"``: it is made while
+            the training goes on, and only what torch does not count changes of (NumPy arrays)
+            is copied now; call ``wait_staged()`` before the state is changed.
+        progress
+            Called with the bytes done, in another thread.
+
+        Returns
+        -------
+        PendingSave
+            Has two moments, staged and durable; ``result()`` is the version.
+
+        Raises
+        ------
+        StateError, InvalidInputError
+            As :meth:`save`. Nothing was saved.
+        TornStateError
+            Another thread changed the state while it was copied; the tensor is named.
+        LimitError
+            The state is larger than ``staging_bytes``.
+        SaveBusyError
+            With ``if_busy="fail"``.
+        ReadOnlyError, UnsafeBackendError
+            The store cannot be written to.
+        CkptStoreError
+            An earlier save of this run failed in the background, and nobody has asked it.
+        """
+        began = self._store.repo.environment.monotonic()
+        from ckptstore.checkpoint.save import SaveRequest
+
+        if retain:
+            self._check_policy(self._store.repo.catalog)
+        request = SaveRequest(
+            run=self.name,
+            step=step,
+            directions=self._directions,
+            metrics=metrics or {},
+            tags=tags,
+            metadata=metadata or {},
+            roles=roles or {},
+            codec=codec or self._store.repo.options.codec,
+            adapters=adapters,
+            progress=progress,
+        )
+        saver = self._store._saver
+        return saver.save(state, request, began=began, if_busy=if_busy, stage=stage, retain=retain)
+
+    def _check_policy(self, catalog: Catalog) -> None:
         """Raise before a save that is to be followed by retention, if that could only fail."""
         from ckptstore.catalog.retention import stored_policy
 
-        catalog = self._store.repo.refresh()
         if not catalog.has_run(self.name) or stored_policy(catalog, self.name) is None:
             msg = f"run {self.name!r} has no retention policy"
             raise InvalidInputError(msg, hint="run.set_policy({'full': 'last 3'})")

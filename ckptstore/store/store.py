@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
 from ckptstore.catalog import changes
@@ -13,10 +13,11 @@ from ckptstore.catalog.metrics import check_directions
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.config import Options, workers_default
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
-from ckptstore.events import ProgressCallback, silent
+from ckptstore.events import Events, ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.repo import open_repo
+from ckptstore.store.background import Background
 from ckptstore.store.checking import Checking
 from ckptstore.store.retaining import Retaining
 from ckptstore.store.run import Run
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from ckptstore.ops.sharing import SharedUsage, VersionSharing
     from ckptstore.ops.usage import StoreStats, VersionUsage
     from ckptstore.repo import Repo
+    from ckptstore.saver.saver import Saver
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
@@ -52,6 +54,9 @@ def open_store(
     host_bytes: int = limits.HOST_BYTES_DEFAULT,
     workers: int | None = None,
     codec: str = "auto",
+    engine: str = "auto",
+    staging_bytes: int | None = None,
+    in_flight: int = limits.IN_FLIGHT_DEFAULT,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Store:
     """Open the store at a location. Exported as ``ckptstore.open``.
@@ -75,7 +80,16 @@ def open_store(
     workers
         Threads that hash, encode and decode; by default the usable processors, at most 8.
     codec
-        ``auto``, ``raw`` or ``zstd``; see :data:`ckptstore.codecs.registry.CODEC_CHOICES`.
+        ``auto``, ``raw`` or ``zstd``; see :data:`ckptstore.config.CODEC_CHOICES`.
+    engine
+        Who writes saves in the background: ``"process"``, ``"thread"``, or ``"auto"``, which is a
+        process wherever one can reach the storage.
+    staging_bytes
+        Host memory for states that are staged and not yet durable, in bytes, never exceeded; by
+        default half of what the process may use. None of it is taken before the first save in the
+        background, and no more than its state needs.
+    in_flight
+        Saves in the background that may be under way at once.
     storage_options
         Handed to the storage library (s3fs, gcsfs, ...), such as ``endpoint_url`` or ``profile``.
         Credentials belong into their usual chains, not here.
@@ -84,6 +98,8 @@ def open_store(
     ------
     InvalidUrlError
         It is no location.
+    InvalidInputError
+        An option is of another type, out of its bounds, or none of its choices.
     StoreNotFoundError
         There is no store, and `create` is False.
     UnsafeBackendError
@@ -97,6 +113,9 @@ def open_store(
         codec=codec,
         read_only=read_only,
         single_writer=single_writer,
+        engine=engine,
+        staging_bytes=staging_bytes,
+        in_flight=in_flight,
     )
     repo = open_repo(
         url,
@@ -108,34 +127,22 @@ def open_store(
     return Store(repo)
 
 
-class Store(Checking, Retaining):
+class Store(Background, Checking, Retaining):
     """One location with everything in it; made by :func:`ckptstore.open`.
 
-    A context manager. Any thread may use it. Close it when no save or load is running.
+    A context manager. Any thread may use it. Close it when no save or load is running; saves in
+    the background are waited for.
     """
 
     def __init__(self, repo: Repo) -> None:
         self._repo = repo
         self._kept: Manifests | None = None
+        self._events = Events()
+        self._kept_saver: Saver | None = None
 
     def __repr__(self) -> str:
         """Return the location, without credentials."""
         return f"<Store {self.url}>"
-
-    def __enter__(self) -> Self:
-        """Return the store itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the store."""
-        self.close()
-
-    def close(self) -> None:
-        """Release connections; idempotent. Nothing is lost: every save was durable on return.
-
-        What is asked of the store or its runs afterwards raises InvalidInputError.
-        """
-        self._repo.close()
 
     @property
     def url(self) -> str:

@@ -81,6 +81,7 @@ class Pending:
             order=self.order,
             paths=tuple(self.paths),
             payload=self.payload,
+            watched=tuple(leaf.tensor for leaf in (*self.whole, *(leaf for leaf, _ in self.views))),
         )
 
 

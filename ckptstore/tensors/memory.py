@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckptstore.errors import UnsupportedFeatureError
 from ckptstore.format.dtypes import ITEM_BYTES, QUANTIZED_PER_BYTE
 
-__all__ = ["as_integers", "dtype_named", "dtype_text", "memory_of", "offset_of", "tensor_over"]
+__all__ = [
+    "as_elements",
+    "as_integers",
+    "dtype_named",
+    "dtype_text",
+    "memory_of",
+    "offset_of",
+    "tensor_over",
+]
 
 _BY_NAME: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
@@ -79,6 +89,14 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
         shape, strides = (*shape, 2), (*(2 * step for step in strides), 1)
         return tensor_over(storage, torch.int64, 2 * offset, shape, strides)
     return tensor_over(storage, _INTEGERS[item], offset, shape, strides)
+
+
+def as_elements(tensor: torch.Tensor) -> npt.NDArray[np.void]:
+    """Return the elements of a CPU tensor as opaque bytes, over the same memory, strides kept."""
+    integers: npt.NDArray[Any] = as_integers(tensor).numpy()
+    if tensor.element_size() == 16:
+        return integers.view(np.dtype("V16"))[..., 0]
+    return integers.view(np.dtype(f"V{tensor.element_size()}"))
 
 
 def memory_of(storage: torch.UntypedStorage, start: int, nbytes: int) -> memoryview:

@@ -66,7 +66,7 @@ def _why_tensor(value: torch.Tensor) -> tuple[str, str]:
     if "DTensor" in names or "ShardedTensor" in names:
         return (
             ": it is one shard of a distributed tensor",
-            "save tensor.full_tensor() on one rank, or use the distributed checkpoint writer",
+            "save it with dcp.save and ckptstore.integrations.dcp.CkptStoreWriter",
         )
     if value.is_meta or "FakeTensor" in names:
         return ": it has no data", "materialize it first (to_empty, or load its weights)"

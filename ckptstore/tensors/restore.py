@@ -25,7 +25,8 @@ from ckptstore.errors import (
     StateError,
     TensorNotFoundError,
 )
-from ckptstore.format.dtypes import bytes_of, strides_of
+from ckptstore.format.blocks import Blocks, gather
+from ckptstore.format.dtypes import ITEM_BYTES, bytes_of, strides_of
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
@@ -73,6 +74,10 @@ class Record(Protocol):
     def nbytes(self) -> int:
         """Bytes of the dense tensor."""
 
+    @property
+    def blocks(self) -> Blocks | None:
+        """Return the boxes that it is stored in; None where it is stored as one."""
+
 
 class Destination:
     """Memory for one tensor. One thread at a time may finish it; several may write into `view`.
@@ -86,6 +91,8 @@ class Destination:
         (pinned for CUDA) of the tensor's size.
     into
         A tensor on the CPU whose memory has exactly the record's layout: decode right into it.
+        Not for one in blocks: these are put in order when all are there, which for that moment
+        takes the tensor's memory twice.
 
     Raises
     ------
@@ -130,11 +137,25 @@ class Destination:
 
     def _tensor(self) -> torch.Tensor:
         record, storage = self._record, self._storage
+        if record.blocks is not None:
+            storage = _gathered(record, record.blocks, self.view)
         if self._device.type != "cpu":
             memory = tensor_over(storage, torch.uint8, 0, (record.nbytes,), (1,))
             storage = memory.to(self._device).untyped_storage()
         strides = strides_of(record.shape, record.order)
         return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
+
+
+def _gathered(record: Record, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:
+    """Return new memory with a tensor's bytes row by row, out of those of its blocks."""
+    try:
+        memory = torch.empty(record.nbytes, dtype=torch.uint8, device=_CPU)
+    except RuntimeError as error:
+        raise LimitError(f"no memory for a tensor of {record.nbytes} bytes") from error
+    storage = memory.untyped_storage()
+    out = memory_of(storage, 0, record.nbytes)
+    gather(blocks, record.shape, ITEM_BYTES[record.dtype], stored, out)
+    return storage
 
 
 def _check_record(record: Record) -> None:
@@ -367,6 +388,7 @@ def _decodable(record: Record, target: torch.Tensor) -> bool:
     strides = strides_of(record.shape, record.order)
     pairs = zip(record.shape, target.stride(), strides, strict=True)
     same = all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+    same = same and record.blocks is None
     return same and target.is_cpu and not target.is_conj() and not target.is_neg()
 
 

@@ -46,6 +46,8 @@ class SourceTensor:
     """The leaves that read it, in the order of the state; never empty."""
     payload: Payload
     """Its bytes."""
+    watched: tuple[torch.Tensor, ...] = ()
+    """The caller's tensors that it reads; their counters tell whether they were changed."""
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +113,13 @@ class TensorBytes:
         """Return the tensor's device."""
         return self._tensor.device
 
-    def _flat(self) -> torch.Tensor:
+    @property
+    def dense(self) -> bool:
+        """Return whether its memory is exactly what is to be stored."""
+        return self._dense
+
+    def flat(self) -> torch.Tensor:
+        """Return the bytes of a dense tensor, ``uint8[nbytes]``, where they are."""
         tensor = self._tensor
         item = tensor.element_size()
         start, size = offset_of(tensor) * item, tensor.numel() * item
@@ -130,7 +138,7 @@ class TensorBytes:
         if not len(out):
             return
         if self._dense:
-            piece = self._flat()[start : start + len(out)]
+            piece = self.flat()[start : start + len(out)]
             torch.frombuffer(out, dtype=torch.uint8).copy_(piece)
             return
         tensor = self._tensor.detach()

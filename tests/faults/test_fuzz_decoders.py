@@ -6,7 +6,6 @@ import json
 import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -29,8 +28,14 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.format import manifest, pack, skeleton
 from ckptstore.format.commit import decode_commit
 from ckptstore.format.framing import encode_envelope
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton_check import validate
-from ckptstore.format.snapshot import decode_details, decode_metrics, decode_snapshot
+from ckptstore.format.snapshot import (
+    decode_details,
+    decode_manifest_key,
+    decode_metrics,
+    decode_snapshot,
+)
 from ckptstore.format.superblock import decode_superblock
 from ckptstore.hashing import xxh3_64
 from ckptstore.tensors.restore import Restorer
@@ -99,7 +104,7 @@ def open_rows(raw: bytes) -> None:
     """Decode what is opaque in a snapshot's row."""
     rows = decode_snapshot(frame_of(b"CKPTSNAP", SNAPSHOT), where="s").versions
     row = msgspec.structs.replace(rows[0], details=raw, metrics=raw)
-    for decode in (decode_details, decode_metrics):
+    for decode in (decode_details, decode_manifest_key, decode_metrics):
         try:
             decode(row)
         except CkptStoreError:
@@ -140,10 +145,10 @@ def build(node: skeleton.Node) -> None:
     restorer.build()
 
 
-RECORDS: list[Any] = [
-    SimpleNamespace(dtype="float32", shape=(4, 2), order=None, role="weights", nbytes=32),
-    SimpleNamespace(dtype="uint8", shape=(8,), order=None, role="rng", nbytes=8),
-    SimpleNamespace(dtype="int32", shape=(), order=None, role="extra", nbytes=4),
+RECORDS = [
+    TensorRecord(dtype="float32", shape=(4, 2), order=None, role="weights", nbytes=32),
+    TensorRecord(dtype="uint8", shape=(8,), order=None, role="rng", nbytes=8),
+    TensorRecord(dtype="int32", shape=(), order=None, role="extra", nbytes=4),
 ]
 DECODERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
     "superblock": (open_superblock, SUPERBLOCK),

@@ -30,6 +30,7 @@ class Kept:
     nbytes: int
     data: bytes
     role: str = "extra"
+    blocks: None = None
 
 
 class Shelf:

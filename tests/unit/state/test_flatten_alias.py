@@ -200,4 +200,4 @@ class _Record:
 
     def __init__(self, source: Any) -> None:  # noqa: ANN401
         self.dtype, self.shape, self.order = source.dtype, source.shape, source.order
-        self.role, self.nbytes = "weights", source.nbytes
+        self.role, self.nbytes, self.blocks = "weights", source.nbytes, None

@@ -144,7 +144,7 @@ def test_pickles_are_only_bytes() -> None:
 class _Record:
     def __init__(self, dtype: str, shape: Any, nbytes: int, order: Any = None) -> None:  # noqa: ANN401
         self.dtype, self.shape, self.order, self.nbytes = dtype, shape, order, nbytes
-        self.role = "weights"
+        self.role, self.blocks = "weights", None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,335 @@
+"""Preemption: a signal that announces the end becomes a step at which all ranks save and stop.
+
+A handler only notes the signal and the time. The loop asks at each step, and where several ranks
+train together they agree: the step is the largest that any of them had reached, so that all stop
+at the same one, although one rank alone may have got the signal.
+
+::
+
+    with Preemption(deadline_s=100) as preemption:
+        for step in range(first, last + 1):
+            train_one_step()
+            if step % 500 == 0:
+                pending = run.save_async(state(), step=step)
+            if preemption.should_stop(step):
+                preemption.secure(run, state(), step=step, pending=pending)
+                sys.exit(preemption.exit_code)
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Self
+
+from ckptstore import limits
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import CkptStoreError, InvalidInputError, SaveBusyError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptstore.model import Version
+    from ckptstore.saver.pending import PendingSave
+    from ckptstore.store import Run
+
+__all__ = ["Preemption"]
+
+_log = logging.getLogger("ckptstore")
+
+_Handler = Callable[[int, FrameType | None], Any] | int | None
+
+
+class Preemption:
+    """Listens to signals that announce the end of the process. A context manager.
+
+    Enter it in the main thread, on all ranks. Python runs the handler between two instructions of
+    the main thread: a collective or a kernel that does not return delays it.
+
+    Parameters
+    ----------
+    signals
+        What announces the end: SIGTERM (Kubernetes, Slurm, torchrun, spot machines), SIGUSR1
+        (``sbatch --signal=USR1@120``), SIGINT and so on. A handler that was there is called too;
+        of SIGINT, only at the second time, so that a second Ctrl-C interrupts.
+    deadline_s
+        Seconds from the signal to the kill, less what a process needs to end.
+    check_every
+        Agree at every n-th call of :meth:`should_stop`: one small all-reduce each time. All ranks
+        must call it equally often.
+    group
+        The process group that agrees; None for the default one, or where that is of devices alone
+        (NCCL), for one of gloo that the first call makes: no device is waited for.
+    chain
+        Call the handlers that were there before.
+    environment
+        Gives the time; tests pass their own.
+
+    Raises
+    ------
+    InvalidInputError
+        A setting cannot work: `signals` is one signal instead of several, or has one that no
+        process can handle (SIGKILL).
+    """
+
+    def __init__(
+        self,
+        signals: Sequence[int] = (signal.SIGTERM,),
+        *,
+        deadline_s: float = limits.PREEMPTION_DEADLINE_S,
+        check_every: int = 1,
+        group: Any = None,  # noqa: ANN401 - a ProcessGroup, which torch types as optional names
+        chain: bool = True,
+        environment: Environment = SYSTEM,
+    ) -> None:
+        if deadline_s <= 0 or check_every < 1:
+            msg = f"deadline_s={deadline_s} and check_every={check_every} must be above zero"
+            raise InvalidInputError(msg)
+        self._signals = _checked(signals)
+        self._deadline_s = deadline_s
+        self._check_every = check_every
+        self._group = group
+        self._chain = chain
+        self._environment = environment
+        self._before: dict[int, _Handler] = {}
+        self._entered = False
+        self._inside = False
+        self._signal: int | None = None
+        self._since: float | None = None
+        self._stop_at: int | None = None
+        self._calls = 0
+
+    def __enter__(self) -> Self:
+        """Put the handlers in place.
+
+        Raises
+        ------
+        InvalidInputError
+            This is not the main thread, where alone Python handles signals.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            msg = "signals can be handled from the main thread only"
+            raise InvalidInputError(msg, hint="make the Preemption there, and pass it on")
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._note)
+        self._entered = self._inside = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Put back the handlers that were there."""
+        for number, handler in self._before.items():
+            if signal.getsignal(number) == self._note:  # else somebody else's is in place by now
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._before.clear()
+        self._inside = False
+
+    def take_back(self) -> None:
+        """Put the handlers in place again after others have put theirs; those are not called."""
+        for number in self._before:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal: note it; no logging, which is not safe here."""
+        first = self._signal is None
+        if first:
+            self._signal = number
+            self._since = self._environment.monotonic()
+        handler = self._before.get(number)
+        if not self._chain or not callable(handler):
+            return
+        if handler is not signal.default_int_handler or not first:
+            handler(number, frame)
+
+    @property
+    def requested(self) -> bool:
+        """Whether the end was announced: here, or on any rank and agreed upon."""
+        return self._signal is not None or self._stop_at is not None
+
+    @property
+    def stop_at(self) -> int | None:
+        """The step at which all ranks stop; None as long as nothing was agreed."""
+        return self._stop_at
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds until the deadline, at least 0; infinite as long as the end is not announced."""
+        if self._since is None:
+            return math.inf
+        return max(0.0, self._since + self._deadline_s - self._environment.monotonic())
+
+    @property
+    def exit_code(self) -> int:
+        """What to exit with: 128 and the signal's number, as shells count (143); 0 without one."""
+        return 0 if self._signal is None else 128 + self._signal
+
+    def request(self, number: int = signal.SIGTERM) -> None:
+        """Behave as if a signal had come: for notices that come by other ways, such as HTTP."""
+        if self._signal is None:
+            self._since = self._environment.monotonic()
+            self._signal = number
+
+    def should_stop(self, step: int) -> bool:
+        """Return whether to save and stop now; call it once after each step, on all ranks.
+
+        True on all ranks at the same step, the largest that any of them had reached when they
+        agreed; a rank that is behind goes on until then.
+
+        Parameters
+        ----------
+        step
+            The step that was just done.
+
+        Raises
+        ------
+        InvalidInputError
+            This is outside of the ``with`` block, where no signal is heard.
+        """
+        if not self._inside:
+            raise _not_entered()
+        if self._stop_at is None:
+            self._decide(step)
+        return self._stop_at is not None and step >= self._stop_at
+
+    def _decide(self, step: int) -> None:
+        from ckptstore.integrations.ranks import together
+
+        if not together():
+            if self._signal is not None:
+                self._stop_at = step
+                self._tell()
+            return
+        self._calls += 1
+        if self._calls % self._check_every == 0:
+            self._agree(step)
+
+    def _agree(self, step: int) -> None:
+        import torch
+        import torch.distributed as dist
+
+        elapsed = 0.0 if self._since is None else self._environment.monotonic() - self._since
+        asked = self._signal or 0
+        said = torch.tensor([asked, step, int(elapsed * 1000)], device=self._meeting_place())
+        dist.all_reduce(said, op=dist.ReduceOp.MAX, group=self._group)
+        number, latest, elapsed_ms = said.tolist()
+        if number == 0:
+            return
+        self._signal = self._signal or number
+        # The tightest deadline of all ranks holds for all.
+        self._since = self._environment.monotonic() - elapsed_ms / 1000
+        self._stop_at = latest
+        self._tell()
+
+    def _meeting_place(self) -> torch.device:
+        """Return where the group reduces integers; make a group on the CPU where there is none.
+
+        To wait for a device at each step would keep it from working ahead.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if "cpu:" in str(dist.get_backend_config(self._group)):
+            return torch.device("cpu")
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo")  # all ranks come here at the same call
+            return torch.device("cpu")
+        return torch.device(torch.accelerator.current_accelerator() or "cpu")
+
+    def _tell(self) -> None:
+        name = signal.Signals(self._signal or signal.SIGTERM).name
+        _log.warning(
+            "%s: stopping at step %s, %.0f s are left", name, self._stop_at, self.remaining_s
+        )
+
+    def secure(
+        self,
+        run: Run,
+        state: object = None,
+        *,
+        step: int | None = None,
+        pending: PendingSave | None = None,
+        **options: Any,  # noqa: ANN401 - as Run.save_async
+    ) -> Version:
+        """Make the newest state that there is durable, within the deadline; return the version.
+
+        First the save that is under way, then the state of now: so that a deadline that is too
+        short for both leaves the first. Of ranks that hold the same state, one calls it.
+
+        Parameters
+        ----------
+        run
+            To save to.
+        state
+            Of now, to be saved too; None if `pending` is all.
+        step
+            Of `state`. Where `pending` already is of this step, nothing more is saved.
+        pending
+            The newest save that is under way, or done.
+        options
+            For :meth:`ckptstore.Run.save_async`: metrics, tags, metadata ...
+
+        Raises
+        ------
+        SaveBusyError
+            The deadline came first, and nothing is durable of what was given. A save that is
+            under way goes on as long as the process lives, or its engine.
+        CkptStoreError
+            Saving failed, and nothing is durable of what was given.
+        InvalidInputError
+            Neither `state` and `step` nor `pending` is given; or it was never entered.
+        """
+        if not self._entered:
+            raise _not_entered()
+        if (state is None or step is None) and pending is None:
+            msg = "nothing to secure: give a state and its step, a pending save, or both"
+            raise InvalidInputError(msg)
+        newest: Version | None = None
+        failure: CkptStoreError | None = None
+        if pending is not None:
+            newest, failure = self._wait(lambda: pending)
+        late = pending is not None and not pending.done  # another would have to wait for that one
+        if state is not None and step is not None and not late and _older(newest, step):
+            last, failure = self._wait(lambda: run.save_async(state, step=step, **options))
+            newest = last or newest
+        if newest is None:
+            raise failure or SaveBusyError("nothing was saved")
+        if failure is not None:
+            _log.warning("%s is durable; what is newer is not: %s", newest, failure)
+        return newest
+
+    def _wait(
+        self, begin: Callable[[], PendingSave]
+    ) -> tuple[Version | None, CkptStoreError | None]:
+        try:
+            pending = begin()
+            left = self.remaining_s
+            return pending.result(None if math.isinf(left) else left), None
+        except CkptStoreError as error:
+            return None, error
+
+
+def _checked(signals: object) -> tuple[int, ...]:
+    """Return signals, each once; refuse what is not several, or cannot be handled."""
+    if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
+        msg = f"signals={signals!r} must be several signals"
+        raise InvalidInputError(msg, hint="put them in a list: Preemption([signal.SIGUSR1])")
+    several = tuple(signals)
+    possible = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    for number in several:
+        if not isinstance(number, int) or number not in possible:
+            msg = f"signals has {number!r}, which no process can handle"
+            hint = "SIGKILL and SIGSTOP cannot be; take those that come before, such as SIGTERM"
+            raise InvalidInputError(msg, hint=hint)
+    return tuple(dict.fromkeys(several))
+
+
+def _not_entered() -> InvalidInputError:
+    msg = "this Preemption hears no signals"
+    return InvalidInputError(msg, hint="enter it first: with Preemption(...) as preemption")
+
+
+def _older(version: Version | None, step: int) -> bool:
+    return version is None or version.step != step

@@ -1,0 +1,114 @@
+"""A picture of what saves took: seconds by stage, and bytes, one column a version."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from ckptstore.errors import VersionNotFoundError
+from ckptstore.integrations.figures import check_picture, draw_picture, write_picture
+from ckptstore.model import Receipt, Version
+from ckptstore.store import Store
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_receipts"]
+
+_SIZE_INCHES: Final = (10.0, 7.0)
+# Columns in one picture. Source: more are narrower than a pixel's worth of ink.
+_VERSIONS_MAX: Final = 200
+# Colours that people who do not tell red from green apart can tell apart. Source: M. Okabe and
+# K. Ito, Color universal design (2008).
+_STAGES: Final = {
+    "staging_s": "#56B4E9",
+    "hashing_s": "#009E73",
+    "encoding_s": "#0072B2",
+    "writing_s": "#E69F00",
+    "committing_s": "#CC79A7",
+}
+_SIZES: Final = {"logical_bytes": "#8c8c8c", "new_bytes": "#0072B2", "stored_bytes": "#D55E00"}
+_NAMES: Final = {"logical_bytes": "state", "new_bytes": "new", "stored_bytes": "stored"}
+
+
+def plot_receipts(store: Store, path: str | os.PathLike[str], *, run: str | None = None) -> Path:
+    """Draw the receipts of the last versions, as SVG, PNG or PDF by the name of the file.
+
+    Parameters
+    ----------
+    path
+        Replaced if it is there.
+    run
+        Only versions of this run; None for all, in the order in which they were saved.
+
+    Raises
+    ------
+    MissingDependencyError
+        There is no matplotlib.
+    InvalidInputError
+        The name of the file ends in something else.
+    RunNotFoundError, VersionNotFoundError
+        There is no such run, or no version.
+    StorageError
+        The file cannot be written.
+    """
+    target = check_picture(path)
+    versions = store.versions(run)[-_VERSIONS_MAX:]
+    if not versions:
+        msg = "there is no version whose receipt could be drawn"
+        raise VersionNotFoundError(msg)
+    form = target.suffix.lower()[1:]
+    data = draw_picture(form, _SIZE_INCHES, lambda figure: _draw(figure, versions, run))
+    write_picture(target, data)
+    return target
+
+
+def _draw(figure: Figure, versions: Sequence[Version], run: str | None) -> None:
+    receipts = [Receipt.of(version.receipt, version.state) for version in versions]
+    above, below = figure.subplots(2, 1, sharex=True)
+    _draw_seconds(above, receipts)
+    _draw_bytes(below, receipts)
+    places = range(0, len(versions), max(1, len(versions) // 12))
+    named = [f"{v.run}@{v.step}" if run is None else str(v.step) for v in versions]
+    turn = 45 if run is None else 0
+    below.set_xticks(list(places), [named[place] for place in places], rotation=turn)
+    below.set_xlabel("version" if run is None else "step")
+    above.set_title((run or store_title(versions)).replace("$", r"\$"), fontsize=10, loc="left")
+    for axes in (above, below):
+        axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+
+
+def store_title(versions: Sequence[Version]) -> str:
+    """Return which runs are drawn."""
+    return ", ".join(sorted({version.run for version in versions}))
+
+
+def _draw_seconds(axes: Axes, receipts: Sequence[Receipt]) -> None:
+    places = list(range(len(receipts)))
+    bottom = [0.0] * len(receipts)
+    for name, color in _STAGES.items():
+        heights = [getattr(receipt, name) for receipt in receipts]
+        label = name.removesuffix("_s")
+        axes.bar(places, heights, bottom=bottom, color=color, label=label, width=0.8)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    blocked = [receipt.blocked_s for receipt in receipts]
+    axes.plot(
+        places, blocked, color="black", marker="_", linewidth=1.2, label="training stood still"
+    )
+    axes.set_ylabel("seconds, of all threads")
+
+
+def _draw_bytes(axes: Axes, receipts: Sequence[Receipt]) -> None:
+    places = list(range(len(receipts)))
+    for name, color in _SIZES.items():
+        sizes = [getattr(receipt, name) / (1 << 20) for receipt in receipts]
+        axes.plot(places, sizes, color=color, marker="o", markersize=3, label=_NAMES[name])
+    axes.set_ylabel("MiB")
+    axes.set_ylim(bottom=0)

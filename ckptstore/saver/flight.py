@@ -1,0 +1,199 @@
+"""One save in the background: its state, who waits for it, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from ckptstore.config import Environment
+from ckptstore.errors import OperationCancelledError, SaveBusyError
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.model import Receipt, ReceiptState, Version
+
+__all__ = ["Flight"]
+
+_log = logging.getLogger("ckptstore")
+
+
+class Flight:
+    """What is known of one save. Any thread may use it; states only go forward.
+
+    ``waiting`` -> ``staged`` -> ``durable``, or an end without a version.
+
+    Parameters
+    ----------
+    began
+        When the caller asked for it, on the environment's clock.
+    on_progress
+        Called in a thread of the engine; what it raises is logged.
+    """
+
+    def __init__(
+        self,
+        *,
+        number: int,
+        run: str,
+        step: int,
+        version: str,
+        began: float,
+        environment: Environment,
+        on_progress: ProgressCallback,
+    ) -> None:
+        self.number = number
+        self.run = run
+        self.step = step
+        self.version_id = version
+        self.heard = False
+        """The error was raised to somebody."""
+        self._environment = environment
+        self._on_progress = on_progress
+        self._changed = threading.Condition()
+        self._state: ReceiptState = "waiting"
+        self._reached_staged = False
+        self._called = began
+        self._returned: float | None = None
+        self._waits_count = 0
+        self._waits_since = 0.0
+        self._waited = 0.0
+        self._staging_s = 0.0
+        self._numbers: dict[str, float] = {}
+        self._progress = Progress(stage="stage", done=0, total=0)
+        self._error: BaseException | None = None
+        self._version: Version | None = None
+
+    # --- looking ------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ReceiptState:
+        """How far it is."""
+        return self._state
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more becomes of it."""
+        return self._state not in ("waiting", "staged")
+
+    @property
+    def reached_staged(self) -> bool:
+        """Whether the state was copied, whatever came after."""
+        return self._reached_staged
+
+    @property
+    def progress(self) -> Progress:
+        """How many bytes are done."""
+        return self._progress
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it failed."""
+        return self._error
+
+    def numbers(self) -> dict[str, float]:
+        """Return the entries of the receipt so far."""
+        with self._changed:
+            now = self._environment.monotonic()
+            blocked = (self._returned or now) - self._called + self._waited
+            if self._waits_count:
+                blocked += now - self._waits_since
+            return {**self._numbers, "blocked_s": blocked, "staging_s": self._staging_s}
+
+    def receipt(self) -> Receipt:
+        """Return the receipt so far."""
+        return Receipt.of(self.numbers(), self._state)
+
+    # --- waiting ------------------------------------------------------------------------------
+
+    def wait_staged(self, timeout: float | None) -> bool:
+        """Wait until the state was copied or the save is over; the time counts as blocked.
+
+        Time in which several threads wait counts once.
+        """
+        with self._changed:
+            if not self._waits_count:
+                self._waits_since = self._environment.monotonic()
+            self._waits_count += 1
+            try:
+                return self._changed.wait_for(lambda: self._reached_staged or self.over, timeout)
+            finally:
+                self._waits_count -= 1
+                if not self._waits_count:
+                    self._waited += self._environment.monotonic() - self._waits_since
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.over, timeout)
+
+    def raise_error(self) -> None:
+        """Raise why there is no version, if there is none, and never will be."""
+        if self._state in ("durable", "waiting", "staged"):
+            return
+        self.heard = True
+        if self._state == "skipped":
+            msg = f"the save of {self.run}@{self.step} was skipped: one before it was under way"
+            raise SaveBusyError(msg)
+        assert self._error is not None  # noqa: S101 - the ends without a version all have one
+        raise self._error
+
+    def result(self) -> Version:
+        """Return the version; raises if there is none."""
+        self.raise_error()
+        assert self._version is not None  # noqa: S101 - the caller has waited
+        return self._version
+
+    # --- going forward ------------------------------------------------------------------------
+
+    def returned(self) -> None:
+        """Note that the caller goes on."""
+        with self._changed:
+            self._returned = self._environment.monotonic()
+
+    def copied(self, seconds: float) -> None:
+        """Note what the copy took."""
+        with self._changed:
+            self._staging_s = seconds
+
+    def staged(self) -> None:
+        """Note that the caller may change the state; it may be durable by then."""
+        with self._changed:
+            self._reached_staged = True
+            if self._state == "waiting":
+                self._state = "staged"
+            self._changed.notify_all()
+
+    def progressed(self, done: int, total: int) -> None:
+        """Note how far the engine is."""
+        self._progress = Progress(stage="write", done=done, total=total)
+        try:
+            self._on_progress(self._progress)
+        except Exception:  # noqa: BLE001 - the user's code, in a thread of ours
+            _log.exception("the progress callback of the save of %s@%s failed", self.run, self.step)
+
+    def skip(self) -> None:
+        """End it before it began."""
+        with self._changed:
+            self._state = "skipped"
+            self._returned = self._environment.monotonic()
+            self._changed.notify_all()
+
+    def finish(
+        self,
+        *,
+        version: Version | None = None,
+        receipt: Mapping[str, float] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """End it: with a version, or with an error."""
+        with self._changed:
+            self._numbers.update(receipt or {})
+            self._version, self._error = version, error
+            if version is not None:
+                self._state = "durable"
+                size = int(self._numbers.get("logical_bytes", 0))
+                self._progress = Progress(stage="write", done=size, total=size)
+            elif isinstance(error, OperationCancelledError):
+                self._state, self.heard = "cancelled", True
+            else:
+                self._state = "failed"
+            self._changed.notify_all()

@@ -1,0 +1,306 @@
+"""Writes staged saves in a process of its own, which finishes them even if this one is killed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass, field
+
+from ckptstore import limits
+from ckptstore.backends.base import PutIfAbsent
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidInputError,
+    LimitError,
+    OperationCancelledError,
+    SaverDiedError,
+)
+from ckptstore.repo import Repo
+from ckptstore.saver.arena import Arena
+from ckptstore.saver.channel import Channel
+from ckptstore.saver.job import Job, Told
+from ckptstore.saver.messages import (
+    Answer,
+    Cancel,
+    Close,
+    Compare,
+    Done,
+    Failed,
+    Forget,
+    Lend,
+    Moved,
+    Ready,
+    Setup,
+)
+from ckptstore.saver.staged import Digests
+
+__all__ = ["ProcessEngine", "why_not"]
+
+_log = logging.getLogger("ckptstore")
+# What a send raises when the child is gone, or this end is closed since it is.
+_GONE = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)
+_CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); " + (
+    "from ckptstore.saver.child import main; main(int(sys.argv[2]), int(sys.argv[3]))"
+)
+
+
+def why_not(repo: Repo) -> str:
+    """Return why another process cannot save to this store; empty if it can."""
+    if not (hasattr(os, "memfd_create") and sys.executable):
+        return "this platform has no shared memory by descriptor"
+    if repo.backend.capabilities.private:
+        return "its objects are in the memory of this process"
+    if repo.put_if_absent() is not PutIfAbsent.ATOMIC:
+        return "it has a single writer, which is this process"
+    try:
+        pickle.dumps(_setup(repo))
+    except Exception as error:  # noqa: BLE001 - anything may be wrong with a foreign backend
+        return f"its backend cannot be sent to another process ({error})"
+    return ""
+
+
+def _setup(repo: Repo) -> Setup:
+    return Setup(
+        backend=repo.backend,
+        superblock=repo.superblock,
+        put_if_absent=repo.put_if_absent(),
+        options=repo.options,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A job that the child has."""
+
+    job: Job
+    told: Told
+    answered: threading.Event = field(default_factory=threading.Event)
+    cancelled: bool = False
+    problem: LimitError | None = None
+    """Why this process has cancelled it."""
+
+
+class ProcessEngine:
+    """A child process that writes job after job; see :class:`ckptstore.saver.job.Engine`.
+
+    Raises
+    ------
+    InvalidInputError
+        Another process cannot save to this store.
+    SaverDiedError
+        The child cannot be started.
+    """
+
+    name = "process"
+
+    def __init__(self, repo: Repo) -> None:
+        reason = why_not(repo)
+        if reason:
+            msg = f"{repo.url} cannot be saved to by another process: {reason}"
+            raise InvalidInputError(msg, hint="use engine='thread'")
+        self._repo = repo
+        self._lent: set[int] = set()
+        self._jobs: dict[int, _Waiting] = {}
+        self._lock = threading.Lock()
+        self._sending = threading.Lock()
+        self.gone = ""
+        """Why there is no child any more."""
+        self.began = False
+        """The child has understood where to save to."""
+        self._problem = ""
+        self._process, self._channel = _start()
+        repo.log.befriend(self._process.pid)
+        self._reader = threading.Thread(target=self._read, name="ckptstore-saver", daemon=True)
+        self._reader.start()
+        try:
+            self._send(_setup(repo))
+        except OSError as error:
+            self._channel.close()
+            msg = f"a process that saves cannot be told where to: {error.strerror}"
+            raise SaverDiedError(msg, hint="see ulimit -n") from error
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._process.pid
+
+    def submit(self, job: Job, arena: Arena, told: Told) -> None:
+        """Take a job over: from now on it is written, whatever becomes of this process."""
+        with self._lock:
+            if self.gone:
+                raise SaverDiedError(self.gone)
+            self._jobs[job.number] = _Waiting(job=job, told=told)
+        try:
+            with self._sending:  # the arena arrives before the job that lies in it
+                if arena.number not in self._lent:
+                    self._send(Lend(arena=arena.number, size_bytes=arena.size_bytes), arena.fd)
+                    self._lent.add(arena.number)
+                self._send(job)
+        except OSError as error:
+            with self._lock:
+                waiting = self._jobs.pop(job.number, None)
+            if waiting is not None:  # else the thread that reads has told
+                waiting.answered.set()
+                told.failed(_unsent(error))
+
+    def compare(self, number: int, digests: Digests) -> None:
+        """Know the digests of a job; one whose digests cannot be sent fails."""
+        try:
+            self._send(Compare(number=number, digests=digests))
+        except OSError as error:
+            with self._lock:
+                waiting = self._jobs.get(number)
+            if waiting is not None:
+                waiting.problem = _unsent(error)
+                self._send(Cancel(number=number))  # it would wait for them for ever
+
+    def cancel(self, number: int) -> bool:
+        """Cancel a job; waits for the child's word.
+
+        The thread that reads is in here if a callback of the user's cancels: then it is the one
+        that has to read that word, and passes on what comes before, but for progress.
+        """
+        with self._lock:
+            waiting = self._jobs.get(number)
+        if waiting is None:
+            return False
+        self._send(Cancel(number=number))
+        if threading.current_thread() is self._reader:
+            while not waiting.answered.is_set() and (received := self._channel.receive()):
+                if not isinstance(received[0], Moved):
+                    self._pass_on(received[0])
+        else:
+            waiting.answered.wait()
+        return waiting.cancelled
+
+    def forget(self, arena: int) -> None:
+        """Let the child give an arena up."""
+        with self._sending:
+            if arena in self._lent:
+                self._lent.discard(arena)
+                self._send(Forget(arena=arena))
+
+    def close(self) -> None:
+        """Finish what was submitted, and end the child."""
+        try:
+            self._send(Close())
+        except OSError:
+            self._channel.close()  # the end of the stream tells as much
+        self._reader.join()
+        try:
+            self._process.wait(limits.CHILD_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()  # it has nothing left to write
+            self._process.wait()
+
+    def _send(self, message: object, fd: int = -1) -> None:
+        """Send; that the child is gone is found out, and told, by the thread that reads.
+
+        Raises
+        ------
+        OSError
+            The child is there, and the message cannot be sent: no descriptor or no memory is left.
+        """
+        try:
+            self._channel.send(message, fd)
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+
+    def _read(self) -> None:
+        try:
+            while received := self._channel.receive():
+                self._pass_on(received[0])
+        except Exception:  # noqa: BLE001 - whatever it is, nobody may wait for ever
+            _log.exception("what the process that saves tells cannot be followed any more")
+        finally:
+            self._channel.close()  # to a child that lives, this process is gone: it ends
+            status = self._process.wait()
+            with self._lock:
+                self.gone = _cause(status, self._problem)
+                left = list(self._jobs.values())
+                self._jobs.clear()
+            for waiting in left:
+                self._lost(waiting)
+
+    def _pass_on(self, message: object) -> None:
+        if isinstance(message, Ready):
+            self._problem = message.problem
+            self.began = not message.problem
+        elif isinstance(message, Moved | Answer):
+            with self._lock:
+                waiting = self._jobs.get(message.number)
+            if waiting is None:
+                return
+            if isinstance(message, Moved):
+                waiting.told.progressed(message.done, message.total)
+            else:
+                waiting.cancelled = message.cancelled
+                waiting.answered.set()
+        elif isinstance(message, Done | Failed):
+            with self._lock:
+                waiting = self._jobs.pop(message.number)
+            waiting.answered.set()
+            if isinstance(message, Done):
+                waiting.told.succeeded(message.version, message.receipt)
+            elif waiting.problem and isinstance(message.error, OperationCancelledError):
+                waiting.told.failed(waiting.problem)
+            else:
+                waiting.told.failed(message.error)
+
+    def _lost(self, waiting: _Waiting) -> None:
+        """Tell what became of a job whose writer is gone: the log knows."""
+        waiting.answered.set()
+        job = waiting.job
+        try:
+            catalog = self._repo.refresh()
+        except CkptStoreError as error:
+            msg = f"{self.gone}; whether {job.version} appeared is not known: {error.message}"
+            waiting.told.failed(SaverDiedError(msg, hint="look at the versions of the run"))
+            return
+        if catalog.has_version(job.version):
+            version = catalog.version(job.version)
+            waiting.told.succeeded(version, {**version.receipt})
+        else:
+            waiting.told.failed(SaverDiedError(self.gone, hint="save again"))
+
+
+def _start() -> tuple[subprocess.Popen[bytes], Channel]:
+    """Start a child; return it with the channel to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        number = theirs.fileno()
+        arguments = [json.dumps(sys.path), str(number), str(os.getpid())]
+        try:
+            process = subprocess.Popen(  # noqa: S603 - this very program
+                [sys.executable, "-c", _CODE, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # what goes wrong is on stderr, which is shared
+                pass_fds=[number],
+                start_new_session=True,
+            )
+        except OSError as error:
+            ours.close()
+            msg = f"a process that saves cannot be started: {error}"
+            raise SaverDiedError(msg, hint="use engine='thread'") from error
+    return process, Channel(ours)
+
+
+def _unsent(error: OSError) -> LimitError:
+    msg = f"a save cannot be handed to the process that saves: {error.strerror}"
+    return LimitError(msg, hint="see ulimit -n, and the memory that is free; then save again")
+
+
+def _cause(status: int, problem: str) -> str:
+    if problem:
+        return f"the process that saves could not begin: {problem}"
+    how = signal.Signals(-status).name if status < 0 else f"status {status}"
+    return f"the process that saves ended ({how}) before it was done"

@@ -1,0 +1,116 @@
+"""A staged state: what is in an arena, and the check that it is still what was put there.
+
+Needs no torch: a child process that writes it imports this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ckptstore.errors import TornStateError
+from ckptstore.hashing import xxh3_64
+from ckptstore.objects.writer import Payload
+
+__all__ = ["Digests", "StagedSource", "StagedTensor", "sources_in"]
+
+
+Digests = Sequence[Sequence[int]]
+"""Per tensor: XXH3-64 of each of its pieces, taken right after it was staged."""
+
+
+class StagedTensor(NamedTuple):
+    """Where one tensor lies in an arena. A tuple: thousands of them are pickled in the call."""
+
+    name: str
+    """The path that errors name it by."""
+    dtype: str
+    nbytes: int
+    itemsize: int
+    row_bytes: int
+    offset: int
+    """Of its first byte in the arena."""
+    piece_bytes: int
+    """Length of its pieces, in bytes."""
+
+
+class StagedBytes:
+    """The bytes of a staged tensor; each piece is compared with its digest as it is read."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        tensor: StagedTensor,
+        digests: Sequence[int] | None,
+        check: Callable[[], None],
+    ) -> None:
+        self._memory = memory[tensor.offset : tensor.offset + tensor.nbytes]
+        self._tensor = tensor
+        self._digests = digests
+        self._check = check
+
+    def view(self) -> memoryview | None:
+        """Return None: the bytes are copied first and compared then, so that they stay still."""
+        return None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the piece that begins at `start`.
+
+        Raises
+        ------
+        TornStateError
+            The bytes are not what was staged.
+        OperationCancelledError
+            The save was cancelled.
+        """
+        self._check()
+        np.copyto(
+            np.frombuffer(out, np.uint8),
+            np.frombuffer(self._memory[start : start + len(out)], np.uint8),
+        )
+        digests = self._digests
+        if digests is not None and xxh3_64(out) != digests[start // self._tensor.piece_bytes]:
+            msg = f"{self._tensor.name!r} was changed in memory after it had been staged"
+            hint = "nothing was saved; save again, and look for what writes to memory it has freed"
+            raise TornStateError(msg, hint=hint)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedSource:
+    """A staged tensor as :func:`ckptstore.objects.writer.write_pieces` takes it."""
+
+    nbytes: int
+    dtype: str
+    itemsize: int
+    row_bytes: int
+    payload: Payload
+
+
+def sources_in(
+    memory: memoryview,
+    tensors: Sequence[StagedTensor],
+    digests: Digests | None,
+    check: Callable[[], None],
+) -> list[StagedSource]:
+    """Return the staged tensors of an arena as sources of a save.
+
+    Parameters
+    ----------
+    digests
+        None if nobody lived to take them: then nothing is compared.
+    check
+        Called before each piece is read; what it raises ends the save.
+    """
+    return [
+        StagedSource(
+            nbytes=tensor.nbytes,
+            dtype=tensor.dtype,
+            itemsize=tensor.itemsize,
+            row_bytes=tensor.row_bytes,
+            payload=StagedBytes(memory, tensor, None if digests is None else digests[at], check),
+        )
+        for at, tensor in enumerate(tensors)
+    ]

@@ -1,0 +1,203 @@
+"""From the caller's tensors into an arena: one copy, by all threads; the digests come after."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.chunking import cut, piece_bytes
+from ckptstore.format.paths import path_text
+from ckptstore.hashing import xxh3_64
+from ckptstore.saver.arena import ALIGN_BYTES, Arena
+from ckptstore.saver.device import DeviceCopies, on_device
+from ckptstore.saver.staged import Digests, StagedTensor
+from ckptstore.saver.witness import Witness, counted
+from ckptstore.tensors.source import SourceTensor, settle
+
+__all__ = ["Layout", "Staging", "lay_out"]
+
+# A thread takes about so many bytes at once. Source: many small tensors must not cost a lock
+# each; a thousandth of what a thread copies in a second.
+_BATCH_BYTES: Final = 4 * limits.MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where each tensor of a state lies in an arena."""
+
+    sizes: Sequence[int]
+    """Bytes of each tensor."""
+    offsets: Sequence[int]
+    pieces: Sequence[int]
+    """Length of the pieces of each tensor, in bytes."""
+    size_bytes: int
+    """Of the whole."""
+
+
+def lay_out(sources: Sequence[SourceTensor], chunk_bytes: int) -> Layout:
+    """Place tensors one after the other; small ones are one piece, as a save cuts them."""
+    offsets: list[int] = []
+    pieces: list[int] = []
+    end = 0
+    sizes = [source.nbytes for source in sources]
+    for source, size in zip(sources, sizes, strict=True):
+        offsets.append(end)
+        end += -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        if size >= limits.SMALL_TENSOR_BYTES:
+            pieces.append(piece_bytes(source.row_bytes, source.itemsize, chunk_bytes))
+        else:
+            pieces.append(max(1, size))
+    return Layout(sizes=sizes, offsets=offsets, pieces=pieces, size_bytes=end)
+
+
+class Staging:
+    """One state on its way into an arena. It lets go of the caller's tensors when it is there.
+
+    The calls, in this order: the constructor, :meth:`begin` and :meth:`describe` by the caller of
+    the save; :meth:`copy` and :meth:`settle`, in any one thread; then :meth:`digests`, once.
+
+    Parameters
+    ----------
+    later
+        :meth:`copy` is called after the caller went on with the training.
+    """
+
+    def __init__(
+        self, sources: Sequence[SourceTensor], layout: Layout, arena: Arena, *, later: bool
+    ) -> None:
+        self._sources = sources
+        self._layout = layout
+        self._later = later
+        self._memory = arena.view
+        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(arena.view, np.uint8)
+        self._witness: Witness | None = Witness(sources, samples=later)
+        self._device = DeviceCopies(arena)
+        self._left: list[int] = []
+
+    def begin(self) -> None:
+        """Queue the copies from devices, and copy what could change without being noticed."""
+        now: list[int] = []
+        for place, source in enumerate(self._sources):
+            if on_device(source):
+                self._device.add(place, source, self._layout.offsets[place])
+            elif self._later and not counted(source):
+                now.append(place)
+            else:
+                self._left.append(place)
+        settle(source for source in self._sources if not on_device(source))
+        self._copy(now)
+        self._device.start()
+
+    def describe(self) -> tuple[StagedTensor, ...]:
+        """Return what will lie where."""
+        layout = self._layout
+        parts = zip(self._sources, layout.sizes, layout.offsets, layout.pieces, strict=True)
+        return tuple(
+            StagedTensor(
+                name=path_text(source.paths[0]),
+                dtype=source.dtype,
+                nbytes=size,
+                itemsize=source.itemsize,
+                row_bytes=source.row_bytes,
+                offset=offset,
+                piece_bytes=piece,
+            )
+            for source, size, offset, piece in parts
+        )
+
+    def copy(
+        self,
+        helpers: Executor | None = None,
+        helpers_count: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Copy the rest.
+
+        Parameters
+        ----------
+        helpers
+            Where `helpers_count` further threads come from, if any.
+        meanwhile
+            Called while these copy; then this thread copies too.
+        """
+        self._copy(self._left, helpers, helpers_count, meanwhile)
+
+    def settle(self) -> None:
+        """Wait for the copies from devices; then the caller may change the state.
+
+        Raises
+        ------
+        TornStateError
+            It was changed already; the tensor is named.
+        """
+        self._device.wait()
+        assert self._witness is not None  # noqa: S101 - called once
+        self._witness.check(self._memory, self._layout.offsets)
+        self._witness, self._sources = None, ()
+
+    def digests(self) -> Digests:
+        """Return the digests of what is in the arena now."""
+        layout = self._layout
+        found = []
+        for total, offset, piece in zip(layout.sizes, layout.offsets, layout.pieces, strict=True):
+            data = self._memory[offset : offset + total]
+            found.append([xxh3_64(data[at : at + size]) for at, size in cut(total, piece)])
+        return found
+
+    def _copy(
+        self,
+        places: Sequence[int],
+        helpers: Executor | None = None,
+        helpers_count: int = 0,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        parts = self._parts(places)
+        taking = threading.Lock()
+
+        def work() -> None:
+            while True:
+                with taking:
+                    batch = next(parts, None)
+                if batch is None:
+                    return
+                for place, start, size in batch:
+                    self._copy_part(place, start, size)
+
+        futures = [helpers.submit(work) for _ in range(helpers_count)] if helpers else []
+        try:
+            meanwhile()
+            work()
+        finally:
+            for future in futures:
+                future.result()
+
+    def _parts(self, places: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+        """Yield tensor, start and length of what a thread copies at once, small ones together."""
+        batch: list[tuple[int, int, int]] = []
+        size = 0
+        for place in places:
+            for start, length in cut(self._layout.sizes[place], _BATCH_BYTES):
+                batch.append((place, start, length))
+                size += length
+                if size >= _BATCH_BYTES:
+                    yield batch
+                    batch, size = [], 0
+        if batch:
+            yield batch
+
+    def _copy_part(self, place: int, start: int, size: int) -> None:
+        at = self._layout.offsets[place] + start
+        target = self._bytes[at : at + size]
+        source = self._sources[place]
+        view = source.view()
+        if view is None:
+            source.copy_into(start, target.data)
+        else:
+            np.copyto(target, np.frombuffer(view[start : start + size], np.uint8))

@@ -1,0 +1,97 @@
+"""Backends that wait, or break, when a test says so: also in a child process, by files."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from unittest.mock import patch
+
+from ckptstore.backends.base import Backend, Buffer, ObjectWriter
+from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
+from ckptstore.errors import StorageError
+
+__all__ = ["BrokenBackend", "HeldBackend", "OnlyHereBackend", "wait_until_there"]
+
+_PATIENCE_S = 60.0
+
+
+def wait_until_there(path: Path) -> None:
+    """Return once a file exists; raises when it takes a minute."""
+    end = time.monotonic() + _PATIENCE_S
+    while not path.exists():
+        if time.monotonic() > end:
+            raise StorageError(f"{path} did not appear")
+        time.sleep(0.002)
+
+
+class HeldBackend(WrapperBackend):
+    """Holds every pack back until the file ``go`` is in a folder; tells by the file ``held``."""
+
+    def __init__(self, inner: Backend, folder: Path) -> None:
+        super().__init__(inner)
+        self._folder = folder
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Wait, then pass on."""
+        (self._folder / "held").touch()
+        wait_until_there(self._folder / "go")
+        return self.inner.open_writer(key)
+
+    def hold(self) -> None:
+        """Hold back what comes from now on."""
+        (self._folder / "go").unlink(missing_ok=True)
+        (self._folder / "held").unlink(missing_ok=True)
+
+    def wait_held(self) -> None:
+        """Wait until a pack is held back."""
+        wait_until_there(self._folder / "held")
+
+    def go(self) -> None:
+        """Let everything pass."""
+        (self._folder / "go").touch()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.inner, self._folder)
+
+
+class BrokenBackend(WrapperBackend):
+    """Lets the kernel fail writes of packs with an error number, as long as a file exists."""
+
+    def __init__(self, inner: Backend, code: int, switch: Path) -> None:
+        super().__init__(inner)
+        self._code = code
+        self._switch = switch
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Return a writer that fails."""
+        return _BrokenWriter(self.inner.open_writer(key), self._code, self._switch)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.inner, self._code, self._switch)
+
+
+class _BrokenWriter(WrapperWriter):
+    def __init__(self, inner: ObjectWriter, code: int, switch: Path) -> None:
+        super().__init__(inner)
+        self._code = code
+        self._switch = switch
+
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        if self._switch.exists():
+            with patch("os.writev", side_effect=OSError(self._code, os.strerror(self._code))):
+                self.inner.write(data)
+        else:
+            self.inner.write(data)
+
+
+class OnlyHereBackend(WrapperBackend):
+    """Can be pickled, and not unpickled: as a class of a notebook."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise AttributeError("there is no such class in this process")
