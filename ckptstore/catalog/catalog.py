@@ -7,10 +7,12 @@ threads, and is answered from memory. Listing is lazy: of 100,000 versions a pag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
 from sys import intern
+from typing import Final
 
 import msgspec
 
@@ -38,11 +40,15 @@ from ckptstore.format.snapshot import (
     SnapshotBody,
     VersionRow,
     decode_details,
+    decode_manifest_key,
     decode_metrics,
 )
 from ckptstore.model import RoleBytes, RunInfo, Version
 
 __all__ = ["Catalog", "did_you_mean"]
+
+_HEX: Final = re.compile(r"[0-9a-f]*")
+_ID_CHARS: Final = 32
 
 
 class Catalog:
@@ -211,9 +217,10 @@ class Catalog:
         and more than a record.
         """
         rows = self._state.versions
+        out = DELETED | ABANDONED | RECORD_ONLY
         for version_id in self._run(run).versions:
             row = rows[version_id]
-            if row.flags & (DELETED | ABANDONED | RECORD_ONLY):
+            if row.flags & out:
                 continue
             value = decode_metrics(row).get(metric)
             if value is not None:
@@ -237,33 +244,44 @@ class Catalog:
     def gone(self, keys: Iterable[str]) -> set[str]:
         """Return those of `keys` that were condemned, deleted since or not.
 
-        Complete for every object that this process can have looked at: see
+        Complete for every object that this process can have looked at, not for those that another
+        found earlier: see
         :attr:`ckptstore.catalog.state.State.gone`.
         """
         return {key for key in keys if key in self._state.gone}
 
-    def contents(
-        self, *, deleted: bool = False, known: dict[bytes, Details]
-    ) -> Iterator[tuple[str, Details]]:
+    def contents(self, *, known: dict[bytes, Details]) -> Iterator[tuple[str, Details]]:
         """Yield id and details of each version of which more than the record is kept.
 
         For those who ask again and again, for one catalog after another: a hundred times as fast
-        as to build the versions.
+        as to build the versions. What was deleted costs a few nanoseconds each.
 
         Parameters
         ----------
-        deleted
-            Those that were deleted, and no others.
         known
             The caller's memory of what was decoded before; is added to.
         """
-        wanted = DELETED if deleted else 0
-        for row in self._state.versions.values():
-            if row.flags & (DELETED | RECORD_ONLY) == wanted:
-                details = known.get(row.details)
-                if details is None:
-                    details = known[row.details] = decode_details(row)
-                yield row.id, details
+        gone = DELETED | RECORD_ONLY
+        for row in [row for row in self._state.versions.values() if not row.flags & gone]:
+            details = known.get(row.details)
+            if details is None:
+                details = known[row.details] = decode_details(row)
+            yield row.id, details
+
+    def deleted_manifests(self, *, without: Container[str] = ()) -> list[tuple[str, str]]:
+        """Return id and key of the manifest of each deleted version that had content.
+
+        Parameters
+        ----------
+        without
+            Ids that are left out.
+        """
+        gone = DELETED | RECORD_ONLY
+        return [
+            (row.id, decode_manifest_key(row))
+            for row in self._state.versions.values()
+            if row.flags & gone == DELETED and row.id not in without
+        ]
 
     def policy(self, run: str) -> bytes:
         """Return the retention policy that holds for a run, JSON; empty if there is none."""
@@ -330,14 +348,16 @@ class Catalog:
 
     def _run_info(self, run: RunState) -> RunInfo:
         rows = self._state.versions
-        there = {i for i in run.versions if not rows[i].flags & DELETED}
+        flags = [rows[version_id].flags for version_id in run.versions]
         return RunInfo(
             name=run.name,
             metrics=dict(run.metrics),
             head=run.head,
             created_at=datetime.fromtimestamp(run.created_at_ms / 1000, UTC),
-            versions_count=len(there),
-            tags={tag: target for tag, target in run.tags.items() if target in there},
+            versions_count=sum(not flag & DELETED for flag in flags) if any(flags) else len(flags),
+            tags={
+                tag: target for tag, target in run.tags.items() if not rows[target].flags & DELETED
+            },
             origin=run.origin,
             policy=msgspec.json.decode(run.policy) if run.policy else None,
         )
@@ -417,6 +437,10 @@ def _state(body: SnapshotBody) -> State:
         )
         for row in body.runs
     }
+    ids = "".join([row.id for row in body.versions])
+    if not _HEX.fullmatch(ids) or any(len(row.id) != _ID_CHARS for row in body.versions):
+        msg = "a version's id is not 32 hex digits"
+        raise InvalidInputError(msg)
     versions: dict[str, VersionRow] = {}
     for row in body.versions:
         run = runs[row.run]

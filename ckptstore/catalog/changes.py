@@ -34,7 +34,7 @@ from ckptstore.format.commit import (
     Tag,
     Untag,
 )
-from ckptstore.format.names import check_run_name, check_tag, encode_metadata
+from ckptstore.format.names import check_listed, check_run_name, check_tag, encode_metadata
 from ckptstore.model import RoleBytes
 
 __all__ = ["annotate", "check_not_condemned", "ensure_run", "save", "tag", "untag"]
@@ -94,11 +94,12 @@ def save(
     CondemnedError
         If one of `relies_on` was condemned, by a commit up to the newest.
     InvalidInputError
-        If a name, a metric, the metadata or the step is not accepted.
+        If a name, a metric, the metadata or the step is not accepted, or `tags` is a single text.
     LimitError
         If there are too many tags or metrics, or the metadata is too large.
     """
     step = _step(step)
+    check_listed(tags, "tags")
     if len(tags) > limits.TAGS_PER_VERSION_MAX:
         msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
         raise LimitError(msg)

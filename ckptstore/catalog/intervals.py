@@ -180,9 +180,10 @@ def advise(
 
 
 def _save_seconds(receipt: Mapping[str, float]) -> float:
-    """Return the seconds of all stages of a save."""
-    if "durable_s" in receipt:
-        return receipt["durable_s"]
+    """Return for how many seconds training stood still; of old receipts, those of all stages."""
+    for name in ("blocked_s", "durable_s"):
+        if name in receipt:
+            return receipt[name]
     return sum(value for name, value in receipt.items() if name.endswith("_s"))
 
 

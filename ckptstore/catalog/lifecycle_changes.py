@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -45,6 +45,7 @@ from ckptstore.format.names import check_run_name, encode_metadata
 from ckptstore.model import RoleBytes, Version
 
 __all__ = [
+    "HINT_REDUCED",
     "Move",
     "condemn",
     "delete",
@@ -61,6 +62,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+HINT_REDUCED: Final = "undelete brings back versions that were deleted whole"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +219,11 @@ def undelete(
     for version_id in wanted:
         version = catalog.version(version_id)
         if not version.deleted:
-            msg = f"{version.run}@{version.step} (#{version.id[:8]}) is not deleted"
+            named = f"{version.run}@{version.step} (#{version.id[:8]})"
+            if version.level != "full":
+                msg = f"{named} was reduced to {version.level}, which is for good"
+                raise InvalidInputError(msg, hint=HINT_REDUCED)
+            msg = f"{named} is not deleted"
             raise InvalidInputError(msg)
         check_not_condemned(catalog, needs[version_id])
     return [Undelete(versions=part) for part in _parts(wanted)]

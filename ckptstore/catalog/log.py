@@ -26,6 +26,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.interleaving import Interleaving
 from ckptstore.catalog.reading import LogReader
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
@@ -86,9 +87,11 @@ class Log:
         self.single_writer = single_writer
         self._check_writable = check_writable
         self._reader = LogReader(backend, environment)
+        self._others = Interleaving(self._reader.read, by=self._by)
         self._catalog = Catalog()
         self._opened = False
         self._snapshot = 0
+        self._began = 0
         self._own: Commit | None = None
         self._lock = threading.RLock()
         self._pid = os.getpid()
@@ -102,6 +105,19 @@ class Log:
     def opened(self) -> bool:
         """Whether the log has been looked at."""
         return self._opened
+
+    @property
+    def began(self) -> int:
+        """The commit of the snapshot that this process began with; 0 for the empty catalog.
+
+        What was condemned and deleted before is unknown here: see
+        :attr:`ckptstore.catalog.state.State.gone`.
+        """
+        return self._began
+
+    def befriend(self, pid: int) -> None:
+        """Take the saves of another process of this host for this one's own, in warnings."""
+        self._others.befriend(pid)
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -159,7 +175,7 @@ class Log:
             numbers, gap = self._reader.numbers(catalog.number - 1)
             if self._confirmed(catalog, numbers):
                 self._catalog = catalog
-                self._snapshot = catalog.number
+                self._snapshot = self._began = catalog.number
                 break
         else:
             numbers, gap = self._reader.numbers(0)
@@ -235,6 +251,7 @@ class Log:
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
                     self._catalog, self._own = after, commit
+                    self._others.note(commit, after)
                     self._snapshot_if_due(after)
                     return commit
                 if self._environment.monotonic() >= end:

@@ -73,15 +73,14 @@ def best(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> V 
     -------
     The version with the least or greatest value, or None where every value is NaN.
     """
-    winner: tuple[float, int] | None = None
+    sign = 1 if direction == "min" else -1
+    least, first = math.inf, limits.STEP_MAX
     found: V | None = None
     for version, step, value in candidates:
-        if math.isnan(value):
-            continue
-        rank = (value if direction == "min" else -value, step)
-        # Equal value and step: the later candidate is the newer version.
-        if winner is None or rank <= winner:
-            winner, found = rank, version
+        rank = sign * value
+        # NaN is not below anything. Equal value and step: the later candidate is the newer version.
+        if rank < least or (rank == least and step <= first):
+            least, first, found = rank, step, version
     return found
 
 

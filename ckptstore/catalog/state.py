@@ -65,7 +65,8 @@ class State:
     gone: frozenset[str]
     """All objects condemned in commits that this process has folded, deleted since or not, and
     those pending when it began. A snapshot does not hold those that were deleted: no one who opens
-    a store later can have looked at them before."""
+    a store later can have looked at them before. Who commits what another process looked at
+    compares :attr:`ckptstore.catalog.log.Log.began` with when that was."""
     policy: bytes
     """The retention policy of runs that have none; JSON, or empty."""
 

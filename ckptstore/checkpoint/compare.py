@@ -122,7 +122,7 @@ def compare(
     """Return the error of each pair; None where the leaves have no values to subtract.
 
     Reads each tensor once, some 64 MB of it at a time; but views, NumPy arrays, quantized tensors
-    and those that lie in memory in another order are held whole.
+    and those that are stored in another order, or in other blocks, are held whole.
 
     Raises
     ------
@@ -158,7 +158,7 @@ def _streams(pair: Pair, contents: tuple[Content, Content]) -> bool:
             msg = f"the shapes {records[0].shape} and {records[1].shape} cannot be compared"
             raise InvalidInputError(msg)
         complex_both = len({r.dtype.startswith("complex") for r in records}) == 1
-        same_order = records[0].order == records[1].order
+        same_order = len({(r.order, r.blocks) for r in records}) == 1
         return complex_both and same_order and all(_is_numeric(r.dtype) for r in records)
     return False
 

@@ -106,7 +106,7 @@ def content_digest(manifest: Manifest) -> str:
 
     Equal for equal states, wherever their pieces lie.
     """
-    tensors = [(r.dtype, r.shape, r.order, r.nbytes) for r in manifest.tensors]
+    tensors = [r.identity for r in manifest.tensors]
     parts = (manifest.skeleton, msgspec.msgpack.encode(tensors), manifest.pieces.ids.tobytes())
     return blake3_of(parts).hex()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from types import EllipsisType
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from ckptstore.checkpoint.content import Content, TensorInfo
 from ckptstore.checkpoint.load import LoadRequest, Part, load_state
+from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import TensorIndexError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -149,7 +153,8 @@ class LazyTensor:
     """One tensor of a version, unread. Indexing fetches the chunks that it needs and no more.
 
     Leading integers and one slice after them select a range of stored bytes; the rest of the index
-    is applied in memory. Views, quantized tensors and NumPy arrays are read whole, then indexed.
+    is applied in memory; of a tensor that ranks stored in blocks, any leading integers and slices
+    select. Views, quantized tensors and NumPy arrays are read whole, then indexed.
     """
 
     def __init__(self, repo: Repo, content: Content, leaf: Leaf) -> None:
@@ -238,6 +243,9 @@ class LazyTensor:
         keys = index if isinstance(index, tuple) else (index,)
         if self._leaf.kind not in _SLICEABLE:
             return self._applied(self.load(), keys)
+        if self._record.blocks is not None:
+            offsets, sizes, rest = self._box(keys)
+            return self._applied(self._fetch_box(offsets, sizes), rest)
         start, shape, rest = self._range(keys)
         return self._applied(self._fetch(start, shape), rest)
 
@@ -275,6 +283,37 @@ class LazyTensor:
                 return start + low * inner, (high - low, *shape[place + 1 :]), rest
             break
         return start, shape[place:], keys[place:]
+
+    def _box(
+        self, keys: tuple[Any, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+        """Return offsets and sizes of what must be read of blocks, and what is left to index."""
+        offsets = [0] * len(self.shape)
+        sizes = [*self.shape]
+        rest: list[Any] = []
+        for place, (key, size) in enumerate(zip(keys, self.shape, strict=False)):
+            if type(key) is int and -size <= key < size:
+                offsets[place], sizes[place] = key % size, 1
+                rest.append(0)
+            elif isinstance(key, slice) and (key.step is None or key.step > 0):
+                low, high, stride = key.indices(size)
+                offsets[place], sizes[place] = low, max(low, high) - low
+                rest.append(slice(0, sizes[place], stride))
+            else:
+                break
+        return tuple(offsets), tuple(sizes), (*rest, *keys[len(rest) :])
+
+    def _fetch_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """Return a box of a tensor in blocks; reads the blocks that it meets, and what it needs."""
+        item = ITEM_BYTES[self._record.dtype]
+        nbytes = math.prod(sizes) * item
+        record = replace(self._record, shape=sizes, nbytes=nbytes, blocks=None)
+        destination = Destination(record)
+        out = np.ndarray(sizes, np.dtype(f"V{item}"), destination.view)
+        region = Region(content=self._content, index=self._leaf.index, offsets=offsets, out=out)
+        read_regions([region], backend=self._repo.backend, options=self._repo.options)
+        del out, region
+        return destination.finish()
 
     def _fetch(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the tensor of `shape` whose bytes begin at `start`."""

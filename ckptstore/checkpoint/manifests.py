@@ -41,7 +41,7 @@ class Manifests:
             The storage failed.
         """
         if version.level == "record":
-            msg = f"of {version.run}@{version.step} (#{version.id[:8]}) only the record is kept"
+            msg = f"only the record of {version.run}@{version.step} (#{version.id[:8]}) is kept"
             raise VersionNotFoundError(msg, hint="its metrics and lineage are; its tensors are not")
         with self._lock:
             if version.manifest_digest in self._kept:

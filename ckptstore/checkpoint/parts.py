@@ -6,6 +6,7 @@ No tensor is read: what stays keeps its chunks where they lie. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node
 
-__all__ = ["part_of"]
+__all__ = ["part_of", "renumbered"]
 
 _INDEXED = frozenset({"T", "V", "N", "B"})
 
@@ -47,7 +48,7 @@ def part_of(
     part = Manifest(
         version=version or manifest.version,
         chunk_bytes=manifest.chunk_bytes,
-        skeleton=skeleton.encode(_renumbered(node, places)),
+        skeleton=skeleton.encode(renumbered(node, places)),
         tensors=records,
         first=tuple(first),
         pieces=_rows_of(manifest, kept),
@@ -57,13 +58,7 @@ def part_of(
 
 
 def _with_role(record: TensorRecord, role: str) -> TensorRecord:
-    return TensorRecord(
-        dtype=record.dtype,
-        shape=record.shape,
-        order=record.order,
-        role=role,
-        nbytes=record.nbytes,
-    )
+    return replace(record, role=role)
 
 
 def _rows_of(manifest: Manifest, kept: Sequence[int]) -> PieceTable:
@@ -84,7 +79,7 @@ def _rows_of(manifest: Manifest, kept: Sequence[int]) -> PieceTable:
     )
 
 
-def _renumbered(node: Node, places: Mapping[int, int]) -> Node:
+def renumbered(node: Node, places: Mapping[int, int]) -> Node:
     """Return a validated skeleton whose tensors have other indices."""
     if not isinstance(node, list):
         return node
@@ -93,14 +88,14 @@ def _renumbered(node: Node, places: Mapping[int, int]) -> Node:
         return [tag, places[int(node[1])], *node[2:]]  # type: ignore[arg-type]  # validated: an int
     if tag in MAPS:
         start = MAPS[tag]
-        head = [_renumbered(item, places) if tag == "o" else item for item in node[1:start]]
+        head = [renumbered(item, places) if tag == "o" else item for item in node[1:start]]
         tail = [
-            _renumbered(item, places) if (at - start) % 2 else item
+            renumbered(item, places) if (at - start) % 2 else item
             for at, item in enumerate(node[start:], start)
         ]
         return [tag, *head, *tail]
     if tag in SEQUENCES:
         start = SEQUENCES[tag]
-        return [*node[:start], *(_renumbered(item, places) for item in node[start:])]
+        return [*node[:start], *(renumbered(item, places) for item in node[start:])]
     at = {"x": (2,), "Q": (1, 5), "G": (2,)}.get(tag, ())
-    return [_renumbered(item, places) if place in at else item for place, item in enumerate(node)]
+    return [renumbered(item, places) if place in at else item for place, item in enumerate(node)]

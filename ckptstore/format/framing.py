@@ -37,6 +37,7 @@ __all__ = [
     "decode_frame",
     "encode_envelope",
     "encode_frame",
+    "frame_flags",
 ]
 
 _BODY: Final = b'{"body":'
@@ -118,6 +119,12 @@ def encode_frame(
         magic, format_version, flags, 0, raw_len, len(stored), blake3_digest(stored)
     )
     return header + stored
+
+
+def frame_flags(data: Buffer) -> int:
+    """Return the flags of a frame that :func:`decode_frame` has accepted."""
+    flags: int = _HEADER.unpack_from(memoryview(data).cast("B"))[2]
+    return flags
 
 
 def decode_frame(

@@ -18,6 +18,8 @@ offset      u64 per piece: of its chunk's header in the pack
 stored      u32 per piece: stored length of the chunk
 inner       u32 per piece: where it begins in the decoded chunk (pieces of small tensors share one)
 slab        u32 per piece: length of the decoded chunk
+blocks      only where a tensor is stored in boxes (see ``blocks``; flag ``BLOCKS`` of the frame):
+            per such tensor ``[place in tensors, bytes]``; per box its offsets and its sizes, u64
 =========== ============================================================================
 
 Columns are little-endian and compress well, so that a piece costs some 45 bytes and a version is
@@ -26,6 +28,8 @@ read from this record alone, with no store-wide index.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,11 +42,24 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format import framing
+from ckptstore.format.blocks import Blocks, tiling_problem
 from ckptstore.format.dtypes import ITEM_BYTES
 
-__all__ = ["MAGIC", "Manifest", "PieceTable", "TensorRecord", "decode", "encode", "outline"]
+__all__ = [
+    "FLAG_BLOCKS",
+    "MAGIC",
+    "Manifest",
+    "PieceTable",
+    "TensorRecord",
+    "decode",
+    "encode",
+    "outline",
+]
 
 MAGIC: Final = b"CKPTMANI"
+FLAG_BLOCKS: Final = 1
+"""A tensor is stored in boxes: a reader that does not know how would take them for rows."""
+_FLAGS: Final = FLAG_BLOCKS
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _COLUMNS: Final[dict[str, np.dtype[Any]]] = {
     "raw": np.dtype("<u4"),
@@ -65,6 +82,14 @@ class TensorRecord:
     """The dimensions from outermost to innermost in memory; None for row-major."""
     role: str
     nbytes: int
+    blocks: Blocks | None = None
+    """The boxes that it is stored in, one after the other; None where it is stored as one."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What tells, with the ids of its pieces, whether two tensors are equal; for digests."""
+        plain = (self.dtype, self.shape, self.order, self.nbytes)
+        return plain if self.blocks is None else (*plain, self.blocks.encode())
 
 
 class PieceTable:
@@ -157,11 +182,14 @@ def encode(manifest: Manifest) -> bytes:
     }
     for name, dtype in _COLUMNS.items():
         body[name] = getattr(table, name).astype(dtype, copy=False).tobytes()
+    blocks = [(n, r.blocks.encode()) for n, r in enumerate(manifest.tensors) if r.blocks]
+    if blocks:
+        body["blocks"] = blocks
     raw = msgspec.msgpack.encode(body)
     if len(raw) > limits.MANIFEST_RAW_BYTES_MAX:
         msg = f"a manifest of {len(raw)} bytes; {limits.MANIFEST_RAW_BYTES_MAX} is the limit"
         raise LimitError(msg, hint="use a larger chunk size: ckptstore init --chunk-size")
-    data = framing.encode_frame(MAGIC, raw)
+    data = framing.encode_frame(MAGIC, raw, flags=FLAG_BLOCKS if blocks else 0)
     try:
         decode(data, where="of this save", version=manifest.version)
     except CorruptObjectError as error:
@@ -195,6 +223,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     stored: bytes
     inner: bytes
     slab: bytes
+    blocks: Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
 
 
 # Made once, on import: msgspec 0.22 crashes (a NULL pointer) when several threads decode the first
@@ -220,7 +249,7 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         If a newer ckptstore wrote it.
     """
     raw = framing.decode_frame(
-        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
+        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX, flags_known=_FLAGS
     )
     try:
         body = _BODY.decode(raw)
@@ -230,6 +259,8 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         raise _corrupt(where, f"it describes version {body.version[:40]!r}, not {version}")
     if not limits.CHUNK_BYTES_MIN <= body.chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
         raise _corrupt(where, f"chunk size {body.chunk_bytes}")
+    if bool(body.blocks) != bool(framing.frame_flags(data) & FLAG_BLOCKS):
+        raise _corrupt(where, "the flag of blocks is not what the record holds")
     pieces = _table(body, where)
     tensors, first = _tensors(body, pieces, where)
     return Manifest(
@@ -266,7 +297,7 @@ def outline(data: bytes, *, where: str) -> tuple[str, tuple[str, ...]]:
         If a newer ckptstore wrote it.
     """
     raw = framing.decode_frame(
-        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX
+        MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX, flags_known=_FLAGS
     )
     try:
         body = _OUTLINE.decode(raw)
@@ -315,6 +346,7 @@ def _tensors(
         raise _corrupt(where, "a dtype or role is no name")
     records: list[TensorRecord] = []
     first = [0]
+    blocks = _blocks(body, where)
     for place, (dtype, role, shape, order, nbytes, count) in enumerate(body.tensors):
         fits = (
             0 <= dtype < len(body.dtypes)
@@ -334,6 +366,7 @@ def _tensors(
                 order=order,
                 role=body.roles[role],
                 nbytes=nbytes,
+                blocks=blocks.get(place),
             )
         )
         first.append(first[-1] + count)
@@ -343,7 +376,51 @@ def _tensors(
     for place, record in enumerate(records):
         if int(sums[first[place + 1]] - sums[first[place]]) != record.nbytes:
             raise _corrupt(where, f"the pieces of tensor {place} do not add up to its bytes")
+    counts = [last - start for start, last in itertools.pairwise(first)]
+    items = np.array([ITEM_BYTES.get(record.dtype, 1) for record in records], np.int64)
+    if np.any(pieces.raw % np.repeat(items, counts)):
+        raise _corrupt(where, "a piece ends inside of an element")
+    for place in blocks:
+        rows = range(first[place], first[place + 1])
+        _check_blocks(records[place], sums[rows.start : rows.stop + 1] - sums[rows.start], where)
     return tuple(records), tuple(first)
+
+
+def _blocks(body: _Body, where: str) -> dict[int, Blocks]:
+    """Return the boxes by place of their tensor; not yet compared with what it is."""
+    found: dict[int, Blocks] = {}
+    count = 0
+    for place, data in body.blocks:
+        inside = 0 <= place < len(body.tensors) and place not in found
+        blocks = Blocks.decode(data, len(body.tensors[place][2])) if inside else None
+        if blocks is None:
+            raise _corrupt(where, f"the blocks of tensor {place} are none")
+        count += len(blocks)
+        if count > limits.BLOCKS_MAX:
+            raise _corrupt(where, f"more than {limits.BLOCKS_MAX} blocks")
+        found[place] = blocks
+    return found
+
+
+def _check_blocks(record: TensorRecord, ends: npt.NDArray[np.uint64], where: str) -> None:
+    """Check that boxes tile their tensor, and that none of them begins inside of a piece.
+
+    Parameters
+    ----------
+    ends
+        Bytes before each piece of the tensor, and all of them.
+    """
+    assert record.blocks is not None  # noqa: S101  # for the type checker: it was asked for
+    item = ITEM_BYTES.get(record.dtype, 0)
+    problem = tiling_problem(record.shape, record.blocks)
+    if record.order is not None or math.prod(record.shape) * item != record.nbytes:
+        problem = "boxes are stored row by row, and hold all of it"
+    if not problem:
+        sizes = record.blocks.table[:, 1].prod(axis=1).astype(np.uint64) * np.uint64(item)
+        if not bool(np.isin(np.cumsum(sizes), ends).all()):
+            problem = "a piece reaches from one box into the next"
+    if problem:
+        raise _corrupt(where, f"blocks of a tensor of {list(record.shape)}: {problem}")
 
 
 def _corrupt(where: str, what: str) -> CorruptObjectError:

@@ -12,7 +12,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ from ckptstore.errors import InvalidInputError, LimitError
 
 __all__ = [
     "RESERVED_TAGS",
+    "check_listed",
     "check_metadata_json",
     "check_metric_name",
     "check_role",
@@ -28,6 +29,8 @@ __all__ = [
     "check_tag",
     "encode_metadata",
 ]
+
+T = TypeVar("T")
 
 RESERVED_TAGS: Final = frozenset({"best", "head", "latest", "latest-valid"})
 """Words that a ref uses, or may come to use, for something else."""
@@ -71,6 +74,21 @@ def check_tag(tag: str) -> str:
         msg = f"tag {tag!r} has a meaning of its own in refs"
         raise InvalidInputError(msg)
     return tag
+
+
+def check_listed(values: T, name: str) -> T:
+    """Return `values` if they are several texts; a single one would be taken letter by letter.
+
+    Raises
+    ------
+    InvalidInputError
+        It is one text, or bytes; the hint says how the argument called `name` is written.
+    """
+    if isinstance(values, str | bytes | bytearray):
+        one = values if isinstance(values, str) else bytes(values).decode(errors="replace")
+        msg = f"{name} must be a list of texts, not {values!r}"
+        raise InvalidInputError(msg, hint=f"write {name}=[{one!r}]")
+    return values
 
 
 def check_metric_name(name: str) -> str:
@@ -180,4 +198,15 @@ def _check_json(value: object, path: str, depth: int) -> None:
             raise InvalidInputError(msg, hint="write it as text")
     elif not (value is None or isinstance(value, str | int)):
         msg = f"{path} is a {type(value).__name__}, which JSON cannot hold"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(msg, hint=_instead(value))
+
+
+def _instead(value: object) -> str:
+    """Return what to write instead of something that JSON cannot hold."""
+    if hasattr(value, "__fspath__"):
+        return "write str(path)"
+    if isinstance(value, set | frozenset):
+        return "write sorted(...)"
+    if hasattr(value, "item"):
+        return "write a plain number: .item(); or save it as part of the state"
+    return "text, numbers, lists and dicts with text keys; or save it as part of the state"

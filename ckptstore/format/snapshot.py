@@ -31,6 +31,7 @@ __all__ = [
     "SnapshotBody",
     "VersionRow",
     "decode_details",
+    "decode_manifest_key",
     "decode_metrics",
     "decode_snapshot",
     "encode_metrics",
@@ -70,13 +71,21 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
     """The user's JSON object."""
 
 
+class _ManifestKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The first field of :class:`Details`; the others are skipped."""
+
+    manifest_key: str
+
+
 class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One version in the catalog, in memory as in a snapshot."""
 
-    id: Id
+    id: str
+    """32 hex digits. Checked by the catalog, for all rows at once: a tenth of the time."""
     run: str
     step: Count
-    parent: IdOrEmpty
+    parent: str
+    """Id of a row before it; empty if it has none."""
     at_ms: TimeMs
     commit: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
     metrics: bytes
@@ -119,6 +128,7 @@ class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
 
 _SNAPSHOT: Final = msgspec.msgpack.Decoder(SnapshotBody)
 _DETAILS: Final = msgspec.msgpack.Decoder(Details)
+_MANIFEST_KEY: Final = msgspec.msgpack.Decoder(_ManifestKey)
 _METRICS: Final = msgspec.msgpack.Decoder(
     Annotated[dict[str, float], msgspec.Meta(max_length=limits.METRICS_MAX)]
 )
@@ -176,6 +186,21 @@ def decode_metrics(row: VersionRow) -> dict[str, float]:
         msg = f"the catalog snapshot has damaged metrics for version {row.id}: {error}"
         raise CorruptObjectError(msg) from error
     return metrics
+
+
+def decode_manifest_key(row: VersionRow) -> str:
+    """Return the manifest's key alone: many times as fast as all details, which are not checked.
+
+    Raises
+    ------
+    CorruptObjectError
+        If the snapshot that the row came from holds something else there.
+    """
+    try:
+        return _MANIFEST_KEY.decode(row.details).manifest_key
+    except (msgspec.DecodeError, UnicodeError) as error:
+        msg = f"the catalog snapshot has damaged details for version {row.id}: {error}"
+        raise CorruptObjectError(msg) from error
 
 
 def decode_details(row: VersionRow) -> Details:

@@ -1,22 +1,28 @@
 """Chunks from packs to other packs, in this store or another, as they are stored.
 
 Nothing is encoded again. Each chunk is checked as on a load before it is written: its stored bytes
-against their checksum, its content against its id; damage never travels.
+against their checksum, its content against its id; damage never travels. What is the same for a
+collection that writes packs anew is here too: :func:`take_chunk`, :func:`in_threads`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import Encoded, decode
+from ckptstore.codecs.registry import CODECS, Encoded, decode
 from ckptstore.config import Environment, Options
-from ckptstore.errors import CorruptObjectError, CorruptTensorError, NotFoundError
+from ckptstore.errors import (
+    CorruptObjectError,
+    CorruptTensorError,
+    NotFoundError,
+    UnsupportedFeatureError,
+)
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
@@ -26,7 +32,7 @@ from ckptstore.limits import MIB
 from ckptstore.objects.packs import PackSink, Placed
 from ckptstore.objects.reader import ChunkRead, Span, Want, plan_spans
 
-__all__ = ["Copied", "copy_chunks"]
+__all__ = ["Copied", "StoredChunk", "broken", "copy_chunks", "in_threads", "take_chunk"]
 
 # One more pack is open at once for each of these. Source: as for a save (docs/design/0003).
 _STREAM_BYTES = 32 * MIB
@@ -40,6 +46,93 @@ class Copied:
     """By pack and offset where it lay."""
     pack_bytes: int = 0
     packs_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk as it lies in a pack, and what it decodes to."""
+
+    chunk_id: bytes
+    """As the header says; whether that is so is for the caller to check."""
+    encoded: Encoded
+    raw: memoryview
+
+
+def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: str) -> StoredChunk:
+    """Return the chunk in `data`, its stored bytes checked by their checksum, and decoded.
+
+    Parameters
+    ----------
+    data
+        Header and stored bytes.
+    stored_bytes, raw_bytes
+        What the manifest says.
+    where
+        Pack and offset, for errors.
+
+    Raises
+    ------
+    CorruptObjectError
+        The chunk is damaged, or another one.
+    UnsupportedFeatureError
+        A newer ckptstore wrote it.
+    """
+    header = parse_chunk_header(data[:CHUNK_HEADER_BYTES], where=where)
+    body = data[CHUNK_HEADER_BYTES:]
+    if (header.stored_bytes, header.raw_bytes) != (stored_bytes, raw_bytes):
+        raise broken(where, "lengths differ from the manifest's")
+    if xxh3_64(body) != header.checksum:
+        raise broken(where, "stored bytes do not match their checksum")
+    if header.codec not in CODECS or header.layout not in set(Layout):
+        msg = f"pack {where}: unknown codec {header.codec} or layout {header.layout}"
+        raise UnsupportedFeatureError(msg, hint="upgrade ckptstore")
+    raw = memoryview(bytearray(header.raw_bytes))
+    try:
+        decode(header.codec, header.layout, body, raw)
+    except CodecError as error:
+        raise broken(where, str(error)) from error
+    encoded = Encoded(
+        codec=header.codec,
+        layout=Layout(header.layout),
+        parts=(body,),
+        stored_bytes=header.stored_bytes,
+    )
+    return StoredChunk(header.chunk_id, encoded, raw)
+
+
+def broken(where: str, what: str) -> CorruptObjectError:
+    """Return the error for a chunk that is not what it should be."""
+    msg = f"pack {where}: {what}"
+    return CorruptObjectError(msg)
+
+
+def in_threads(
+    count: int, work: Callable[[int], None], stop: threading.Event, *, name: str
+) -> None:
+    """Run ``work(0)``, ``work(1)`` ... in a thread each; raise the first failure once all ended.
+
+    Parameters
+    ----------
+    stop
+        Is set when one fails, or the caller is interrupted; `work` looks at it between its pieces.
+    """
+
+    def guarded(turn: int) -> None:
+        try:
+            work(turn)
+        except BaseException:
+            stop.set()
+            raise
+
+    with ThreadPoolExecutor(count, thread_name_prefix=name) as pool:
+        futures = [pool.submit(guarded, turn) for turn in range(count)]
+        try:
+            wait(futures)
+        except BaseException:  # Ctrl-C in the owner: the threads stop after their piece
+            stop.set()
+            raise
+    for future in futures:
+        future.result()
 
 
 def copy_chunks(
@@ -68,6 +161,8 @@ def copy_chunks(
     ------
     CorruptTensorError
         A chunk is damaged or its pack is gone; the message names tensor, pack and offset.
+    UnsupportedFeatureError
+        A newer ckptstore wrote a chunk.
     StorageError
         One of the storages failed.
     """
@@ -116,21 +211,9 @@ class _Copying:
                     span = None if self.stop.is_set() else next(spans, None)
                 if span is None:
                     return
-                try:
-                    self._span(turn, span)
-                except BaseException:
-                    self.stop.set()
-                    raise
+                self._span(turn, span)
 
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-copy") as pool:
-            futures = [pool.submit(loop, turn) for turn in range(threads)]
-            try:
-                wait(futures)
-            except BaseException:  # Ctrl-C in the owner: the threads stop after their span
-                self.stop.set()
-                raise
-        for future in futures:
-            future.result()
+        in_threads(threads, loop, self.stop, name="ckptstore-copy")
 
     def _span(self, turn: int, span: Span) -> None:
         memory = memoryview(bytearray(span.end - span.start))
@@ -152,30 +235,18 @@ class _Copying:
             self.progress(Progress(stage="copy", done=self.done, total=self.total))
 
     def _chunk(self, turn: int, where: str, chunk: ChunkRead, data: memoryview) -> Placed:
-        header = parse_chunk_header(data[:CHUNK_HEADER_BYTES], where=where)
-        body = data[CHUNK_HEADER_BYTES:]
-        if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-            raise _broken(where, "lengths differ from the manifest's")
-        if xxh3_64(body) != header.checksum:
-            raise _broken(where, "stored bytes do not match their checksum")
-        raw = memoryview(bytearray(header.raw_bytes))
-        try:
-            decode(header.codec, header.layout, body, raw)
-            layout = Layout(header.layout)
-        except (CodecError, ValueError) as error:
-            raise _broken(where, str(error)) from error
-        chunk_id = blake3_digest(raw)
+        found = take_chunk(
+            data, stored_bytes=chunk.stored_bytes, raw_bytes=chunk.raw_bytes, where=where
+        )
+        chunk_id = blake3_digest(found.raw)
         for want in chunk.wants:
             inner = int(self.table.inner[want.row])
             size = int(self.table.raw[want.row])
-            whole = size == header.raw_bytes
-            found = chunk_id if whole else blake3_digest(raw[inner : inner + size])
-            if found != self.table.ids[want.row].tobytes():
-                raise _broken(where, "content does not match its chunk id")
-        encoded = Encoded(
-            codec=header.codec, layout=layout, parts=(body,), stored_bytes=header.stored_bytes
-        )
-        return self.sink.append(turn, encoded, chunk_id, header.raw_bytes)
+            whole = size == chunk.raw_bytes
+            piece = chunk_id if whole else blake3_digest(found.raw[inner : inner + size])
+            if piece != self.table.ids[want.row].tobytes():
+                raise broken(where, "content does not match its chunk id")
+        return self.sink.append(turn, found.encoded, chunk_id, chunk.raw_bytes)
 
 
 def _lost(
@@ -184,8 +255,3 @@ def _lost(
     label = chunk.wants[0].label
     msg = f"tensor {label}: pack {pack}, chunk at byte {chunk.offset}: {error.message}"
     return CorruptTensorError(msg, hint="run ckptstore verify; leave the tensor out (exclude)")
-
-
-def _broken(where: str, what: str) -> CorruptObjectError:
-    msg = f"pack {where}: {what}"
-    return CorruptObjectError(msg)

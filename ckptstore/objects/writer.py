@@ -10,7 +10,7 @@ meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -82,6 +82,18 @@ class Written:
     pack_bytes: int
     """Bytes of all packs that were written."""
     packs_count: int
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """``hashing_s``, ``encoding_s``, ``writing_s``: of all worker threads together."""
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Where the seconds of one worker went."""
+
+    hashing_s: float = 0.0
+    """Copying into the worker's memory, and the digest."""
+    encoding_s: float = 0.0
+    writing_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +206,7 @@ def write_pieces(
         total=sum(source.nbytes for source in sources),
         progress=progress,
         buffer_bytes=max(chunk_bytes, limits.SLAB_BYTES),
+        clock=environment.monotonic,
     )
     capabilities = backend.capabilities
     spare = options.host_bytes - options.workers * 3 * chunk_bytes
@@ -202,7 +215,7 @@ def write_pieces(
     sink = PackSink(backend, environment, streams=streams, packs_max=packs_max)
     try:
         run.work(iter(jobs), sink, options.workers)
-        sink.finish()
+        run.finish(sink)
     except BaseException:
         sink.abort()
         raise
@@ -215,6 +228,7 @@ def write_pieces(
         stored_new=columns.stored_new,
         pack_bytes=sink.stored_bytes,
         packs_count=sink.packs_count,
+        seconds=run.seconds(),
     )
 
 
@@ -284,6 +298,8 @@ class _Run:
     total: int
     progress: ProgressCallback
     buffer_bytes: int
+    clock: Callable[[], float]
+    spent: list[_Spent] = field(default_factory=list)
     done: int = 0
     claimed: dict[bytes, int] = field(default_factory=dict)
     """Id of each new piece of this save to its row."""
@@ -310,6 +326,19 @@ class _Run:
         for future in futures:
             future.result()
 
+    def finish(self, sink: PackSink) -> None:
+        """Wait until every pack is durable."""
+        began = self.clock()
+        sink.finish()
+        self.spent.append(_Spent(writing_s=self.clock() - began))
+
+    def seconds(self) -> dict[str, float]:
+        """Return where the seconds of all workers went."""
+        return {
+            name: sum(getattr(one, name) for one in self.spent)
+            for name in ("hashing_s", "encoding_s", "writing_s")
+        }
+
     def resolve(self) -> None:
         """Give each repeated row its place, now that every place is known."""
         for slot, of in self.repeats:
@@ -318,36 +347,54 @@ class _Run:
     def _worker(self, turn: int, take: Callable[[], _Job | None], sink: PackSink) -> None:
         buffer = memoryview(bytearray(self.buffer_bytes))
         shared = True  # whether the last piece was shared: the next one then is, most likely
+        spent = _Spent()
+        with self.lock:
+            self.spent.append(spent)
         try:
             while (job := take()) is not None:
                 if job.small:
-                    self._small_pieces(turn, job, buffer, sink)
+                    self._small_pieces(turn, job, buffer, sink, spent)
                 else:
-                    shared = self._large_piece(turn, job, buffer, sink, shared=shared)
+                    shared = self._large_piece(turn, job, buffer, sink, spent, shared=shared)
                 self._advance(job.length)
         except BaseException:
             self.stop.set()
             raise
 
     def _large_piece(
-        self, turn: int, job: _Job, buffer: memoryview, sink: PackSink, *, shared: bool
+        self,
+        turn: int,
+        job: _Job,
+        buffer: memoryview,
+        sink: PackSink,
+        spent: _Spent,
+        *,
+        shared: bool,
     ) -> bool:
         """Write one piece as a chunk of its own, unless it is known; return whether it was."""
         source = job.sources[0]
+        began = self.clock()
         if shared and (view := source.payload.view()) is not None:
             # Digest in place: nothing is stored from these bytes, so no copy is needed to keep
             # them still.
             piece = view[job.start : job.start + job.length]
-            if self._is_known(job.slot, blake3_digest(piece), job.length):
+            known = self._is_known(job.slot, blake3_digest(piece), job.length)
+            if known:
+                spent.hashing_s += self.clock() - began
                 return True
         staged = buffer[: job.length]
         _stage(source, job.start, staged)
         piece_id = blake3_digest(staged)
+        hashed = self.clock()
+        spent.hashing_s += hashed - began
         if self._is_known(job.slot, piece_id, job.length):
             return True
         if self._claim(job.slot, piece_id):
             encoded = encode(staged, job.layout, self.choice)
+            ready = self.clock()
             placed = sink.append(turn, encoded, piece_id, job.length)
+            spent.encoding_s += ready - hashed
+            spent.writing_s += self.clock() - ready
             place = Location(
                 pack=placed.pack,
                 offset=placed.offset,
@@ -359,8 +406,11 @@ class _Run:
             self.columns.stored_new[job.slot] = placed.stored_bytes + CHUNK_HEADER_BYTES
         return False
 
-    def _small_pieces(self, turn: int, job: _Job, buffer: memoryview, sink: PackSink) -> None:
+    def _small_pieces(
+        self, turn: int, job: _Job, buffer: memoryview, sink: PackSink, spent: _Spent
+    ) -> None:
         """Write those small tensors of a batch that are not known as one chunk, a slab."""
+        began = self.clock()
         filled = 0
         members: list[tuple[int, bytes, int, int]] = []
         for source, slot in zip(job.sources, job.slots, strict=True):
@@ -372,12 +422,17 @@ class _Run:
                 continue
             members.append((slot, piece_id, filled, source.nbytes))
             filled = end
+        hashed = self.clock()
+        spent.hashing_s += hashed - began
         if not members:
             return
         slab = buffer[:filled]
         encoded = encode(slab, job.layout, self.choice)
         slab_id = members[0][1] if len(members) == 1 else blake3_digest(slab)
+        ready = self.clock()
         placed = sink.append(turn, encoded, slab_id, filled)
+        spent.encoding_s += ready - hashed
+        spent.writing_s += self.clock() - ready
         stored = placed.stored_bytes + CHUNK_HEADER_BYTES
         for slot, piece_id, inner, length in members:
             place = Location(

@@ -34,9 +34,8 @@ def require(condition: object, problem: str) -> None:
 def envelope(path: Path) -> tuple[dict[str, Any], str]:
     """Return body and digest of store.json or a commit."""
     data = path.read_bytes()
-    body, tail = data[8:-78], data[-78:]
-    digest = blake3(body).hexdigest()
-    right = data[:8] == b'{"body":' and tail == b',"blake3":"%s"}\n' % digest.encode()
+    digest = blake3(body := data[8:-78]).hexdigest()
+    right = data[:8] == b'{"body":' and data[-78:] == b',"blake3":"%s"}\n' % digest.encode()
     require(right, f"{path} does not match its digest")
     return json.loads(body), digest
 
@@ -45,11 +44,11 @@ def find_save(store: Path, name: str) -> dict[str, Any]:
     """Return the save operation of the newest version of a run, or of a version's id."""
     body, _ = envelope(store / "store.json")
     needs = (body["magic"], body["format"], *body["features"])
-    require(needs == ("ckptstore-store", 1), f"not a store that this can read: {needs}")
+    require(needs == ("ckptstore-store", 1), f"no store that this can read: {needs}")
     versions, heads, previous = {}, {}, ""
     for number, path in enumerate(sorted((store / "commits").glob("[0-9]*/[0-9]*.json")), 1):
-        commit, digest = envelope(path)
-        require([commit["number"], commit["previous"]] == [number, previous], f"{path}: no chain")
+        due, (commit, previous) = [number, previous], envelope(path)
+        require([commit["number"], commit["previous"]] == due, f"{path}: no chain")
         for op in commit["ops"]:
             require(op["op"] in OPS.split(), f"{path}: unknown operation {op['op']}")
             if op["op"] == "save":
@@ -60,7 +59,6 @@ def find_save(store: Path, name: str) -> dict[str, Any]:
                 heads = {run: v for run, v in heads.items() if v not in op["versions"]}
             if op["op"] in ("save", "rollback"):
                 heads[op["run"]] = op["version"]
-        previous = digest
     found = versions.get(heads.get(name, name))
     require(found and found["manifest"], f"there is no run or version {name}: name it by its id")
     return found
@@ -69,10 +67,8 @@ def find_save(store: Path, name: str) -> dict[str, Any]:
 def unpack(data: io.BytesIO) -> Any:  # noqa: ANN401
     """Return the next MessagePack value."""
     first = data.read(1)[0]
-    if first < 0x80 or first >= 0xE0:
-        return first - (first >= 0xE0) * 256
-    if first in (0xC0, 0xC2, 0xC3):
-        return {0xC0: None, 0xC2: False, 0xC3: True}[first]
+    if first < 0x80 or first in (0xC0, 0xC2, 0xC3) or first >= 0xE0:
+        return {0xC0: None, 0xC2: False, 0xC3: True}.get(first, first - (first >= 0xE0) * 256)
     if code := NUMBERS.get(first):
         return struct.unpack(f">{code}", data.read(struct.calcsize(code)))[0]
     if first < 0xC0:
@@ -80,10 +76,9 @@ def unpack(data: io.BytesIO) -> Any:  # noqa: ANN401
     else:
         kind, width = next((k, w << first - base) for base, k, w in SIZED if base <= first)
         size = int.from_bytes(data.read(width), "big")
-    if kind is dict:
-        return {unpack(data): unpack(data) for _ in range(size)}
-    if kind is list:
-        return [unpack(data) for _ in range(size)]
+    if kind in (dict, list):
+        items = [unpack(data) for _ in range(size * (2 if kind is dict else 1))]
+        return items if kind is list else dict(zip(items[::2], items[1::2], strict=True))
     return data.read(size).decode() if kind is str else data.read(size)
 
 
@@ -95,16 +90,16 @@ def unzstd(frame: bytes, size: int) -> bytes:
 
 def read_manifest(store: Path, save: dict[str, Any]) -> dict[str, Any]:
     """Return the map inside of a version's manifest, its columns as arrays."""
-    pointer, version = save["manifest"], save["version"]
+    pointer = save["manifest"]
     data = (store / pointer["key"]).read_bytes()
-    right = len(data) == pointer["bytes"] and blake3(data).hexdigest() == pointer["blake3"]
+    right = (len(data), blake3(data).hexdigest()) == (pointer["bytes"], pointer["blake3"])
     require(right, f"{pointer['key']} is not what the commit names")
     magic, form, flags, zero, raw, length, digest = struct.unpack_from("<8sHHIQQ32s", data)
-    require((magic, form, flags, zero) == (b"CKPTMANI", 1, 0, 0), "not a manifest of format 1")
+    require((magic, form, flags | 1, zero) == (b"CKPTMANI", 1, 1, 0), "no manifest of format 1")
     right = len(data) == 64 + length and blake3(data[64:]).digest() == digest
     require(right and raw <= max(16 << 20, 2000 * length), "a damaged manifest")
     body = unpack(io.BytesIO(unzstd(data[64:], raw)))
-    require(body["version"] == version, "a manifest of another version")
+    require(body["version"] == save["version"], "a manifest of another version")
     for name, dtype in COLUMNS.items():
         body[name] = np.frombuffer(body[name], dtype)
         require(len(body[name]) * 32 == len(body["ids"]), "columns of different lengths")
@@ -115,14 +110,12 @@ def join(layout: int, planes: list[bytes]) -> bytes:
     """Return the elements whose planes are given."""
     parts = [np.frombuffer(plane, np.uint8) for plane in planes]
     if layout in (1, 2):  # exponent | sign and upper mantissa | for float32 the lower 16 bits
-        upper, lower = parts[0].astype(np.uint32), parts[1].astype(np.uint32)
+        upper, lower = (part.astype(np.uint32) for part in parts[:2])
         bits = (lower & 0x80) << 8 | upper << 7 | lower & 0x7F
-        whole = bits if layout == 2 else bits << 16 | parts[2].view("u2")
-        return whole.astype("u2" if layout == 2 else "u4").tobytes()
+        return (bits.astype("u2") if layout == 2 else bits << 16 | parts[2].view("u2")).tobytes()
     stacked = np.stack(parts[::-1] if layout == 3 else parts, axis=1)
     if layout == 3:  # float64, turned left by one bit, the highest byte first
-        turned = stacked.view("u8")
-        stacked = turned >> np.uint64(1) | turned << np.uint64(63)
+        stacked = (turned := stacked.view("u8")) >> np.uint64(1) | turned << np.uint64(63)
     return stacked.tobytes()
 
 
@@ -148,31 +141,29 @@ def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
             planes.append(unzstd(part, size) if length >> 31 else part)
             at += len(part)
         data = join(layout, planes)
-    piece = data[inner : inner + raw]
-    require(blake3(piece).digest() == body["ids"][32 * row : 32 * row + 32], f"{where}: damaged")
-    return piece
+    right = blake3(data[inner : inner + raw]).digest() == body["ids"][32 * row : 32 * row + 32]
+    require(right, f"{where}: damaged")
+    return data[inner : inner + raw]
 
 
 def collect(node: Any, path: str, tensors: list[Any], into: dict[str, Any]) -> None:  # noqa: ANN401
     """Put what is below a node of the skeleton into `into`, by dotted path."""
     tag = node[0] if isinstance(node, list) else None
     if tag in FIRST and len(node) > FIRST[tag]:
-        rest = node[FIRST[tag] :]
-        keyed = tag in ("d", "o", "dd", "ct")
+        rest, keyed = node[FIRST[tag] :], tag in ("d", "o", "dd", "ct")
         for key, item in zip(rest[::2], rest[1::2], strict=True) if keyed else enumerate(rest):
             collect(item, f"{path}.{key}" if path else str(key), tensors, into)
-    elif tag == "x":  # an adapter's name, and what the adapter made of the object
-        collect(node[2], path, tensors, into)
-    elif tag == "Q":  # quantized: the integers, then dtype, shape, scheme, parameters
-        collect(node[1], path, tensors, into)
-        collect(node[5], f"{path}.quantizer", tensors, into)
+    elif tag in ("x", "Q"):  # name and state of an adapter; quantized: the integers come first
+        collect(node[2 if tag == "x" else 1], path, tensors, into)
+        if tag == "Q":  # then dtype, shape, scheme, parameters
+            collect(node[5], f"{path}.quantizer", tensors, into)
     elif tag == "V":  # a view: index, dtype, byte offset, shape, strides in elements
         flat = np.frombuffer(tensors[node[1]][1], DTYPES.get(node[2], "u1"), offset=node[3])
         into[path] = np.ndarray(node[4], flat.dtype, flat, 0, [flat.itemsize * n for n in node[5]])
     elif tag in ("T", "N", "G", "B"):
         array, data = tensors[(node[2] if tag == "G" else node)[1]]
-        text = str(data, "utf-8", "surrogatepass") if node[2:] == ["str"] else data
-        into[path] = text if tag == "B" else array
+        data = str(data, "utf-8", "surrogatepass") if node[2:] == ["str"] else data
+        into[path] = data if tag == "B" else array
     else:
         into[path] = node
 
@@ -180,13 +171,21 @@ def collect(node: Any, path: str, tensors: list[Any], into: dict[str, Any]) -> N
 def restore(store: Path, name: str) -> dict[str, Any]:
     """Return what the newest version of a run, or the version of an id, holds, by dotted path."""
     body = read_manifest(store, find_save(store, name))
-    tensors, row, found = [], 0, dict[str, Any]()
-    for dtype, _, shape, order, nbytes, count in body["tensors"]:
+    tensors, row, found, blocks = [], 0, dict[str, Any](), dict(body.get("blocks", []))
+    for place, (dtype, _, shape, order, nbytes, count) in enumerate(body["tensors"]):
         data = b"".join(read_piece(store, body, at) for at in range(row, row + count))
         require(len(data) == nbytes, "the pieces of a tensor do not add up to its bytes")
         order = order or list(range(len(shape)))  # the dimensions as they lie in memory
-        array = np.frombuffer(data, DTYPES.get(body["dtypes"][dtype], "u1"))
-        array = array.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+        flat = np.frombuffer(data, DTYPES.get(body["dtypes"][dtype], "u1"))
+        array = flat.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+        if place in blocks:  # boxes one after the other: offsets and sizes of each
+            array, covered = np.empty(shape, flat.dtype), np.zeros(shape, bool)
+            for offsets, sizes in np.frombuffer(blocks[place], "<u8").reshape(-1, 2, len(shape)):
+                part, flat = np.split(flat, [int(np.prod(sizes))])
+                box = tuple(map(slice, offsets, np.add(offsets, sizes)))
+                array[box], covered[box] = part.reshape(sizes), True
+            require(covered.all() and not len(flat), "the boxes of a tensor do not tile it")
+            data = array.tobytes()
         tensors.append((array, data))
         row += count
     collect(unpack(io.BytesIO(body["skeleton"])), "", tensors, found)
@@ -196,5 +195,5 @@ def restore(store: Path, name: str) -> dict[str, Any]:
 if __name__ == "__main__":
     values = restore(Path(sys.argv[1]), sys.argv[2])
     print(*(f"{path}: {value!r:.80}" for path, value in values.items()), sep="\n")
-    if len(sys.argv) > 3:
-        np.savez(sys.argv[3], **{k: v for k, v in values.items() if isinstance(v, np.ndarray)})
+    for out in sys.argv[3:]:
+        np.savez(out, **{k: v for k, v in values.items() if isinstance(v, np.ndarray)})

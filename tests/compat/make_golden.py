@@ -1,9 +1,12 @@
-"""Makes the golden store of format v1; run it only when a new format version needs a new one.
+"""Makes the golden stores of format v1; run it only when a new format version needs a new one.
 
     python tests/compat/make_golden.py tests/compat/golden/v1
+    python tests/compat/make_golden.py tests/compat/golden/v1-blocks
 
-The golden store is committed. Later versions of ckptstore must read it as it is, so the store that
-is there is never made again; ``test_golden_v1.py`` holds what every value must be, as literals.
+The second holds what came to the format later: tensors in blocks. The golden stores are committed.
+Later versions of ckptstore must read them as they are, so a store that is there is never made
+again; ``test_golden_v1.py`` and ``test_golden_blocks.py`` hold what every value must be, as
+literals.
 Ids, times and names come from simulated surroundings: the same program gives the same store, but
 for what zstd makes of the chunks.
 """
@@ -23,8 +26,12 @@ import torch
 from ckptstore import limits, repo
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.registry import open_backend
+from ckptstore.checkpoint.assemble import commit_parts
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.shards import Shard, write_part
+from ckptstore.checkpoint.write import WriteRequest
 from ckptstore.config import Options
-from ckptstore.repo import Finding, create_on
+from ckptstore.repo import Finding, Repo, create_on
 from ckptstore.store import Store
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -130,20 +137,67 @@ def others() -> dict[str, Any]:
     }
 
 
-def make(folder: pathlib.Path) -> None:
-    """Make the golden store in a folder that is not there yet."""
+def create(folder: pathlib.Path, environment: SimulatedEnvironment) -> Repo:
+    """Create a store in a folder that is not there yet."""
     repo.writer_identity = lambda: "golden@example 1"  # type: ignore[attr-defined]
     limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]
     torch.set_num_threads(1)
     finding = Finding(put_if_absent=PutIfAbsent.ATOMIC, report={"made by": "make_golden.py"})
-    environment = SimulatedEnvironment(1)
-    opened = create_on(
+    return create_on(
         open_backend(folder, kind="local"),
         prober=lambda _backend, _environment: finding,
         chunk_bytes=limits.CHUNK_BYTES_MIN,
         environment=environment,
         options=Options(workers=1),
     )
+
+
+def make_blocks(folder: pathlib.Path) -> None:
+    """Make the golden store of tensors in blocks, as two ranks would write it."""
+    rows = torch.arange(20_000, dtype=torch.float32).reshape(100, 200) / 8
+    tiles = torch.arange(63, dtype=torch.int64).reshape(7, 9)
+    deep = (torch.arange(4 * 3 * 5) % 13).to(torch.bfloat16).reshape(4, 3, 5)
+
+    def shard(name: str, whole: torch.Tensor, *part: slice) -> Shard:
+        offsets = tuple(p.start or 0 for p in part)
+        return Shard(name=name, shape=tuple(whole.shape), offsets=offsets, tensor=whole[part])
+
+    every = slice(None)
+    first = [
+        shard("model.rows", rows, slice(0, 51), every),
+        shard("model.columns", rows, every, slice(0, 150)),
+        shard("model.tiles", tiles, slice(0, 4), slice(0, 5)),
+        shard("model.tiles", tiles, slice(4, 7), slice(5, 9)),
+        shard("model.deep", deep, every, slice(1, 3), every),
+    ]
+    second = [
+        shard("model.rows", rows, slice(51, 100), every),
+        shard("model.columns", rows, every, slice(150, 200)),
+        shard("model.tiles", tiles, slice(0, 4), slice(5, 9)),
+        shard("model.tiles", tiles, slice(4, 7), slice(0, 5)),
+        shard("model.deep", deep, every, slice(0, 1), every),
+    ]
+    names = [f"model.{name}" for name in ("rows", "columns", "tiles", "deep")]
+    paths: dict[str, Any] = {name: tuple(name.split(".")) for name in names}
+    with create(folder, SimulatedEnvironment(2)) as opened:
+        parts = [
+            write_part(opened, first, {"step": 3, "pair": (1, torch.tensor([1.5, -2.0]))}),
+            write_part(opened, second, {}),
+        ]
+        commit_parts(
+            opened,
+            Manifests(opened),
+            parts,
+            {**paths, "step": ("step",), "pair": ("pair",)},
+            WriteRequest(run="ranks", step=3, metrics={"loss": 0.25}),
+            roles={},
+        )
+
+
+def make(folder: pathlib.Path) -> None:
+    """Make the golden store in a folder that is not there yet."""
+    environment = SimulatedEnvironment(1)
+    opened = create(folder, environment)
     state: dict[str, Any] = {"model": tensors(), "extra": others()}
     with Store(opened) as store:
         run = store.run("gpt", metrics={"loss": "min"})
@@ -170,4 +224,5 @@ def make(folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    make(pathlib.Path(sys.argv[1]))
+    place = pathlib.Path(sys.argv[1])
+    (make_blocks if place.name.endswith("blocks") else make)(place)

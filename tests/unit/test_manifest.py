@@ -141,6 +141,18 @@ def test_a_piece_outside_of_its_chunk_or_pack_is_refused(name: str, value: int) 
         manifest.decode(encoded(body), where="m", version=ID)
 
 
+def test_a_piece_that_ends_inside_of_an_element_is_refused() -> None:
+    """Pieces hold whole elements, so that whoever reads by elements need not ask."""
+    body = body_of(manifest_of([[5, 7]]))
+    for dtype, right in (("uint8", True), ("float32", False)):
+        body["dtypes"] = [dtype]
+        if right:
+            assert len(manifest.decode(encoded(body), where="m", version=ID).pieces) == 2
+        else:
+            with pytest.raises(CorruptObjectError, match="ends inside of an element"):
+                manifest.decode(encoded(body), where="m", version=ID)
+
+
 def test_another_versions_manifest_is_refused() -> None:
     """A manifest under the wrong name is noticed."""
     data = manifest.encode(manifest_of([[10]]))

@@ -1,0 +1,427 @@
+"""What several ranks wrote becomes one version: one manifest and one commit. Needs no torch.
+
+Each rank writes packs with its own parts of the state and keeps a :class:`RankPart`: what it wrote,
+and where. One of them, which has all parts, puts them together here. Until its commit nothing is
+visible; after it everything is. A part that is missing is found before the commit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.content import content_digest, read_content
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.parts import renumbered
+from ckptstore.checkpoint.write import WriteRequest, role_bytes, save_ops
+from ckptstore.errors import CondemnedError, InvalidInputError, StateError
+from ckptstore.format import manifest as manifests
+from ckptstore.format import skeleton
+from ckptstore.format.blocks import Blocks, Box, is_row_major, tiling_problem
+from ckptstore.format.commit import ManifestPointer, Op
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.format.paths import Path, Pattern, path_text
+from ckptstore.format.roles import RoleRules
+from ckptstore.format.skeleton import Node
+from ckptstore.hashing import blake3_hex
+from ckptstore.model import Version
+from ckptstore.objects.writer import Written
+from ckptstore.repo import Repo
+
+__all__ = ["RankPart", "ShardInfo", "ValueInfo", "assemble", "commit_parts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """A box of a tensor that one rank wrote."""
+
+    name: str
+    """The tensor's name; the same on every rank."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rows: tuple[int, int]
+    """The first of its pieces in the part's table, and the one after the last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueInfo:
+    """A value that is no tensor, or holds some; one rank wrote it whole."""
+
+    name: str
+    node: Node
+    """Its skeleton; tensors are numbered from 0."""
+    records: tuple[tuple[str, tuple[int, ...], tuple[int, ...] | None], ...]
+    """Dtype, shape and order of these tensors."""
+    rows: tuple[tuple[int, int], ...]
+    """Their pieces, as those of a shard."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """What one rank wrote; travels from rank to rank and is never stored."""
+
+    shards: tuple[ShardInfo, ...]
+    values: tuple[ValueInfo, ...]
+    written: Written
+    looked: int
+    """The last commit that the rank knew when it looked for what to share, and had written nothing
+    yet."""
+    seconds: float
+    """Wall time of the rank."""
+
+
+def assemble(
+    parts: Sequence[RankPart],
+    paths: Mapping[str, Path],
+    *,
+    version: str,
+    chunk_bytes: int,
+    roles: Mapping[Pattern, str],
+) -> tuple[Manifest, Written]:
+    """Return the manifest of a version, and what was written, as if by one rank.
+
+    Parameters
+    ----------
+    paths
+        Name of each tensor and value to its place in the state, in the order of the state. Where
+        the keys are ints, the container is a list.
+
+    Raises
+    ------
+    StateError
+        Something is in no part, or a tensor's boxes do not tile it, or ranks disagree on what it
+        is; names it.
+    InvalidInputError
+        Two names have places that cannot both be.
+    """
+    merged = _Merged.of(parts)
+    shards: dict[str, list[tuple[int, ShardInfo]]] = {}
+    values: dict[str, tuple[int, ValueInfo]] = {}
+    for place, part in enumerate(parts):
+        for shard in part.shards:
+            shards.setdefault(shard.name, []).append((place, shard))
+        for value in part.values:
+            values.setdefault(value.name, (place, value))
+    building = _Building(merged)
+    leaves: list[tuple[Path, Node]] = []
+    for name, path in paths.items():
+        if name in values and name in shards:
+            msg = f"{name!r} is a value on one rank and a tensor on another"
+            raise StateError(msg, hint="every rank must pass the same state and planner")
+        if name in values:
+            leaves.append((path, building.value(*values[name])))
+        elif name in shards:
+            leaves.append((path, building.tensor(name, shards[name])))
+        else:
+            msg = f"{name!r} was written by no rank"
+            raise StateError(msg, hint="every rank must pass the same state and planner")
+    return building.finish(nest(leaves), version=version, chunk_bytes=chunk_bytes, roles=roles)
+
+
+def nest(leaves: Sequence[tuple[Path, Node]]) -> Node:
+    """Return the skeleton of a state whose leaves have these paths: dicts, and lists for ints."""
+    root: dict[Any, Any] = {}
+    for path, node in leaves:
+        level = root
+        for key, below in itertools.pairwise(path):
+            level = level.setdefault((type(below) is int, key), {})
+        last = (None, path[-1])
+        if last in level:
+            msg = f"there are two values at {path_text(path)!r}"
+            raise InvalidInputError(msg)
+        level[last] = [node]
+    return _container(root, is_list=False)
+
+
+def _container(level: Mapping[Any, Any], *, is_list: bool) -> Node:
+    items: dict[Any, Node] = {}
+    for (holds_list, key), below in level.items():
+        if key in items:
+            msg = f"{key!r} is the key of a value and of what holds others, or of two containers"
+            raise InvalidInputError(msg)
+        items[key] = below[0] if holds_list is None else _container(below, is_list=holds_list)
+    if is_list:
+        if not all(type(key) is int and 0 <= key < 1 << 24 for key in items):
+            msg = f"a list has the keys {sorted(map(repr, items))[:5]}"
+            raise InvalidInputError(msg)
+        return ["l", *(items.get(place) for place in range(max(items) + 1))]
+    flat: list[Node] = []
+    for key, node in items.items():
+        flat += [_key(key), node]
+    return ["d", *flat]
+
+
+def _key(key: object) -> Node:
+    if not isinstance(key, str):
+        msg = f"{key!r} is no key of a dict here"
+        raise InvalidInputError(msg)
+    try:
+        key.encode()
+    except UnicodeEncodeError:
+        return ["u", key.encode("utf-8", "surrogatepass")]
+    return key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Merged:
+    """The rows of all parts, one part after the other, over one list of packs."""
+
+    base: tuple[int, ...]
+    """Per part: its first row."""
+    columns: Mapping[str, npt.NDArray[Any]]
+    packs: tuple[str, ...]
+    parts: Sequence[RankPart]
+
+    @classmethod
+    def of(cls, parts: Sequence[RankPart]) -> _Merged:
+        places: dict[str, int] = {}
+        base = [0]
+        packs: list[npt.NDArray[np.uint32]] = []
+        for part in parts:
+            table = part.written.table
+            own = [places.setdefault(pack, len(places)) for pack in table.packs]
+            packs.append(np.array(own, np.uint32)[table.pack] if own else table.pack)
+            base.append(base[-1] + len(table))
+        columns: dict[str, npt.NDArray[Any]] = {
+            name: np.concatenate([getattr(part.written.table, name) for part in parts])
+            for name in ("ids", "raw", "offset", "stored", "inner", "slab")
+        }
+        columns["pack"] = np.concatenate(packs)
+        for name in ("is_new", "stored_new"):
+            columns[name] = np.concatenate([getattr(part.written, name) for part in parts])
+        return cls(base=tuple(base), columns=columns, packs=tuple(places), parts=parts)
+
+
+@dataclass(slots=True)
+class _Building:
+    """The manifest as far as it is."""
+
+    merged: _Merged
+    records: list[TensorRecord] = field(default_factory=list)
+    rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    first: list[int] = field(default_factory=lambda: [0])
+
+    def _add(self, record: TensorRecord, rows: Sequence[tuple[int, tuple[int, int]]]) -> int:
+        """Add a tensor whose pieces are some rows of some parts; return its index."""
+        count = 0
+        for part, (start, stop) in rows:
+            base = self.merged.base[part]
+            self.rows.append(np.arange(base + start, base + stop, dtype=np.int64))
+            count += stop - start
+        self.records.append(record)
+        self.first.append(self.first[-1] + count)
+        return len(self.records) - 1
+
+    def value(self, part: int, value: ValueInfo) -> Node:
+        """Add a value; return its node."""
+        places: dict[int, int] = {}
+        for number, ((dtype, shape, order), rows) in enumerate(
+            zip(value.records, value.rows, strict=True)
+        ):
+            record = TensorRecord(
+                dtype=dtype, shape=shape, order=order, role="", nbytes=_nbytes(dtype, shape)
+            )
+            places[number] = self._add(record, [(part, rows)])
+        return renumbered(value.node, places) if places else value.node
+
+    def tensor(self, name: str, shards: Sequence[tuple[int, ShardInfo]]) -> Node:
+        """Add a tensor out of its boxes; return its node."""
+        one = shards[0][1]
+        kinds = {(shard.dtype, shard.shape) for _, shard in shards}
+        if len(kinds) > 1:
+            said = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in sorted(kinds))
+            msg = f"the ranks do not agree on what {name!r} is: {said}"
+            raise StateError(msg)
+        boxes: dict[Box, tuple[int, tuple[int, int]]] = {}
+        for part, shard in shards:
+            if math.prod(shard.sizes):
+                boxes.setdefault((shard.offsets, shard.sizes), (part, shard.rows))
+        ordered = sorted(boxes)
+        blocks = Blocks.of(ordered) if ordered and one.shape else None
+        problem = ""
+        if blocks is not None:
+            problem = tiling_problem(one.shape, blocks)
+        elif not ordered and 0 not in one.shape:
+            problem = "no rank has any of it"
+        if problem:
+            msg = f"the parts of {name!r}, of shape {list(one.shape)}: {problem}"
+            raise StateError(msg, hint="the ranks must hold all of it, and no element twice")
+        if is_row_major(one.shape, ordered):
+            blocks = None
+        record = TensorRecord(
+            dtype=one.dtype,
+            shape=one.shape,
+            order=None,
+            role="",
+            nbytes=_nbytes(one.dtype, one.shape),
+            blocks=blocks,
+        )
+        return ["T", self._add(record, [boxes[box] for box in ordered])]
+
+    def finish(
+        self, node: Node, *, version: str, chunk_bytes: int, roles: Mapping[Pattern, str]
+    ) -> tuple[Manifest, Written]:
+        """Return the manifest, and its rows as one save would have written them."""
+        rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
+        columns = {name: column[rows] for name, column in self.merged.columns.items()}
+        used, pack = np.unique(columns["pack"], return_inverse=True)
+        table = PieceTable(
+            ids=columns["ids"],
+            raw=columns["raw"],
+            pack=pack.astype(np.uint32).reshape(-1),
+            offset=columns["offset"],
+            stored=columns["stored"],
+            inner=columns["inner"],
+            slab=columns["slab"],
+            packs=[self.merged.packs[int(place)] for place in used],
+        )
+        manifest = Manifest(
+            version=version,
+            chunk_bytes=chunk_bytes,
+            skeleton=skeleton.encode(node),
+            tensors=self._with_roles(node, roles),
+            first=tuple(self.first),
+            pieces=table,
+        )
+        read_content(manifest)  # what would not load is never written
+        parts = self.merged.parts
+        seconds: dict[str, float] = {}
+        for name, value in itertools.chain.from_iterable(p.written.seconds.items() for p in parts):
+            seconds[name] = seconds.get(name, 0.0) + value
+        written = Written(
+            table=table,
+            first=tuple(self.first),
+            is_new=columns["is_new"],
+            stored_new=columns["stored_new"],
+            pack_bytes=sum(part.written.pack_bytes for part in parts),
+            packs_count=sum(part.written.packs_count for part in parts),
+            seconds=seconds,
+        )
+        return manifest, written
+
+    def _with_roles(self, node: Node, roles: Mapping[Pattern, str]) -> tuple[TensorRecord, ...]:
+        first: dict[int, Path] = {}
+        for leaf in skeleton.iter_leaves(node):
+            first.setdefault(leaf.index, leaf.path)
+        rules = RoleRules(roles, flat=RoleRules.is_flat(first.values()))
+        return tuple(
+            replace(record, role=rules(first[index])) for index, record in enumerate(self.records)
+        )
+
+
+def _nbytes(dtype: str, shape: Sequence[int]) -> int:
+    return math.prod(shape) * ITEM_BYTES[dtype]
+
+
+def commit_parts(
+    repo: Repo,
+    cache: Manifests,
+    parts: Sequence[RankPart],
+    paths: Mapping[str, Path],
+    request: WriteRequest,
+    *,
+    roles: Mapping[Pattern, str],
+    receipt: Mapping[str, float] | None = None,
+) -> Version:
+    """Put the parts together and commit them as a new version; every pack must be durable.
+
+    What a collection condemned since the ranks looked is not written again: the ranks hold
+    the bytes, and only they. The save fails as a whole, and the next one shares nothing of it.
+
+    Raises
+    ------
+    StateError, InvalidInputError
+        As :func:`assemble`, or a name, metric or step is not accepted.
+    CondemnedError
+        A collection has taken what this save wrote or shared, or may have: this process knows the
+        log from a snapshot on that is newer than what a rank looked at.
+    StorageError
+        The storage failed; no version appeared.
+    AmbiguousWriteError
+        It is not known whether the version is there.
+    """
+    environment = repo.environment
+    began = environment.monotonic()
+    version = environment.random_hex(16)
+    if not repo.log.opened:
+        repo.refresh()
+    looked = min((part.looked for part in parts), default=repo.log.began)
+    if looked < repo.log.began:
+        msg = (
+            f"a rank looked at the store after commit {looked}, and what was collected up to commit"
+            f" {repo.log.began} is not known here"
+        )
+        raise CondemnedError(msg, hint="save again: nothing was committed")
+    manifest, written = assemble(
+        parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
+    )
+    data = manifests.encode(manifest)
+    pointer = ManifestPointer(
+        key=manifest_key(version), stored_bytes=len(data), digest=blake3_hex(data)
+    )
+    repo.backend.put(pointer.key, data)
+    sizes = role_bytes(manifest.tensors, [written])
+    said = _receipt(parts, written, manifest, receipt or {})
+    content = content_digest(manifest)
+    relies_on = (pointer.key, *(pack_key(pack) for pack in manifest.pieces.packs))
+
+    def build(now: Catalog) -> list[Op]:
+        said["committing_s"] = environment.monotonic() - began
+        return save_ops(
+            now,
+            request,
+            version=version,
+            pointer=pointer,
+            content=content,
+            roles=sizes,
+            receipt=said,
+            relies_on=relies_on,
+        )
+
+    try:
+        repo.log.append(build)
+    except CondemnedError as error:
+        raised = CondemnedError(
+            f"a collection took what this save wrote or shared, while it went on: {error.message}",
+            hint="save again; collect with a longer grace, or an age of orphans above a save's",
+        )
+        raised.keys = error.keys
+        raise raised from error
+    cache.keep(pointer.digest, manifest)
+    return repo.log.catalog.version(version)
+
+
+def _receipt(
+    parts: Sequence[RankPart],
+    written: Written,
+    manifest: Manifest,
+    more: Mapping[str, float],
+) -> dict[str, float]:
+    """Return seconds and bytes of all ranks; ``packs_s`` is the slowest rank's."""
+    raw = written.table.raw.astype(np.int64)
+    new = int(raw[written.is_new].sum())
+    return {
+        **more,
+        "packs_s": max(part.seconds for part in parts),
+        **written.seconds,
+        "pack_bytes": float(written.pack_bytes),
+        "packs_count": float(written.packs_count),
+        "tensors_count": float(len(manifest.tensors)),
+        "ranks_count": float(len(parts)),
+        "logical_bytes": float(raw.sum()),
+        "new_bytes": float(new),
+        "shared_bytes": float(raw.sum() - new),
+        "stored_bytes": float(written.stored_new.sum()),
+    }

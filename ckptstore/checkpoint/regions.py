@@ -1,0 +1,230 @@
+"""Boxes of stored tensors: which pieces they need, and where in memory each of these goes.
+
+Used where a part of a tensor is wanted that is not a range of its bytes: columns, a tile of a mesh,
+any part of a tensor that is itself stored in blocks. A piece is fetched only if it holds an element
+that is wanted. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.backends.base import Backend
+from ckptstore.checkpoint.content import Content
+from ckptstore.config import Options
+from ckptstore.errors import CorruptObjectError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.blocks import Block, boxes_of_range
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import TensorRecord
+from ckptstore.objects.reader import Want, read_pieces
+
+__all__ = ["Region", "read_regions"]
+
+Elements = npt.NDArray[np.void]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """A box of one stored tensor, and the memory that it goes to."""
+
+    content: Content
+    index: int
+    """The tensor's record."""
+    offsets: tuple[int, ...]
+    """The first element of the box, by dimension."""
+    out: Elements
+    """Of the box's shape, with any strides; elements are opaque bytes of the tensor's item size."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One piece that a region needs."""
+
+    row: int
+    nbytes: int
+    label: str
+    direct: memoryview | None = None
+    """Where it is decoded to, if all of it is wanted, and lies there as it is stored."""
+    copies: list[tuple[int, tuple[int, ...], tuple[slice, ...], Elements]] = field(
+        default_factory=list
+    )
+    """First element in the piece and shape of a box of it, what is wanted of that, and whither."""
+
+    def scatter(self, data: memoryview) -> None:
+        """Bring the elements that are wanted to where they go."""
+        for start, shape, part, out in self.copies:
+            flat = np.frombuffer(data, out.dtype)
+            out[...] = flat[start : start + math.prod(shape)].reshape(shape)[part]
+
+
+def read_regions(
+    regions: Sequence[Region],
+    *,
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback = silent,
+) -> None:
+    """Fill the memory of some regions of one version; every byte is checked.
+
+    Pieces that are wanted whole are decoded where they go. Others pass through host memory, at most
+    ``options.host_bytes`` of them at a time (one piece at least).
+
+    Raises
+    ------
+    CorruptTensorError
+        A piece that is needed is damaged; names the tensor.
+    CorruptObjectError
+        A manifest has a piece that splits an element.
+    StorageError
+        The storage failed.
+    """
+    if not regions:
+        return
+    table = regions[0].content.manifest.pieces
+    batch: list[_Piece] = []
+    held = 0
+
+    def read() -> None:
+        wants: list[Want] = []
+        arrived: list[tuple[_Piece, memoryview]] = []
+        for piece in batch:
+            memory = piece.direct
+            if memory is None:
+                memory = memoryview(bytearray(piece.nbytes))
+                arrived.append((piece, memory))
+            wants.append(Want(row=piece.row, out=memory, label=piece.label))
+        read_pieces(table, wants, backend=backend, options=options, progress=progress)
+        for piece, memory in arrived:
+            piece.scatter(memory)
+
+    for region in regions:
+        for piece in _pieces(region):
+            size = 0 if piece.direct is not None else piece.nbytes
+            if batch and held + size > options.host_bytes:
+                read()
+                batch, held = [], 0
+            batch.append(piece)
+            held += size
+    if batch:
+        read()
+
+
+def _pieces(region: Region) -> Iterator[_Piece]:
+    """Yield the pieces that hold an element of a region, in stored order."""
+    manifest = region.content.manifest
+    record = manifest.tensors[region.index]
+    item = ITEM_BYTES[record.dtype]
+    shape, offsets, out = record.shape, region.offsets, region.out
+    if not out.size:
+        return
+    if record.order is not None:
+        shape = tuple(shape[dim] for dim in record.order)
+        offsets = tuple(offsets[dim] for dim in record.order)
+        out = out.transpose(record.order)
+    first, last = manifest.first[region.index], manifest.first[region.index + 1]
+    ends = np.cumsum(manifest.pieces.raw[first:last], dtype=np.int64)
+    if bool((ends % item).any()):
+        msg = f"tensor {region.content.labels[region.index]}: a piece splits an element"
+        raise CorruptObjectError(msg, hint="run ckptstore verify")
+    for start, block in _blocks_met(record, shape, offsets, out.shape):
+        low, high, inside = _common(block, offsets, out)
+        reach = _reach(block.sizes, low, high)
+        row = int(np.searchsorted(ends, (start + reach[0]) * item, "right"))
+        while row < len(ends) and (int(ends[row - 1]) if row else 0) < (start + reach[1]) * item:
+            begin = (int(ends[row - 1]) // item if row else 0) - start
+            stop = int(ends[row]) // item - start
+            label = region.content.labels[region.index]
+            piece = _Piece(row=first + row, nbytes=(stop - begin) * item, label=label)
+            if _fit(piece, (begin, stop), block.sizes, low, high, inside):
+                yield piece
+            row += 1
+
+
+def _blocks_met(
+    record: TensorRecord, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, Block]]:
+    """Yield the blocks that a box meets, each with the number of elements stored before it."""
+    if record.blocks is None:
+        yield 0, Block(tuple(0 for _ in shape), tuple(shape))
+        return
+    table = record.blocks.table
+    before = np.concatenate(([0], np.cumsum(table[:, 1].prod(axis=1))))
+    low = np.array(offsets, np.int64)
+    high = low + np.array(sizes, np.int64)
+    met = ((table[:, 0] < high) & (table[:, 0] + table[:, 1] > low)).all(axis=1)
+    for place in np.flatnonzero(met):
+        starts, extents = table[place].tolist()
+        yield int(before[place]), Block(tuple(starts), tuple(extents))
+
+
+def _common(
+    block: Block, offsets: Sequence[int], out: Elements
+) -> tuple[tuple[int, ...], tuple[int, ...], Elements]:
+    """Return the part of a block that is wanted, as bounds in the block, and where it goes."""
+    low, high, part = [], [], []
+    for begin, size, start, length in zip(
+        block.offsets, block.sizes, offsets, out.shape, strict=True
+    ):
+        low.append(max(start - begin, 0))
+        high.append(min(start + length - begin, size))
+        part.append(slice(begin + low[-1] - start, begin + high[-1] - start))
+    return tuple(low), tuple(high), _part(out, part)
+
+
+def _part(out: Elements, part: Sequence[slice]) -> Elements:
+    """Return a part of an array as an array, where it has no dimensions too."""
+    index: tuple[Any, ...] = (*part, ...)
+    found: Elements = out[index]
+    return found
+
+
+def _reach(shape: Sequence[int], low: Sequence[int], high: Sequence[int]) -> tuple[int, int]:
+    """Return the first element of a box in a row-major tensor, and the one after its last."""
+    first = last = 0
+    for size, start, stop in zip(shape, low, high, strict=True):
+        first = first * size + start
+        last = last * size + stop - 1
+    return first, last + 1
+
+
+def _fit(
+    piece: _Piece,
+    elements: tuple[int, int],
+    shape: Sequence[int],
+    low: Sequence[int],
+    high: Sequence[int],
+    out: Elements,
+) -> bool:
+    """Note which elements of a piece go where; return whether there are any.
+
+    Parameters
+    ----------
+    elements
+        The first and the end of those of the piece, in a block of `shape`.
+    low, high
+        What is wanted of the block, and goes to `out`.
+    """
+    begin, stop = max(elements[0], 0), min(elements[1], math.prod(shape))
+    at = begin - elements[0]
+    for starts, sizes in boxes_of_range(shape, begin, stop):
+        first = [max(a, b) for a, b in zip(starts, low, strict=True)]
+        end = [min(a + n, b) for a, n, b in zip(starts, sizes, high, strict=True)]
+        if all(a < b for a, b in zip(first, end, strict=True)):
+            source = tuple(slice(a - s, b - s) for a, b, s in zip(first, end, starts, strict=True))
+            target = _part(
+                out, [slice(a - m, b - m) for a, b, m in zip(first, end, low, strict=True)]
+            )
+            whole = target.size * target.itemsize == piece.nbytes
+            if whole and target.flags.c_contiguous:
+                piece.direct = memoryview(target.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+                return True
+            piece.copies.append((at, sizes, source, target))
+        at += math.prod(sizes)
+    return bool(piece.copies)

@@ -1,0 +1,190 @@
+"""The part of a save that one rank does: its boxes of tensors, and some values, into packs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckptstore.checkpoint.assemble import RankPart, ShardInfo, ValueInfo
+from ckptstore.chunking import piece_bytes
+from ckptstore.codecs.registry import check_choice
+from ckptstore.errors import StateError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.skeleton import Node
+from ckptstore.objects.index import KnownPieces
+from ckptstore.objects.writer import write_pieces
+from ckptstore.repo import Repo
+from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.flatten import flatten
+from ckptstore.tensors.memory import dtype_text
+from ckptstore.tensors.refusals import refusal
+from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
+
+__all__ = ["Shard", "check_shard", "write_part"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A box of a tensor that this rank writes."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    """The box; any strides, any device."""
+
+
+def check_shard(tensor: torch.Tensor, name: str) -> None:
+    """Return if a tensor can be stored as a box.
+
+    Raises
+    ------
+    StateError
+        It is of a type, layout or dtype that cannot; names it.
+    """
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not plain or not strided or tensor.is_meta:
+        raise refusal(tensor, (name,))
+    if dtype_text(tensor.dtype) is None:
+        msg = f"{name!r} has the dtype {tensor.dtype}, which cannot be stored"
+        raise StateError(msg)
+
+
+def write_part(
+    repo: Repo,
+    shards: Sequence[Shard],
+    values: Mapping[str, object],
+    *,
+    shared: Sequence[PieceTable] = (),
+    looked: int | None = None,
+    codec: str = "auto",
+    adapters: Sequence[TypeAdapter] = (),
+    progress: ProgressCallback = silent,
+) -> RankPart:
+    """Write this rank's part of a state; return when its packs are durable.
+
+    No one may change the tensors meanwhile. Nothing becomes visible: what was written is an orphan
+    until :func:`ckptstore.checkpoint.assemble.commit_parts` names it.
+
+    Parameters
+    ----------
+    shared
+        Tables of versions to share with.
+    looked
+        Number of the catalog that these were looked up in; by default, of what is known now.
+
+    Raises
+    ------
+    StateError
+        Something cannot be represented; names it. Nothing was written.
+    StorageError
+        A write failed.
+    """
+    began = repo.environment.monotonic()
+    if looked is None:
+        looked = (repo.catalog if repo.log.opened else repo.refresh()).number
+    sources: list[SourceTensor] = []
+    spans: list[tuple[int, int]] = []
+    for shard in shards:
+        check_shard(shard.tensor, shard.name)
+        cuts = _sources(shard, repo.chunk_bytes)
+        spans.append((len(sources), len(sources) + len(cuts)))
+        sources += cuts
+    flats = {name: _flat_value(name, value, adapters) for name, value in values.items()}
+    starts: dict[str, int] = {}
+    for name, (_, tensors) in flats.items():
+        starts[name] = len(sources)
+        sources += tensors
+    settle(sources)
+    written = write_pieces(
+        sources,
+        backend=repo.backend,
+        environment=repo.environment,
+        options=repo.options,
+        known=KnownPieces(shared),
+        chunk_bytes=repo.chunk_bytes,
+        choice=check_choice(codec),
+        progress=progress,
+    )
+    first = written.first
+    return RankPart(
+        shards=tuple(
+            ShardInfo(
+                name=shard.name,
+                dtype=dtype_text(shard.tensor.dtype) or "",
+                shape=tuple(shard.shape),
+                offsets=tuple(shard.offsets),
+                sizes=tuple(shard.tensor.shape),
+                rows=(first[start], first[stop]),
+            )
+            for shard, (start, stop) in zip(shards, spans, strict=True)
+        ),
+        values=tuple(
+            ValueInfo(
+                name=name,
+                node=node,
+                records=tuple((t.dtype, t.shape, t.order) for t in tensors),
+                rows=tuple(
+                    (first[starts[name] + n], first[starts[name] + n + 1])
+                    for n in range(len(tensors))
+                ),
+            )
+            for name, (node, tensors) in flats.items()
+        ),
+        written=written,
+        looked=looked,
+        seconds=repo.environment.monotonic() - began,
+    )
+
+
+def _flat_value(
+    name: str, value: object, adapters: Sequence[TypeAdapter]
+) -> tuple[Node, tuple[SourceTensor, ...]]:
+    flat = flatten({name: value}, adapters)  # so that errors name it
+    node = flat.skeleton
+    assert isinstance(node, list)  # noqa: S101  # a dict of one entry
+    return node[2], flat.tensors
+
+
+def _sources(shard: Shard, chunk_bytes: int) -> list[SourceTensor]:
+    """Return a shard as one or two tensors to write.
+
+    Where it is a slab of the tensor's rows, its pieces are to be those that the tensor would be
+    cut into as a whole, so that versions that were saved by other numbers of ranks share them. What
+    comes before the first border of that grid then is a tensor of its own.
+    """
+    tensor = shard.tensor.detach()
+    slab = tensor.ndim > 0 and tuple(tensor.shape[1:]) == tuple(shard.shape[1:])
+    start = shard.offsets[0] if slab else 0
+    if not start or not tensor.is_contiguous():
+        return [_source(tensor, shard.name)]
+    item = tensor.element_size()
+    row = tensor.numel() // max(1, tensor.shape[0]) * item
+    length = piece_bytes(row, item, chunk_bytes)
+    head = -(start * row) % length
+    if not 0 < head < tensor.numel() * item:
+        return [_source(tensor, shard.name)]
+    if row <= chunk_bytes:  # the grid falls on rows
+        rows = head // row
+        return [_source(tensor[:rows], shard.name), _source(tensor[rows:], shard.name)]
+    flat = tensor.view(-1)
+    return [_source(flat[: head // item], shard.name), _source(flat[head // item :], shard.name)]
+
+
+def _source(tensor: torch.Tensor, name: str) -> SourceTensor:
+    dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    dtype = dtype_text(tensor.dtype) or ""
+    assert dtype in ITEM_BYTES  # noqa: S101  # checked before
+    return SourceTensor(
+        dtype=dtype,
+        shape=tuple(tensor.shape),
+        order=None,
+        paths=((name,),),
+        payload=TensorBytes(tensor, None, dense=dense),
+    )

@@ -1,0 +1,383 @@
+"""From pieces to a version: packs, manifest and one commit, in that order. Needs no torch.
+
+Nothing is visible before the commit, and the commit never names anything that is not durable. A
+failure anywhere raises and leaves no version; what was written before it is an orphan for gc.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ckptstore import limits
+from ckptstore.catalog import changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.metrics import check_metrics
+from ckptstore.checkpoint.content import content_digest
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.codecs.registry import check_choice
+from ckptstore.config import Options
+from ckptstore.errors import CondemnedError, FormatError, IntegrityError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format import manifest as manifests
+from ckptstore.format.commit import ManifestPointer, Op
+from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.format.names import check_listed, encode_metadata
+from ckptstore.hashing import blake3_hex
+from ckptstore.model import RoleBytes, Version
+from ckptstore.objects.index import KnownPieces
+from ckptstore.objects.writer import Source, Written, write_pieces
+from ckptstore.repo import Repo
+
+__all__ = [
+    "Content",
+    "WriteRequest",
+    "check_wishes",
+    "role_bytes",
+    "save_ops",
+    "shareable",
+    "write_version",
+]
+
+_log = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteRequest:
+    """What the catalog is to say of a version, besides what it holds."""
+
+    run: str
+    step: int
+    directions: Mapping[str, str] = field(default_factory=dict)
+    """Which way each metric gets better, for a run that is new."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Sequence[str] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    codec: str = "auto"
+
+    def plain(self) -> WriteRequest:
+        """Return the same in values of its own, which no one changes and a pickle can hold.
+
+        Raises
+        ------
+        InvalidInputError, LimitError
+            A metric, or the metadata, is not accepted; or `tags` is a single text.
+        """
+        step = self.step
+        if not isinstance(step, bool):
+            with contextlib.suppress(TypeError):  # what is no integer is refused with the rest
+                step = operator.index(step)
+        return WriteRequest(
+            run=self.run,
+            step=step,
+            directions=dict(self.directions),
+            metrics=check_metrics(self.metrics),
+            tags=tuple(check_listed(self.tags, "tags")),
+            metadata=msgspec.json.decode(encode_metadata(self.metadata)),
+            codec=self.codec,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """A state taken apart: everything that a version is made of."""
+
+    sources: Sequence[Source]
+    """Where the bytes of each tensor are."""
+    records: tuple[TensorRecord, ...]
+    """What the manifest says of each, in the same order."""
+    frame: bytes
+    """The skeleton, encoded."""
+
+
+def _nothing() -> None:
+    """Let a commit go ahead."""
+
+
+def write_version(
+    repo: Repo,
+    cache: Manifests,
+    content: Content,
+    request: WriteRequest,
+    *,
+    version: str,
+    options: Options | None = None,
+    receipt: Mapping[str, float] | None = None,
+    blocked_since: float | None = None,
+    progress: ProgressCallback = silent,
+    before_commit: Callable[[], None] = _nothing,
+) -> tuple[Version, dict[str, float]]:
+    """Write everything and commit it; return the version, and the receipt with all of its seconds.
+
+    Pieces that the run's head holds already are shared with it. What a collection condemns between
+    the look-up and the commit is written again under new names: the check and the commit are one
+    step on the log.
+
+    Parameters
+    ----------
+    version
+        Its id: 32 hex digits, never used before.
+    options
+        Other threads and memory than the store's.
+    receipt
+        What is known already (``blocked_s``, ``staging_s``); kept with the version. The seconds of
+        the commit itself are in the receipt that is returned, and in the catalog only up to it.
+    blocked_since
+        When the caller began to wait, if it waits for all of this; on the environment's clock.
+    before_commit
+        Called right before each try to commit; what it raises is raised, and nothing is committed.
+
+    Raises
+    ------
+    InvalidInputError
+        A name, metric, tag or step is not accepted; nothing was written.
+    CondemnedError
+        Collections condemned what this save wrote, again and again.
+    StorageError
+        The storage failed; no version appeared.
+    """
+    saving = _Saving(
+        repo=repo,
+        request=request,
+        version=version,
+        content=content,
+        options=options or repo.options,
+        receipt=dict(receipt or {}),
+        blocked_since=blocked_since,
+        progress=progress,
+        before_commit=before_commit,
+    )
+    catalog = repo.log.refresh()
+    saving.check_wishes(catalog)
+    parent = catalog.head(request.run) if catalog.has_run(request.run) else None
+    manifest, pointer = saving.run([] if parent is None else shareable(cache, parent))
+    cache.keep(pointer.digest, manifest)
+    return repo.log.catalog.version(version), saving.receipt
+
+
+def check_wishes(repo: Repo, request: WriteRequest) -> None:
+    """Raise now what the commit would raise for a name, a metric, a tag, metadata or a step.
+
+    Raises
+    ------
+    InvalidInputError, LimitError
+        One of them is not accepted.
+    """
+    _wishes(repo.catalog, request, version="0" * 32)
+
+
+def shareable(cache: Manifests, parent: Version) -> list[PieceTable]:
+    """Return what can be shared with the parent; damage to it must not stop the training."""
+    if parent.level == "record":
+        return []
+    if parent.damaged:
+        _log.warning("nothing is shared with version #%s, parts of which are lost", parent.id[:8])
+        return []
+    try:
+        return [cache.load(parent).pieces]
+    except (IntegrityError, FormatError) as error:
+        _log.warning("nothing is shared with the version before, which is damaged: %s", error)
+        return []
+
+
+_NOWHERE = ManifestPointer(
+    key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64
+)  # for the trial that refuses bad names before a byte is written
+
+
+@dataclass(slots=True, kw_only=True)
+class _Saving:
+    """One save under way; owned by the calling thread."""
+
+    repo: Repo
+    request: WriteRequest
+    version: str
+    content: Content
+    options: Options
+    receipt: dict[str, float]
+    blocked_since: float | None
+    progress: ProgressCallback
+    before_commit: Callable[[], None]
+
+    def check_wishes(self, catalog: Catalog) -> None:
+        """Raise now what the commit would raise for a name, a metric or a step."""
+        _wishes(catalog, self.request, version=self.version)
+
+    def run(self, shared: list[PieceTable]) -> tuple[Manifest, ManifestPointer]:
+        """Write and commit, again if something was condemned; return manifest and place."""
+        environment = self.repo.environment
+        written: list[Written] = []
+        without: set[str] = set()
+        name = self.version
+        for attempt in range(limits.CONDEMNED_TRIES_MAX):
+            tables = [*(part.table for part in reversed(written)), *shared]
+            written.append(self._write(KnownPieces(tables, without=without)))
+            began = environment.monotonic()
+            committing = self.receipt.get("committing_s", 0.0)
+            manifest, pointer = self._describe(written[-1], name)
+            packs = {pack_key(pack): pack for pack in manifest.pieces.packs}
+            roles = role_bytes(self.content.records, written)
+            self._count(roles)
+
+            def build(
+                now: Catalog,
+                pointer: ManifestPointer = pointer,
+                roles: dict[str, RoleBytes] = roles,
+                content: str = content_digest(manifest),
+                relies_on: tuple[str, ...] = (pointer.key, *packs),
+                spent: float = committing - began,
+            ) -> list[Op]:
+                self.before_commit()
+                self._clock(spent)
+                return save_ops(
+                    now,
+                    self.request,
+                    version=self.version,
+                    pointer=pointer,
+                    content=content,
+                    roles=roles,
+                    receipt=self.receipt,
+                    relies_on=relies_on,
+                )
+
+            try:
+                self.repo.log.append(build)
+            except CondemnedError as error:
+                if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
+                    raise
+                without.update(packs[key] for key in error.keys if key in packs)
+                name = environment.random_hex(16)  # a name is never used again
+            else:
+                return manifest, pointer
+            finally:
+                self._clock(committing - began)
+        raise AssertionError  # pragma: no cover - the loop has no other end
+
+    def _write(self, known: KnownPieces) -> Written:
+        repo = self.repo
+        began = repo.environment.monotonic()
+        written = write_pieces(
+            self.content.sources,
+            backend=repo.backend,
+            environment=repo.environment,
+            options=self.options,
+            known=known,
+            chunk_bytes=repo.superblock.chunk_bytes,
+            choice=check_choice(self.request.codec),
+            progress=self.progress,
+        )
+        self._add("packs_s", repo.environment.monotonic() - began)
+        for name, seconds in written.seconds.items():
+            self._add(name, seconds)
+        self._add("pack_bytes", float(written.pack_bytes))
+        self._add("packs_count", float(written.packs_count))
+        self.receipt["tensors_count"] = float(len(self.content.records))
+        return written
+
+    def _describe(self, written: Written, name: str) -> tuple[Manifest, ManifestPointer]:
+        """Write the manifest; return it and where it is."""
+        manifest = Manifest(
+            version=self.version,
+            chunk_bytes=self.repo.superblock.chunk_bytes,
+            skeleton=self.content.frame,
+            tensors=self.content.records,
+            first=written.first,
+            pieces=written.table,
+        )
+        data = manifests.encode(manifest)
+        key = manifest_key(name)
+        self.repo.backend.put(key, data)
+        return manifest, ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
+
+    def _count(self, roles: Mapping[str, RoleBytes]) -> None:
+        """Note the bytes of all roles."""
+        logical = sum(part.logical for part in roles.values())
+        new = sum(part.new for part in roles.values())
+        self.receipt["logical_bytes"] = float(logical)
+        self.receipt["new_bytes"] = float(new)
+        self.receipt["shared_bytes"] = float(logical - new)
+        self.receipt["stored_bytes"] = float(sum(part.stored for part in roles.values()))
+
+    def _clock(self, spent: float) -> None:
+        """Note how long it took up to now."""
+        now = self.repo.environment.monotonic()
+        self.receipt["committing_s"] = spent + now
+        if self.blocked_since is not None:
+            self.receipt["blocked_s"] = now - self.blocked_since
+
+    def _add(self, name: str, value: float) -> None:
+        self.receipt[name] = self.receipt.get(name, 0.0) + value
+
+
+def _wishes(catalog: Catalog, request: WriteRequest, *, version: str) -> None:
+    save_ops(
+        catalog,
+        request,
+        version=version,
+        pointer=_NOWHERE,
+        content="0" * 64,
+        roles={},
+        receipt={},
+        relies_on=(),
+    )
+
+
+def save_ops(
+    catalog: Catalog,
+    request: WriteRequest,
+    *,
+    version: str,
+    pointer: ManifestPointer,
+    content: str,
+    roles: Mapping[str, RoleBytes],
+    receipt: Mapping[str, float],
+    relies_on: Collection[str],
+) -> list[Op]:
+    """Return the operations that make a version visible; see :func:`changes.save`."""
+    return changes.save(
+        catalog,
+        run=request.run,
+        version=version,
+        step=request.step,
+        manifest=pointer,
+        content=content,
+        directions=request.directions,
+        metrics=request.metrics,
+        tags=request.tags,
+        metadata=request.metadata,
+        roles=roles,
+        receipt=receipt,
+        relies_on=relies_on,
+    )
+
+
+def role_bytes(
+    records: Sequence[TensorRecord], attempts: Sequence[Written]
+) -> dict[str, RoleBytes]:
+    """Return logical, new and stored bytes by role; what was written twice is stored twice."""
+    written = attempts[-1]
+    is_new = np.logical_or.reduce([part.is_new for part in attempts])
+    stored_new = np.add.reduce([part.stored_new for part in attempts])
+    pairs = zip(written.first, written.first[1:], strict=False)
+    counts = [last - first for first, last in pairs]
+    places = {role: place for place, role in enumerate(sorted({r.role for r in records}))}
+    by_tensor = np.fromiter((places[r.role] for r in records), np.int64, len(records))
+    by_piece = np.repeat(by_tensor, counts)
+    raw = written.table.raw.astype(np.float64)
+    sums = {
+        "logical": np.bincount(by_piece, raw, minlength=len(places)),
+        "new": np.bincount(by_piece, raw * is_new, minlength=len(places)),
+        "stored": np.bincount(by_piece, stored_new, minlength=len(places)),
+    }
+    return {
+        role: RoleBytes(**{name: int(column[place]) for name, column in sums.items()})
+        for role, place in places.items()
+    }

@@ -1,0 +1,33 @@
+"""``torch.distributed.checkpoint`` on a store; and directories that it wrote, as versions.
+
+``dcp.save(state, storage_writer=CkptStoreWriter(run, step=100))`` and
+``dcp.load(state, storage_reader=CkptStoreReader(run))``. Imported on first use:
+:mod:`ckptstore.integrations.dcp.directory`, which reads directories, needs no torch.distributed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptstore.integrations.dcp.directory import import_directory
+    from ckptstore.integrations.dcp.reader import CkptStoreReader
+    from ckptstore.integrations.dcp.writer import CkptStoreWriter
+
+__all__ = ["CkptStoreReader", "CkptStoreWriter", "import_directory"]
+
+_LAZY = {
+    "CkptStoreReader": "ckptstore.integrations.dcp.reader",
+    "CkptStoreWriter": "ckptstore.integrations.dcp.writer",
+    "import_directory": "ckptstore.integrations.dcp.directory",
+}
+
+if not TYPE_CHECKING:  # so that type checkers still report misspelled names
+
+    def __getattr__(name: str) -> object:
+        """Import the module behind a name (PEP 562)."""
+        if name in _LAZY:
+            return getattr(importlib.import_module(_LAZY[name]), name)
+        msg = f"module {__name__!r} has no attribute {name!r}"
+        raise AttributeError(msg)

@@ -1,0 +1,291 @@
+"""Import: a directory that torch.distributed.checkpoint wrote becomes a version.
+
+Nothing in it is executed: its metadata is read by :mod:`.metadata_pickle`, tensors and plain values
+with ``weights_only=True``. Needs no torch.distributed, and no more host memory than one batch of
+chunks, however large the checkpoint and however many ranks wrote it.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ckptstore import limits
+from ckptstore.backends.oserrors import translate
+from ckptstore.checkpoint.assemble import RankPart, commit_parts
+from ckptstore.checkpoint.shards import Shard, write_part
+from ckptstore.checkpoint.write import WriteRequest, check_wishes, shareable
+from ckptstore.codecs.registry import check_choice
+from ckptstore.errors import FormatError, LimitError, ObjectNotFoundError, PolicyError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.blocks import Box
+from ckptstore.format.dtypes import bytes_of
+from ckptstore.format.paths import Pattern
+from ckptstore.integrations.dcp.metadata_pickle import Described, Place, read_metadata
+from ckptstore.model import Version
+from ckptstore.store import Store
+from ckptstore.tensors.memory import dtype_text
+
+__all__ = ["METADATA_FILE", "import_directory", "is_directory_of_dcp"]
+
+METADATA_FILE: Final = ".metadata"
+
+
+def is_directory_of_dcp(path: str | os.PathLike[str]) -> bool:
+    """Return whether torch.distributed.checkpoint wrote this directory, by its looks."""
+    return (Path(path) / METADATA_FILE).is_file()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Item:
+    """One chunk of a tensor, or one value."""
+
+    name: str
+    place: Place
+    nbytes: int
+    dtype: str = ""
+    """Of a tensor; empty for a value."""
+    shape: tuple[int, ...] = ()
+    box: Box = ((), ())
+
+
+def import_directory(
+    store: Store,
+    path: str | os.PathLike[str],
+    *,
+    run: str,
+    step: int,
+    metrics: Mapping[str, float] | None = None,
+    directions: Mapping[str, str] | None = None,
+    tags: Sequence[str] = (),
+    metadata: Mapping[str, Any] | None = None,
+    roles: Mapping[Pattern, str] | None = None,
+    under: str = "",
+    codec: str | None = None,
+    progress: ProgressCallback = silent,
+) -> Version:
+    """Save what a directory of torch.distributed.checkpoint holds as a new version of a run.
+
+    Also called by :func:`ckptstore.integrations.files.import_file` for such a directory. Shards
+    become whole tensors for everyone who reads the version; none is put together in memory.
+
+    Parameters
+    ----------
+    path
+        A local directory with a ``.metadata``; it must not change meanwhile.
+    run, step, metrics, directions, tags, metadata, roles, under, codec, progress
+        As in :func:`ckptstore.integrations.files.import_file`.
+
+    Raises
+    ------
+    ObjectNotFoundError
+        The directory or a file of it is missing.
+    PolicyError
+        A pickle in it wants more than a checkpoint needs; nothing of it was run.
+    FormatError, CorruptObjectError
+        It is damaged, or of a kind that is not read (extensions that compress, safetensors).
+    LimitError
+        It describes more than is read, or a value in it is larger than one may be.
+    StateError
+        The chunks are not the whole of a tensor, or a value cannot be represented; names it.
+    StorageError
+        A file or the store failed; no version appeared.
+    """
+    folder = Path(path)
+    where = str(folder / METADATA_FILE)
+    repo = store.repo
+    repo.check_writable()
+    request = WriteRequest(
+        run=run,
+        step=step,
+        directions=store.run(run, metrics=directions)._directions,
+        metrics=metrics or {},
+        tags=tags,
+        metadata={**_origin(folder), **(metadata or {})},
+        codec=check_choice(codec or repo.options.codec),
+    )
+    catalog = repo.refresh()
+    check_wishes(repo, request)
+    parent = catalog.head(run) if catalog.has_run(run) else None
+    shared = [] if parent is None else shareable(store._manifests, parent)
+    try:
+        described = read_metadata(_metadata_bytes(folder), where=where)
+        items = _items(described)
+        total = sum(item.nbytes for item in items)
+        done = 0
+        parts: list[RankPart] = []
+        for batch in _batches(items, repo.options.host_bytes):
+            shards = [_shard(folder, item) for item in batch if item.dtype]
+            values = {item.name: _value(folder, item) for item in batch if not item.dtype}
+            known = [*shared, *(part.written.table for part in parts)]
+            parts.append(
+                write_part(
+                    repo, shards, values, shared=known, looked=catalog.number, codec=request.codec
+                )
+            )
+            done += sum(item.nbytes for item in batch)
+            progress(Progress(stage="import", done=done, total=total))
+    except OSError as error:
+        raise translate(error, f"reading {error.filename or folder}") from error
+    paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
+    return commit_parts(repo, store._manifests, parts, paths, request, roles=roles or {})
+
+
+def _origin(folder: Path) -> dict[str, Any]:
+    return {"import": {"format": "torch.distributed.checkpoint", "files": [folder.name]}}
+
+
+def _metadata_bytes(folder: Path) -> bytes:
+    with (folder / METADATA_FILE).open("rb") as file:
+        return file.read(limits.DCP_METADATA_BYTES_MAX + 1)
+
+
+def _items(described: Described) -> list[_Item]:
+    """Return everything there is to read, in the order in which it lies."""
+    items: list[_Item] = []
+    for name, tensor in described.tensors.items():
+        bytes_of(tensor.dtype, tensor.shape)  # refuses what is no shape
+        for box, place in tensor.chunks:
+            nbytes = bytes_of(tensor.dtype, box[1])
+            # A chunk is stored as a file of torch.save: whatever it claims, it is not larger.
+            if nbytes > place.length:
+                msg = f"{name!r}: {nbytes} bytes cannot be in {place.length} of {place.file}"
+                raise FormatError(msg, hint="extensions that compress are not read")
+            items.append(
+                _Item(
+                    name=name,
+                    place=place,
+                    nbytes=nbytes,
+                    dtype=tensor.dtype,
+                    shape=tensor.shape,
+                    box=box,
+                )
+            )
+    items += [_Item(name=n, place=p, nbytes=p.length) for n, p in described.values.items()]
+    for item in items:
+        if item.place.transforms:
+            msg = f"{item.name!r} went through {', '.join(item.place.transforms)} of an extension"
+            raise FormatError(msg, hint="load it with torch, and save the state")
+    return sorted(items, key=lambda item: (item.place.file, item.place.offset))
+
+
+def _batches(items: Sequence[_Item], host_bytes: int) -> Iterator[list[_Item]]:
+    """Yield items in batches of at most `host_bytes`, one item at least; one batch at least."""
+    batch: list[_Item] = []
+    held = 0
+    for item in items:
+        if batch and held + item.place.length > host_bytes:
+            yield batch
+            batch, held = [], 0
+        batch.append(item)
+        held += item.place.length
+    yield batch
+
+
+def _read(folder: Path, item: _Item) -> bytes:
+    """Return the bytes of an item: a whole file of torch.save inside of a file."""
+    place = item.place
+    root = folder.resolve()
+    file = (root / place.file).resolve()
+    if not file.is_relative_to(root):
+        msg = f"{place.file} is a link that leads out of {folder}"
+        raise FormatError(msg)
+    try:
+        opened = file.open("rb")
+    except FileNotFoundError as error:
+        msg = f"{item.name!r} is in {place.file} by the metadata, and {folder} has no such file"
+        raise ObjectNotFoundError(msg, hint="the checkpoint is incomplete") from error
+    with opened:
+        size = os.fstat(opened.fileno()).st_size
+        if place.offset + place.length > size:
+            msg = f"{item.name!r} ends at byte {place.offset + place.length} of {file}, of {size}"
+            raise FormatError(msg, hint="the directory is incomplete")
+        opened.seek(place.offset)
+        data = opened.read(place.length)
+    _check_archive(data, f"{item.name!r} in {file}")
+    return data
+
+
+def _check_archive(data: bytes, where: str) -> None:
+    """Refuse an archive that torch.save would not write: compressed, or larger than it is."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise FormatError(f"{where} is not as torch.save writes it: {error}") from error
+    stored = all(
+        r.compress_type == zipfile.ZIP_STORED and r.file_size == r.compress_size for r in records
+    )
+    if not stored or sum(record.file_size for record in records) > len(data):
+        raise FormatError(f"{where} holds compressed records, which torch.save does not write")
+
+
+def _loaded(folder: Path, item: _Item) -> Any:  # noqa: ANN401 - a tensor or a plain value
+    data = _read(folder, item)
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        text = str(error).strip().split("\n", 1)[0][:200]
+        raise PolicyError(
+            f"{item.name!r} in {item.place.file} needs more than weights_only=True allows: {text}",
+            hint="if you trust it, load it with dcp.load and save it with CkptStoreWriter",
+        ) from error
+    except Exception as error:  # what a hostile pickle makes torch raise is not known
+        text = str(error).strip().split("\n", 1)[0][:200]
+        raise FormatError(f"{item.name!r} in {item.place.file} is not sound: {text}") from error
+
+
+def _shard(folder: Path, item: _Item) -> Shard:
+    tensor = _loaded(folder, item)
+    if not isinstance(tensor, torch.Tensor):
+        msg = f"{item.name!r} in {item.place.file} is a {type(tensor).__name__}, not a tensor"
+        raise FormatError(msg)
+    said, sizes = (dtype_text(tensor.dtype), tuple(tensor.shape)), item.box[1]
+    if said != (item.dtype, sizes):
+        msg = f"{item.name!r} is {said[0]}{list(said[1])} in {item.place.file}, "
+        raise FormatError(f"{msg}but {item.dtype}{list(sizes)} by the metadata")
+    return Shard(name=item.name, shape=item.shape, offsets=item.box[0], tensor=tensor)
+
+
+def _value(folder: Path, item: _Item) -> object:
+    value: object = _loaded(folder, item)
+    _expanded(value, f"{item.name!r} in {item.place.file}", 0, {})
+    return value
+
+
+def _expanded(value: object, where: str, depth: int, known: dict[int, int]) -> int:
+    """Return how many values there are in one that was loaded, each as often as it is named.
+
+    A pickle of some hundred bytes can name one list 2**40 times; saving would go through them all.
+
+    Raises
+    ------
+    LimitError
+        They are more than ``STATE_NODES_MAX``, or nested deeper than ``STATE_DEPTH_MAX``.
+    """
+    if isinstance(value, Mapping):
+        below = itertools.chain(value.keys(), value.values())
+    elif isinstance(value, list | tuple | set | frozenset):
+        below = itertools.chain(value)
+    else:
+        return 1
+    if depth > limits.STATE_DEPTH_MAX:
+        raise LimitError(f"{where} is nested deeper than {limits.STATE_DEPTH_MAX} levels")
+    count = known.get(id(value))
+    if count is None:
+        count = 1
+        for one in below:
+            count += _expanded(one, where, depth + 1, known)
+            if count > limits.STATE_NODES_MAX:
+                raise LimitError(f"{where} has more than {limits.STATE_NODES_MAX} values")
+        known[id(value)] = count
+    return count

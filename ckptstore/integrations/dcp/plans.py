@@ -1,0 +1,96 @@
+"""Who writes what several ranks hold alike: evenly by bytes.
+
+The default planner writes a replica once, by the rank with the least so far, in the order of
+the state, and takes a shard for as large as its whole tensor. Here each rank says beforehand what
+it could write, and the coordinator gives what several hold to whichever has the least, the largest
+first. Values that are no tensors are those of the first rank that has them, since they may differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+
+from ckptstore.hashing import blake3_digest
+
+__all__ = ["Offers", "balance", "offers"]
+
+_MARK_BYTES = 8
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Offers:
+    """What a rank holds, before it is decided who writes it; travels with its plan."""
+
+    marks: bytes
+    """8 bytes an item: the beginning of a digest of its name and offsets. Two items of one mark
+    could be taken for one: the rank that is asked for what it has not would refuse, and the save
+    fail."""
+
+
+def offers(items: Iterable[WriteItem]) -> Offers:
+    """Return what a local plan holds."""
+    return Offers(b"".join(_mark(item) for item in items))
+
+
+def _mark(item: WriteItem) -> bytes:
+    offset = item.index.offset
+    text = f"{item.index.fqn}\0{None if offset is None else tuple(offset)}"
+    return blake3_digest(text.encode("utf-8", "surrogatepass"))[:_MARK_BYTES]
+
+
+def balance(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return the plans with each item that several ranks hold at the one that fits best.
+
+    Plans are left as they are where the planner keeps them for later saves: it would then
+    combine decisions of its own with some of these.
+    """
+    if _kept_by_planner(plans) or not all(isinstance(p.storage_data, Offers) for p in plans):
+        return list(plans)
+    holders: dict[bytes, list[int]] = {}
+    for rank, plan in enumerate(plans):
+        marks = plan.storage_data.marks
+        for at in range(0, len(marks), _MARK_BYTES):
+            holders.setdefault(marks[at : at + _MARK_BYTES], []).append(rank)
+    loads = [0] * len(plans)
+    chosen: list[list[WriteItem]] = [[] for _ in plans]
+    free: list[tuple[int, WriteItem, list[int]]] = []
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            ranks = holders.get(_mark(item), [rank])
+            if item.type is WriteItemType.BYTE_IO:
+                chosen[ranks[0]].append(item)
+            elif len(ranks) > 1:
+                free.append((_bytes(item), item, ranks))
+            else:
+                loads[rank] += _bytes(item)
+                chosen[rank].append(item)
+    for size, item, ranks in sorted(free, key=lambda entry: -entry[0]):
+        best = min(ranks, key=lambda rank: (loads[rank], len(chosen[rank]), rank))
+        loads[best] += max(size, 1)
+        chosen[best].append(item)
+    return [
+        dataclasses.replace(plan, items=_in_order(items), storage_data=None)
+        for plan, items in zip(plans, chosen, strict=True)
+    ]
+
+
+def _in_order(items: list[WriteItem]) -> list[WriteItem]:
+    """Keep small tensors that belong together together: they share chunks."""
+    return sorted(items, key=lambda item: (item.index.fqn, item.index.offset or ()))
+
+
+def _bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def _kept_by_planner(plans: Sequence[SavePlan]) -> bool:
+    if not all(getattr(plan, "usable", True) for plan in plans):
+        return True
+    kept: dict[str, list[SavePlan]] = getattr(SavePlanner, "_cached_global_plan", {})
+    known = {id(plan) for cached in kept.values() for plan in cached}
+    return any(id(plan) in known for plan in plans)

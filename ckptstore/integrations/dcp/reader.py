@@ -1,0 +1,313 @@
+"""Loading with ``torch.distributed.checkpoint``: each rank reads what it needs, and no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckptstore.checkpoint.content import Content, read_content
+from ckptstore.checkpoint.load import LoadRequest, load_state
+from ckptstore.checkpoint.regions import Region, read_regions
+from ckptstore.errors import InvalidInputError, TensorNotFoundError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.skeleton import iter_leaves
+from ckptstore.integrations.arguments import check_run
+from ckptstore.integrations.dcp.layout import Entry, entries_of, metadata_of
+from ckptstore.integrations.dcp.plain import pickled
+from ckptstore.model import Version
+from ckptstore.store import Run, Store
+from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.memory import as_elements, dtype_named
+
+__all__ = ["CkptStoreReader"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """The version that the coordinator loads, and so all ranks; travels with the plan."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A version that is being loaded."""
+
+    version: Version
+    content: Content
+    entries: dict[str, Entry]
+
+
+class CkptStoreReader(StorageReader):
+    """Reads any version with ``dcp.load``, onto any number of ranks and any layout; one a rank.
+
+    Also versions that :meth:`ckptstore.Run.save` saved, or that were imported. Each rank reads the
+    manifest, and of the packs the pieces that hold elements of its shards; every byte is checked.
+    Where ranks see different versions under one ref, as while another job saves, all load the
+    coordinator's. A reader can be used again; any thread may use it, not several at once.
+
+    Parameters
+    ----------
+    source
+        A store, or a run of one.
+    ref
+        Names the version: ``"gpt@1200"`` of a store, ``"latest"`` or ``1200`` of a run, whose
+        newest it is where there is none. It may also come as `checkpoint_id` of each load, and of
+        a store must come by either. ``latest-valid`` makes every rank read all
+        of the version: resolve it on one rank, and give the others its id.
+    adapters
+        For objects that were saved through them.
+    progress
+        Called with the bytes that this rank has read.
+
+    Raises
+    ------
+    InvalidInputError
+        `source` is neither.
+    """
+
+    def __init__(
+        self,
+        source: Store | Run,
+        ref: str | int | None = None,
+        *,
+        adapters: Sequence[TypeAdapter] = (),
+        progress: ProgressCallback = silent,
+    ) -> None:
+        if not isinstance(source, Store):
+            check_run(source)
+        self._source = source
+        self._store = source if isinstance(source, Store) else source._store
+        self._given = ref
+        self._asked: str | None = None
+        self._adapters = tuple(adapters)
+        self._progress = progress
+        self._opened: _Opened | None = None
+        self.checkpoint_id: str | os.PathLike[str] = ""
+        """What the load was asked for by, if by anything; for torch's log."""
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to travel to another process, which would need a store of its own."""
+        msg = "a reader cannot be sent to another process, since its store is open in this one"
+        raise InvalidInputError(msg, hint="make one there")
+
+    @property
+    def version(self) -> Version | None:
+        """The version that was loaded last; None before the first load."""
+        return None if self._opened is None else self._opened.version
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the ref of the next load; called by torch on every rank if there is one.
+
+        Parameters
+        ----------
+        checkpoint_id
+            A ref; None for the one that the reader was made with.
+        """
+        self.checkpoint_id = "" if checkpoint_id is None else checkpoint_id
+        self._asked = None if checkpoint_id is None else os.fspath(checkpoint_id)
+
+    # Not ``**kwargs``: where torch finds that name, a rank whose first try fails tries once more
+    # without the others, and those wait for it.
+    def read_metadata(self, *_: Any, **_options: Any) -> Metadata:  # noqa: ANN401
+        """Return what the version holds, by the names of planners; called by torch on every rank.
+
+        Raises
+        ------
+        VersionNotFoundError, RunNotFoundError, InvalidRefError
+            The ref names nothing.
+        InvalidInputError
+            There is no ref, and the reader is of a store, which has many runs.
+        CorruptObjectError
+            The manifest is damaged.
+        """
+        ref = self._given if self._asked is None else self._asked
+        self._asked = None
+        if not isinstance(self._source, Store):
+            version = self._source.resolve("latest" if ref is None else ref)
+        elif ref is None:
+            msg = "the reader is of a store, and has no ref"
+            raise InvalidInputError(msg, hint="name a run: RUN@latest, or give store.run('gpt')")
+        else:
+            version = self._source.resolve(str(ref))
+        self._opened = self._open(version)
+        return metadata_of(version, self._opened.entries)
+
+    def _open(self, version: Version) -> _Opened:
+        content = read_content(self._store._manifests.load(version))
+        return _Opened(version=version, content=content, entries=entries_of(content))
+
+    def set_up_storage_reader(
+        self,
+        metadata: Metadata,
+        is_coordinator: bool,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        """Take part in a load; called by torch on every rank. Nothing is to be prepared."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return this rank's plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Tell all ranks which version it is; called by torch on the coordinator."""
+        found = self._current()
+        decided = _Decided(replace(found.version, metadata={}, metrics={}, receipt={}, roles={}))
+        return [replace(plan, storage_data=decided) for plan in plans]
+
+    def _current(self) -> _Opened:
+        if self._opened is None:
+            msg = "read_metadata comes before what needs it"
+            raise InvalidInputError(msg)
+        return self._opened
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan asks for into the planner's tensors; all is there on return.
+
+        Raises
+        ------
+        CorruptTensorError
+            A piece that this rank needs is damaged; names the tensor.
+        TensorNotFoundError
+            The coordinator's version is another than this rank's, and differs in what is wanted.
+        StorageError
+            The storage failed.
+        """
+        found = self._current()
+        if isinstance(plan.storage_data, _Decided):
+            found = self._opened = self._agreed(plan, plan.storage_data.version, found)
+        values: list[tuple[ReadItem, Entry]] = []
+        tensors: list[tuple[ReadItem, Entry]] = []
+        for item in plan.items:
+            entry = found.entries[item.storage_index.fqn]
+            direct = item.type is LoadItemType.TENSOR and entry.index is not None
+            (tensors if direct else values).append((item, entry))
+        self._read_tensors(found, tensors, planner)
+        self._read_values(found, values, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _agreed(self, plan: LoadPlan, version: Version, mine: _Opened) -> _Opened:
+        """Return the coordinator's version; it must have what this rank's plan was made for."""
+        if version.id == mine.version.id:
+            return mine
+        theirs = self._open(version)
+        for item in plan.items:
+            name = item.storage_index.fqn
+            one, other = mine.entries[name], theirs.entries.get(name)
+            if other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+                msg = (
+                    f"ranks see different versions, #{mine.version.id[:8]} and #{version.id[:8]}, "
+                    f"which differ in {name!r}"
+                )
+                raise TensorNotFoundError(msg, hint="name the version by its id or step")
+        return theirs
+
+    def _read_tensors(
+        self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
+    ) -> None:
+        """Read boxes of tensors; into the targets themselves, where these lie in host memory."""
+        options = self._store.repo.options
+        batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
+        regions: list[Region] = []
+        held = 0
+
+        def read() -> None:
+            backend = self._store.repo.backend
+            read_regions(regions, backend=backend, options=options, progress=self._progress)
+            regions.clear()
+            for item, target, memory in batch:
+                if memory is not target:
+                    target.copy_(memory)
+                planner.commit_tensor(item, target)
+            batch.clear()
+
+        for item, entry in items:
+            assert entry.index is not None  # noqa: S101  # for the type checker: that is how they
+            # were chosen
+            target = planner.resolve_tensor(item).detach()
+            memory = _memory(target, entry, item)
+            if memory is not target:
+                if held and held + memory.nbytes > options.host_bytes:
+                    read()
+                    held = 0
+                held += memory.nbytes
+            batch.append((item, target, memory))
+            out: np.ndarray[Any, Any] = as_elements(memory)
+            regions.append(
+                Region(
+                    content=found.content,
+                    index=entry.index,
+                    offsets=tuple(item.storage_offsets),
+                    out=out,
+                )
+            )
+        read()
+
+    def _read_values(
+        self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
+    ) -> None:
+        """Read what is no tensor of its own: plain values, and views."""
+        if not items:
+            return
+        node = ["l", *(entry.node for _, entry in items)]
+        content = Content(
+            manifest=found.content.manifest,
+            node=node,
+            leaves=tuple(iter_leaves(node)),
+            labels=found.content.labels,
+        )
+        values = load_state(self._store.repo, content, LoadRequest(adapters=self._adapters))
+        for (item, _), value in zip(items, values, strict=True):
+            if item.type is LoadItemType.BYTE_IO:
+                planner.load_bytes(item, pickled(value))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            part = tuple(
+                slice(start, start + size)
+                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+            )
+            target.copy_(value[part])
+            planner.commit_tensor(item, target)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it could be a ref."""
+        return bool(os.fspath(checkpoint_id))
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return which version is loaded, for those who log it."""
+        if self._opened is None:
+            return None
+        version = self._opened.version
+        return StorageMeta(checkpoint_id=f"{version.run}@{version.step}", load_id=version.id)
+
+
+def _memory(target: torch.Tensor, entry: Entry, item: ReadItem) -> torch.Tensor:
+    """Return the host memory to read into: the target's own, or new memory of its shape."""
+    if tuple(target.shape) != tuple(item.lengths):
+        msg = f"{item.dest_index.fqn!r}: {list(item.lengths)} is read into {list(target.shape)}"
+        raise InvalidInputError(msg)
+    dtype = dtype_named(entry.dtype)
+    plain = type(target) in (torch.Tensor, torch.nn.Parameter) and target.layout == torch.strided
+    fits = plain and target.is_cpu and target.dtype == dtype and not target.is_conj()
+    if fits and not target.is_neg() and not _overlaps_itself(target):
+        return target
+    return torch.empty(tuple(item.lengths), dtype=dtype)
+
+
+def _overlaps_itself(target: torch.Tensor) -> bool:
+    return any(
+        step == 0 and size > 1 for step, size in zip(target.stride(), target.shape, strict=True)
+    )

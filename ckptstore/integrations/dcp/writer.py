@@ -1,0 +1,343 @@
+"""Saving with ``torch.distributed.checkpoint``: each rank its packs, one commit for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckptstore.backends.base import Backend
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.refs import parse_ref
+from ckptstore.checkpoint.assemble import RankPart, commit_parts
+from ckptstore.checkpoint.shards import Shard, check_shard, write_part
+from ckptstore.checkpoint.write import WriteRequest, check_wishes, shareable
+from ckptstore.codecs.registry import check_choice
+from ckptstore.config import Options
+from ckptstore.errors import InvalidInputError, InvalidRefError, ReadOnlyError, StateError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.paths import Path, Pattern
+from ckptstore.integrations.arguments import check_run
+from ckptstore.integrations.dcp.plain import from_planner
+from ckptstore.integrations.dcp.plans import balance, offers
+from ckptstore.model import Version
+from ckptstore.repo import open_on
+from ckptstore.store import Run, Store
+from ckptstore.tensors.adapters import TypeAdapter
+
+__all__ = ["CkptStoreWriter"]
+
+_PART: Final = "ckptstore.part"
+
+
+class CkptStoreWriter(StorageWriter):
+    """Writes a version of a run with ``dcp.save`` or ``dcp.async_save``; one on each rank.
+
+    Each rank writes what it holds into packs, and shares what the run's head holds already. What
+    several ranks hold alike is written once. The coordinator commits, when all have written: until
+    then nothing is visible. If any rank fails, all of them raise ``CheckpointException`` (of
+    torch), which names the ranks and their errors, and there is no version.
+
+    The state comes back nested from :meth:`ckptstore.Store.load` too, with whole tensors, or from
+    :class:`CkptStoreReader` at any number of ranks. Nothing is pickled: values that are no tensors
+    are stored like those of :meth:`ckptstore.Run.save`.
+
+    One save at a time; a writer can be used again. Any thread may use it, not several at once.
+
+    Parameters
+    ----------
+    run
+        The run, of a store that this rank has opened.
+    step
+        Of the training. It may also come as `checkpoint_id` of each save: ``"1200"``.
+    metrics, tags, metadata, roles, codec, adapters
+        As in :meth:`ckptstore.Run.save`; those of the coordinator count, but `codec` and `adapters`
+        are each rank's own.
+    progress
+        Called with the bytes done by this rank.
+
+    Raises
+    ------
+    InvalidInputError
+        `run` is no run of a store.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        roles: Mapping[Pattern, str] | None = None,
+        codec: str | None = None,
+        adapters: Sequence[TypeAdapter] = (),
+        progress: ProgressCallback = silent,
+    ) -> None:
+        check_run(run)
+        self._run = run
+        self._store = run._store
+        self._repo = self._store.repo
+        self._step = step
+        self._asked: int | None = None
+        self._saved_step = step
+        self._metrics = dict(metrics or {})
+        self._tags = tuple(tags)
+        self._metadata = dict(metadata or {})
+        self._roles = dict(roles or {})
+        self._codec = check_choice(codec or self._repo.options.codec)
+        self._adapters = tuple(adapters)
+        self._progress = progress
+        self._began = 0.0
+        self.checkpoint_id: str | os.PathLike[str] = ""
+        """What the save was asked for by, if by anything; for torch's log."""
+        self.version: Version | None = None
+        """The version of the last save, on the coordinator. Every rank finds its id in what
+        ``dcp.save`` returns: ``metadata.storage_meta.save_id``."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Travel to another process (``AsyncCheckpointerType.PROCESS``), which opens the store."""
+        words = {
+            "step": self._step,
+            "metrics": self._metrics,
+            "tags": self._tags,
+            "metadata": self._metadata,
+            "roles": self._roles,
+            "codec": self._codec,
+            "adapters": self._adapters,
+        }
+        store = (self._repo.backend, self._repo.options)
+        return _in_another_process, (*store, self._run.name, dict(self._run._directions), words)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the step of the next save; called by torch on every rank if there is one.
+
+        Parameters
+        ----------
+        checkpoint_id
+            A step, or ``run@step`` of this run; None for the step that the writer was made with.
+
+        Raises
+        ------
+        InvalidInputError
+            It is neither, or contradicts the writer's.
+        """
+        self.checkpoint_id = "" if checkpoint_id is None else checkpoint_id
+        self._asked = None
+        if checkpoint_id is None:
+            return
+        step = _step_of(checkpoint_id, self._run.name)
+        if self._step is not None and step != self._step:
+            msg = f"checkpoint_id is {str(checkpoint_id)!r}, but the writer is of {self._step}"
+            raise InvalidInputError(msg)
+        self._asked = step
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+        """Look whether this rank could save at all; called by torch on every rank.
+
+        Raises
+        ------
+        InvalidInputError
+            A name, metric or step is not accepted; or the ranks are not to act together.
+        ReadOnlyError, UnsafeBackendError
+            The store cannot be written to.
+        """
+        self._began = self._repo.environment.monotonic()
+        self.version = None
+        self._saved_step = self._step if self._asked is None else self._asked
+        self._asked = None
+        if not kwargs.get("use_collectives", True):
+            msg = "a version needs one commit by one rank: use_collectives=False cannot be"
+            raise InvalidInputError(msg)
+        self._repo.check_open()
+        if self._repo.options.read_only:
+            msg = f"{self._repo.url} was opened read-only"
+            raise ReadOnlyError(msg)
+        request = self._request()
+        if is_coordinator:
+            self._repo.check_writable()
+            self._repo.refresh()
+            check_wishes(self._repo, request)
+
+    def _request(self) -> WriteRequest:
+        if self._saved_step is None:
+            msg = "the writer has no step"
+            raise InvalidInputError(msg, hint="CkptStoreWriter(run, step=...), or checkpoint_id")
+        return WriteRequest(
+            run=self._run.name,
+            step=self._saved_step,
+            directions=self._run._directions,
+            metrics=self._metrics,
+            tags=self._tags,
+            metadata=self._metadata,
+            codec=self._codec,
+        )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Add to this rank's plan what it holds, before replicas are left to others."""
+        return dataclasses.replace(plan, storage_data=offers(plan.items))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Spread what several ranks hold alike; called by torch on the coordinator."""
+        return balance(plans)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items into packs; they are durable when this returns.
+
+        Raises
+        ------
+        StateError
+            An item cannot be represented; names it. Nothing of this rank was written.
+        StorageError
+            The storage failed.
+        """
+        shards: list[Shard] = []
+        values: dict[str, object] = {}
+        for item in plan.items:
+            if item.type is WriteItemType.BYTE_IO:
+                values[item.index.fqn] = from_planner(planner, item)
+            else:
+                shards.append(_shard(item, planner))
+        catalog = self._repo.refresh()
+        part = write_part(
+            self._repo,
+            shards,
+            values,
+            shared=self._shared(catalog),
+            looked=catalog.number,
+            codec=self._codec,
+            adapters=self._adapters,
+            progress=self._progress,
+        )
+        future: Future[list[WriteResult]] = Future()
+        index = MetadataIndex(_PART)
+        size = part.written.pack_bytes
+        future.set_result([WriteResult(index=index, size_in_bytes=size, storage_data=part)])
+        return future
+
+    def _shared(self, catalog: Catalog) -> list[PieceTable]:
+        """Return what the run's head holds, as this rank sees it.
+
+        Ranks may see different heads. That costs sharing at most: the coordinator checks on
+        committing that nothing that any of them shares was condemned.
+        """
+        parent = catalog.head(self._run.name) if catalog.has_run(self._run.name) else None
+        return [] if parent is None else shareable(self._store._manifests, parent)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the version; called by torch on the coordinator, when all ranks have written.
+
+        Raises
+        ------
+        StateError
+            What the ranks wrote is not the whole state.
+        CondemnedError
+            A collection took what was written or shared meanwhile: save again.
+        StorageError
+            The storage failed; no version appeared.
+        """
+        parts = [
+            result.storage_data
+            for rank in results
+            for result in rank
+            if isinstance(result.storage_data, RankPart)
+        ]
+        if len(parts) != len(results):
+            msg = f"{len(results)} ranks took part, and {len(parts)} say what they wrote"
+            raise StateError(msg)
+        waited = self._repo.environment.monotonic() - self._began
+        self.version = commit_parts(
+            self._repo,
+            self._store._manifests,
+            parts,
+            _paths(metadata),
+            self._request(),
+            roles=self._roles,
+            receipt={"ranks_s": waited},
+        )
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=f"{self.version.run}@{self.version.step}", save_id=self.version.id
+        )
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what planners are told of the storage: the run and the step."""
+        step = self._step if self._asked is None else self._asked
+        return StorageMeta(checkpoint_id=f"{self._run.name}@{step}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it is a step, or a ref with one."""
+        try:
+            _step_of(checkpoint_id, "")
+        except InvalidInputError:
+            return False
+        return True
+
+
+def _in_another_process(
+    backend: Backend,
+    options: Options,
+    run: str,
+    directions: Mapping[str, str],
+    words: Any,  # noqa: ANN401
+) -> CkptStoreWriter:
+    """Return a writer on a store that is opened here; it is closed with the process."""
+    store = Store(open_on(backend, options=options))
+    return CkptStoreWriter(store.run(run, metrics=directions), **words)
+
+
+def _step_of(checkpoint_id: str | os.PathLike[str] | int, run: str) -> int:
+    """Return the step in a checkpoint id: ``1200``, or ``run@1200``."""
+    text = str(checkpoint_id) if isinstance(checkpoint_id, int) else os.fspath(checkpoint_id)
+    hint = "checkpoint_id is the step: '1200', or 'run@1200'"
+    try:
+        ref = parse_ref(text, run=run or "run") if "@" not in text else parse_ref(text)
+    except InvalidRefError as error:
+        raise InvalidInputError(f"{text!r} is no step", hint=hint) from error
+    if ref.kind != "step" or (run and ref.run != run):
+        msg = f"{text!r} is no step of the run {run!r}"
+        raise InvalidInputError(msg, hint=hint)
+    return ref.number
+
+
+def _shard(item: WriteItem, planner: SavePlanner) -> Shard:
+    tensor = planner.resolve_data(item)
+    data = item.tensor_data
+    if not isinstance(tensor, torch.Tensor) or data is None:
+        msg = f"the planner gives a {type(tensor).__name__} for the tensor {item.index.fqn!r}"
+        raise StateError(msg)
+    if tuple(tensor.shape) != tuple(data.chunk.sizes):
+        msg = (
+            f"{item.index.fqn!r} is {list(tensor.shape)} here, "
+            f"but {list(data.chunk.sizes)} in the plan"
+        )
+        raise StateError(msg)
+    check_shard(tensor, item.index.fqn)
+    return Shard(
+        name=item.index.fqn,
+        shape=tuple(data.size),
+        offsets=tuple(data.chunk.offsets),
+        tensor=tensor,
+    )
+
+
+def _paths(metadata: Metadata) -> dict[str, Path]:
+    """Return where in the state each name belongs, in the order of the state."""
+    names = metadata.state_dict_metadata
+    mapping = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    found: dict[str, Path] = {}
+    for name, path in mapping.items():
+        if name in names and isinstance(path, tuple | list) and path:
+            found[name] = tuple(path)
+    for name in names:
+        found.setdefault(name, (name,))
+    return found

@@ -1,0 +1,63 @@
+"""A rank is killed by SIGKILL in the middle of saves, time and again, and the store is checked."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+import ckptstore
+from rankkit import jobs
+from rankkit.groups import Group, Rank
+
+__all__ = ["campaign"]
+
+Options = dict[str, Any]
+WORLD = 4
+HERE = Rank(rank=0, world=1, tell=lambda _value: None)
+
+
+def round_of_kills(
+    url: jobs.Url, options: Options, first: int, dice: np.random.Generator, last_s: float
+) -> set[int]:
+    """Let ranks save until one is killed; return the steps that a rank saw saved."""
+    with Group(jobs.save_for_ever, WORLD, url, first, options) as group:
+        while not all(("begins", first) in told for told in group.told):
+            assert group.step(60), group.ended
+        victim = int(dice.integers(WORLD))
+        until = time.monotonic() + dice.uniform(0.0, last_s)
+        while (left := until - time.monotonic()) > 0:
+            group.step(left)  # the moment is what is varied
+        group.kill(victim)
+        while None in group.ended:
+            assert group.step(90), "the others wait for ever for a rank that is gone"
+        assert group.ended[victim] == ("gone", None)
+        for rank, end in enumerate(group.ended):
+            assert rank == victim or (end is not None and end[0] == "failed"), (rank, end)
+        return {step for told in group.told for what, step in told if what == "saved"}
+
+
+def campaign(
+    url: jobs.Url,
+    options: Options | None = None,
+    *,
+    rounds: int,
+    seed: int,
+    last_s: float = 0.4,
+) -> int:
+    """Kill a rank in each of some rounds; return how many saves were seen to end well.
+
+    Parameters
+    ----------
+    last_s
+        Seconds after the first save of a round begins: the kill comes up to then.
+    """
+    dice = np.random.default_rng(seed)
+    own, words = (url if isinstance(url, str) else url[0]), options or {}
+    ckptstore.open(own, create=True, chunk_bytes=65536, **words).close()
+    first, seen = 1, set[int]()
+    for _ in range(rounds):
+        seen |= round_of_kills(url, words, first, dice, last_s)
+        first = jobs.check_killed(HERE, own, sorted(seen), words) + 1
+    return len(seen)
