@@ -1,7 +1,8 @@
 """Import: a file of weights becomes a version; read from mapped memory, and nothing is executed.
 
-Read are safetensors files, files of ``torch.save`` (always with ``weights_only=True``), and folders
-or index files of either in shards, as Transformers writes them.
+Read are safetensors files, files of ``torch.save`` (always with ``weights_only=True``), folders
+or index files of either in shards, as Transformers writes them, and directories of
+torch.distributed.checkpoint (:mod:`ckptstore.integrations.dcp.directory`).
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def import_file(
     ----------
     path
         ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` of ``torch.save``; a folder or an
-        ``.index.json`` of shards.
+        ``.index.json`` of shards; a directory of torch.distributed.checkpoint.
     run, step, metrics, tags, metadata, roles, codec
         As in :meth:`ckptstore.Run.save`. Where the state came from is added to the metadata as
         ``import``.
@@ -105,6 +106,23 @@ def import_file(
     StorageError
         A file or the store failed; no version appeared.
     """
+    if (Path(path) / ".metadata").is_file():
+        from ckptstore.integrations.dcp.directory import import_directory
+
+        return import_directory(
+            store,
+            path,
+            run=run,
+            step=step,
+            metrics=metrics,
+            directions=directions,
+            tags=tags,
+            metadata=metadata,
+            roles=roles,
+            under=under,
+            codec=codec,
+            progress=progress,
+        )
     with _opened(Path(path)) as found:
         state = {under: found.state} if under else found.state
         return store.run(run, metrics=directions).save(
@@ -156,6 +174,9 @@ def _main_file(folder: Path) -> Path:
             return folder / found[0]
         if found:
             break
+    if any(name.endswith(".distcp") for name in names):
+        msg = f"the save that wrote {folder} did not finish: there is no .metadata"
+        raise FormatError(msg, hint="import a checkpoint that was saved before it")
     what = ", ".join(found[:5]) if found else "none"
     msg = f"{folder} must hold one file of weights or one index of shards; there is {what}"
     raise InvalidInputError(msg, hint="name the file itself")

@@ -6,7 +6,6 @@ window system is ever asked for.
 
 from __future__ import annotations
 
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -17,23 +16,18 @@ from typing import TYPE_CHECKING, Any, Final
 from ckptstore.catalog import retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.history import History, Point, history
-from ckptstore.errors import (
-    InvalidInputError,
-    MissingDependencyError,
-    StorageError,
-    VersionNotFoundError,
-)
+from ckptstore.errors import VersionNotFoundError
+from ckptstore.integrations.figures import check_picture, draw_picture, write_picture
 from ckptstore.ops.retain import AnyPolicy, check_policy
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["plot_history"]
 
-FORMATS: Final = (".svg", ".png", ".pdf")
 _SIZE_INCHES: Final = (10.0, 5.6)
-_DPI: Final = 150
 # Colours that people who do not tell red from green apart can tell apart. Source: M. Okabe and
 # K. Ito, Color universal design (2008).
 _LINE, _ABANDONED, _LOST, _BEST = "#0072B2", "#8c8c8c", "#D55E00", "#E69F00"
@@ -70,17 +64,10 @@ def plot_history(
     StorageError
         The file cannot be written.
     """
-    target = Path(path)
-    if target.suffix.lower() not in FORMATS:
-        msg = f"{target.name!r} does not end in one of {', '.join(FORMATS)}"
-        raise InvalidInputError(msg)
+    target = check_picture(path)
     picture = _picture(store, run, metric, policy)
-    data = _drawn(picture, target.suffix.lower()[1:])
-    try:
-        target.write_bytes(data)
-    except OSError as error:
-        msg = f"{target} cannot be written: {error.strerror}"
-        raise StorageError(msg) from error
+    form = target.suffix.lower()[1:]
+    write_picture(target, draw_picture(form, _SIZE_INCHES, lambda figure: _draw(figure, picture)))
     return target
 
 
@@ -146,33 +133,15 @@ def _forks(catalog: Catalog, run: str, metric: str) -> list[tuple[History, str]]
     return found[:_FORKS_MAX]
 
 
-def _drawn(picture: _Picture, form: str) -> bytes:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        msg = "pictures need matplotlib"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[plots]'") from error
-    # Text stays text, and one picture gives the same file each time.
-    settings: dict[Any, Any] = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "ckptstore",
-        "axes.unicode_minus": False,
-    }
-    with mpl.rc_context(settings):
-        figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        _draw_links(axes, picture)
-        _draw_forks(axes, picture)
-        _draw_points(axes, picture)
-        _draw_rollbacks(axes, picture)
-        _draw_tags(axes, picture)
-        _draw_numberless(axes, picture)
-        _dress(axes, picture)
-        data = io.BytesIO()
-        metadata = {"Date": None} if form == "svg" else None
-        figure.savefig(data, format=form, dpi=_DPI, metadata=metadata)
-    return data.getvalue()
+def _draw(figure: Figure, picture: _Picture) -> None:
+    axes = figure.add_subplot()
+    _draw_links(axes, picture)
+    _draw_forks(axes, picture)
+    _draw_points(axes, picture)
+    _draw_rollbacks(axes, picture)
+    _draw_tags(axes, picture)
+    _draw_numberless(axes, picture)
+    _dress(axes, picture)
 
 
 def _draw_links(axes: Axes, picture: _Picture) -> None:

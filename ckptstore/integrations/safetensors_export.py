@@ -23,6 +23,7 @@ from ckptstore.checkpoint.load import wants_of
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.blocks import gather
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.integrations.safetensors_plan import FileTensor, encode_header, plan_file
@@ -65,7 +66,7 @@ def export_safetensors(
 
     Tied tensors and views are written once for each path, NumPy arrays as tensors. Host memory
     stays near ``EXPORT_WINDOW_BYTES``, but a tensor that does not lie row by row in the store
-    (channels-last, transposed, a view) is held whole.
+    (channels-last, transposed, a view, blocks of ranks) is held whole.
 
     Parameters
     ----------
@@ -214,13 +215,16 @@ class _Writer:
         record = self._content.manifest.tensors[item.index]
         memory = memoryview(bytearray(record.nbytes))
         self._read(list(wants_of(self._content, item.index, memory)))
+        if record.blocks is not None:
+            stored, memory = memory, memoryview(bytearray(record.nbytes))
+            gather(record.blocks, record.shape, ITEM_BYTES[record.dtype], stored, memory)
         element = np.dtype(f"V{ITEM_BYTES[item.dtype]}")
         if item.view is not None:
             offset, steps = item.view
             strides = [step * element.itemsize for step in steps]
             array = np.ndarray(item.shape, element, memory, offset, strides)
         else:
-            order = item.order or ()
+            order = range(len(item.shape)) if item.order is None else item.order
             dense = np.frombuffer(memory, element).reshape([item.shape[dim] for dim in order])
             array = dense.transpose(np.argsort(order))
         self._file.write(np.ascontiguousarray(array).tobytes())

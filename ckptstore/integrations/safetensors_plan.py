@@ -63,6 +63,8 @@ class FileTensor:
     """How its dimensions lie in the store; None if as in the file."""
     view: tuple[int, tuple[int, ...]] | None = None
     """Byte offset and strides in elements, if it is a part of the record."""
+    blocks: bool = False
+    """Whether it is stored in boxes."""
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +74,7 @@ class FileTensor:
     @property
     def streams(self) -> bool:
         """Whether the stored bytes are the file's, in order."""
-        return self.order is None and self.view is None
+        return self.order is None and self.view is None and not self.blocks
 
     @property
     def file_shape(self) -> list[int]:
@@ -129,7 +131,15 @@ def _item(name: str, text: str, leaf: Leaf, content: Content) -> FileTensor:
     if described:
         msg = f"the tensor {text!r} is {described}, which a safetensors file cannot hold"
         raise StateError(msg, hint=f"leave it out: --exclude '{text}'")
-    return FileTensor(name=name, dtype=dtype, shape=shape, index=leaf.index, order=order, view=view)
+    return FileTensor(
+        name=name,
+        dtype=dtype,
+        shape=shape,
+        index=leaf.index,
+        order=order,
+        view=view,
+        blocks=record.blocks is not None,
+    )
 
 
 def _ints(node: Node) -> tuple[int, ...]:

@@ -1,0 +1,240 @@
+"""Accelerate: ``save_state`` and ``load_state`` on a run of a store; see docs/howto/accelerate.md.
+
+::
+
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator.register_for_checkpointing(my_counter)
+    run = store.run("gpt", metrics={"val_loss": "min"})
+    if has_version(run):
+        load_state(accelerator, run)
+    ...
+    save_state(accelerator, run, step=step, metrics={"val_loss": loss})
+
+What ``Accelerator.save_state`` writes is saved, and besides it the generators and the epoch of the
+prepared data loaders: without those a resumed training draws other batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptstore.errors import InvalidInputError, StateError
+from ckptstore.integrations.arguments import check_run
+from ckptstore.integrations.randomness import capture_all, restore_mine
+from ckptstore.integrations.ranks import from_first, gathered, place
+from ckptstore.model import Version
+from ckptstore.store import Run
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from ckptstore.saver.pending import PendingSave
+
+__all__ = ["has_version", "load_state", "save_state", "save_state_async"]
+
+_SHARDED: Final = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+_LISTS: Final = ("models", "optimizers", "schedulers", "loaders", "custom")
+
+
+def has_version(run: Run) -> bool:
+    """Return whether a run has a version to resume from; the same on all ranks."""
+    check_run(run)
+    return from_first(lambda: run.head is not None)
+
+
+def save_state(
+    accelerator: Accelerator,
+    run: Run,
+    *,
+    step: int,
+    **options: Any,  # noqa: ANN401 - as Run.save
+) -> Version:
+    """Save all that an accelerator has prepared or registered; return when it is durable.
+
+    All ranks call; rank 0 saves, the others wait for it.
+
+    Parameters
+    ----------
+    step
+        Of the training, from 0 on.
+    options
+        For :meth:`ckptstore.Run.save`: metrics, tags, metadata, adapters ...
+
+    Raises
+    ------
+    InvalidInputError
+        The accelerator shards its state (FSDP, DeepSpeed, Megatron), or has hooks that write files;
+        or `run` is no run of a store.
+    StateError
+        A registered object's state holds what cannot be represented; the message names its path,
+        such as ``custom.0.history``. Nothing was written.
+    StorageError
+        The storage failed; no version appeared. Raised on every rank.
+    """
+    check_run(run)
+    state = _whole_state(accelerator)
+    one = from_first(lambda: run.save(state, step=step, **options).id)
+    return run.resolve(f"#{one}")
+
+
+def save_state_async(
+    accelerator: Accelerator,
+    run: Run,
+    *,
+    step: int,
+    **options: Any,  # noqa: ANN401 - as Run.save_async
+) -> PendingSave | None:
+    """Like :func:`save_state`, but in the background: return the pending save, on rank 0 only.
+
+    All ranks call. Raises as :func:`save_state` as far as it is known at once; on rank 0 only.
+    """
+    check_run(run)
+    state = _whole_state(accelerator)
+    return run.save_async(state, step=step, **options) if place()[0] == 0 else None
+
+
+def load_state(
+    accelerator: Accelerator,
+    run: Run,
+    ref: str | int = "latest",
+    **options: Any,  # noqa: ANN401 - as Run.load
+) -> Version:
+    """Set all that an accelerator has prepared or registered to a version; return which.
+
+    Call it after ``prepare`` and ``register_for_checkpointing``, on all ranks. Each rank gets the
+    random state that it had, if there were as many.
+
+    Parameters
+    ----------
+    ref
+        Of this run: ``latest``, ``latest-valid``, a step, ``best:val_loss`` ...
+    options
+        For :meth:`ckptstore.Store.load`: map_location, adapters ...
+
+    Raises
+    ------
+    RunNotFoundError, VersionNotFoundError
+        The ref names nothing.
+    StateError
+        The version holds another number of models, optimizers or objects. Nothing was changed.
+    CorruptTensorError, StorageError
+        It could not be read. Nothing was changed.
+    """
+    check_run(run)
+    _check_supported(accelerator)
+    one = from_first(lambda: run.resolve(ref).id)
+    version = run.resolve(f"#{one}")
+    state = run.load(f"#{one}", **options)
+    _check_numbers(accelerator, state, version)
+    for model, saved in zip(accelerator._models, state["models"], strict=True):
+        accelerator.unwrap_model(model).load_state_dict(saved)
+    for optimizer, saved in zip(accelerator._optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):
+        scheduler.load_state_dict(saved)
+    for loader, saved in zip(accelerator._dataloaders, state["loaders"], strict=True):
+        _restore_loader(loader, saved)
+    for custom, saved in zip(accelerator._custom_objects, state["custom"], strict=True):
+        custom.load_state_dict(saved)
+    if accelerator.scaler is not None and state["scaler"] is not None:
+        accelerator.scaler.load_state_dict(state["scaler"])
+    accelerator.step = state["accelerator"]["step"]
+    restore_mine(state["rng"])
+    return version
+
+
+def _check_supported(accelerator: Accelerator) -> None:
+    kind = str(accelerator.distributed_type).rpartition(".")[2]
+    if kind in _SHARDED:
+        msg = f"no rank holds the whole state of an accelerator of type {kind}"
+        raise InvalidInputError(
+            msg, hint="save with torch.distributed.checkpoint: docs/howto/torch-distributed.md"
+        )
+    if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:
+        msg = "hooks of register_save_state_pre_hook write to a folder, and there is none"
+        raise InvalidInputError(msg, hint="remove them, and register objects for checkpointing")
+
+
+def _whole_state(accelerator: Accelerator) -> dict[str, Any]:
+    """Return what a version holds. All ranks call."""
+    _check_supported(accelerator)
+    scaler = accelerator.scaler
+    return {
+        "models": [accelerator.unwrap_model(each).state_dict() for each in accelerator._models],
+        "optimizers": [each.state_dict() for each in accelerator._optimizers],
+        "schedulers": [each.state_dict() for each in accelerator._schedulers],
+        "loaders": [_loader_state(each) for each in accelerator._dataloaders],
+        "custom": [each.state_dict() for each in accelerator._custom_objects],
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "accelerator": {"step": accelerator.step},
+        "rng": capture_all(),
+    }
+
+
+def _check_numbers(
+    accelerator: Accelerator, state: Mapping[str, Sequence[Any]], version: Version
+) -> None:
+    have = dict(
+        zip(
+            _LISTS,
+            (
+                accelerator._models,
+                accelerator._optimizers,
+                accelerator._schedulers,
+                accelerator._dataloaders,
+                accelerator._custom_objects,
+            ),
+            strict=True,
+        )
+    )
+    for name, mine in have.items():
+        saved = state.get(name)
+        if saved is None:
+            msg = f"{version} was not saved from an accelerator: it has no {name}"
+            raise StateError(msg)
+        if len(saved) != len(mine):
+            msg = f"{version} holds {len(saved)} {name}, the accelerator has {len(mine)}"
+            raise StateError(msg, hint="prepare and register the same things, in the same order")
+
+
+# --- data loaders: what a resumed training must not draw anew -------------------------------------
+
+
+def _generators(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - of accelerate, untyped
+    """Return the generators that decide which batches a loader draws."""
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    found = {
+        "loader": getattr(loader, "generator", None),
+        "sampler": getattr(sampler, "generator", None),
+        "synchronized": getattr(loader, "synchronized_generator", None),
+    }
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def _loader_state(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
+    state: dict[str, Any] = {
+        "iteration": getattr(loader, "iteration", 0),
+        "generators": {name: each.get_state() for name, each in _generators(loader).items()},
+    }
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if sampler is not None and hasattr(sampler, "initial_seed"):
+        state["seed"] = sampler.initial_seed
+    if getattr(loader, "use_stateful_dataloader", False):
+        each_rank = gathered(loader.state_dict())
+        state["stateful"] = {f"rank {rank}": own for rank, own in enumerate(each_rank)}
+    return state
+
+
+def _restore_loader(loader: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN401 - as above
+    if hasattr(loader, "iteration"):
+        loader.iteration = state["iteration"]
+    for name, generator in _generators(loader).items():
+        if name in state["generators"]:
+            generator.set_state(state["generators"][name])
+    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
+    if "seed" in state and sampler is not None and hasattr(sampler, "initial_seed"):
+        sampler.initial_seed = state["seed"]
+    mine = state.get("stateful", {}).get(f"rank {place()[0]}")
+    if mine is not None and getattr(loader, "use_stateful_dataloader", False):
+        loader.load_state_dict(mine)

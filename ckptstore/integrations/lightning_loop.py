@@ -1,0 +1,419 @@
+"""What Lightning's checkpoints become in a store; without Lightning itself.
+
+Lightning names checkpoints by paths of files. Here such a path is a name that is kept with the
+version and nothing else: no file of that name exists. Saving a path again makes a new version, and
+the path then names that one. Removing a path deletes its version by a commit.
+
+:mod:`ckptstore.integrations.lightning` and :mod:`ckptstore.integrations.pytorch_lightning` put
+these classes on the base classes of the two packages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.errors import (
+    InvalidInputError,
+    InvalidRefError,
+    PolicyError,
+    RunNotFoundError,
+    StateError,
+    VersionNotFoundError,
+)
+from ckptstore.integrations.arguments import check_run_name, check_store
+from ckptstore.integrations.randomness import capture_all, restore_mine
+from ckptstore.integrations.ranks import from_first
+from ckptstore.model import Version
+from ckptstore.store import Run, Store
+
+if TYPE_CHECKING:
+    from ckptstore.integrations.preemption import Preemption
+    from ckptstore.saver.pending import PendingSave
+    from ckptstore.tensors.adapters import TypeAdapter
+    from ckptstore.tensors.restore import MapLocation
+
+__all__ = ["LoopIO", "LoopState"]
+
+_log = logging.getLogger("ckptstore")
+_OPTIONS = ("metrics", "tags", "metadata", "roles")
+
+
+class LoopIO:
+    """The methods of Lightning's ``CheckpointIO``, on a run of a store.
+
+    Parameters
+    ----------
+    store
+        Open for writing on rank 0; the other ranks only read.
+    run
+        Name of the run to save to.
+    metrics
+        Metric to ``"min"`` or ``"max"``: which way it gets better; needed for ``best:METRIC``.
+    background
+        Save with ``save_async``: training goes on while a version becomes durable. Errors are
+        raised by the next save, or at the end.
+    remove
+        ``"delete"``: what ModelCheckpoint removes (``save_top_k``, ``save_last``) is deleted by a
+        commit, and can be undeleted until a collection. ``"keep"``: its removals are passed over,
+        and a retention policy decides what stays.
+    retain
+        Carry out the retention policy of the run after each save.
+    adapters
+        Ways to represent hyper-parameters or states of callbacks that are not plain.
+
+    Raises
+    ------
+    InvalidInputError
+        `store` is no open store, or `run` no name.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        run: str,
+        *,
+        metrics: Mapping[str, str] | None = None,
+        background: bool = False,
+        remove: str = "delete",
+        retain: bool = False,
+        adapters: Sequence[TypeAdapter] = (),
+    ) -> None:
+        if remove not in ("delete", "keep"):
+            msg = f"remove={remove!r} must be 'delete' or 'keep'"
+            raise InvalidInputError(msg)
+        check_store(store)
+        check_run_name(run)
+        self._store = store
+        self._name = run
+        self._directions = dict(metrics or {})
+        self._background = background
+        self._remove = remove
+        self._retain = retain
+        self._adapters = adapters
+        self._trainer: weakref.ref[Any] | None = None
+        self._validated: dict[str, int] = {}
+        self._told = False
+        self._pending: PendingSave | None = None
+        self._outdated: list[str] = []
+        self._own: dict[str, str] = {}
+
+    @property
+    def run(self) -> Run:
+        """The run that is saved to."""
+        return self._store.run(self._name, metrics=self._directions or None)
+
+    @property
+    def resume(self) -> str | None:
+        """A ref of the newest version of the run, for ``ckpt_path``; None before the first save.
+
+        Lightning's own ``ckpt_path="last"`` looks for files and finds none.
+        """
+        return from_first(self._newest)
+
+    def _newest(self) -> str | None:
+        head = self._store.run(self._name).head
+        return None if head is None else f"#{head.id}"
+
+    def attach(self, trainer: Any) -> None:  # noqa: ANN401 - a Trainer of one of two packages
+        """Take metrics from a trainer's ``callback_metrics`` from now on."""
+        self._trainer = weakref.ref(trainer)
+        self._validated.clear()
+
+    def validated(self, name: str, step: int) -> None:
+        """Know that a metric was measured on the weights of a step, and on no later ones."""
+        self._validated[name] = step
+
+    # --- CheckpointIO -------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        path: str | os.PathLike[str],
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save what Lightning collected as a version of the run; on rank 0 only.
+
+        Parameters
+        ----------
+        checkpoint
+            Weights, optimizers, loops, callbacks, hyper-parameters.
+        path
+            What Lightning calls it. Kept in the version's metadata below ``lightning``.
+        storage_options
+            ``metrics``, ``tags``, ``metadata`` and ``roles`` for :meth:`ckptstore.Run.save`;
+            from ``trainer.save_checkpoint(path, storage_options={...})``.
+
+        Raises
+        ------
+        StateError
+            It holds something that cannot be represented (a hyper-parameter that is an object,
+            say); names its path, such as ``hyper_parameters.backbone``. Nothing was written.
+        StorageError
+            The storage failed; no version appeared.
+        """
+        options = dict(storage_options or {})
+        unknown = sorted(set(options) - set(_OPTIONS))
+        if unknown:
+            msg = f"storage_options has {unknown}; only {', '.join(_OPTIONS)} mean something here"
+            raise InvalidInputError(msg)
+        name = os.fspath(path)
+        about = {"path": name, "epoch": int(checkpoint.get("epoch", 0))}
+        wanted = {
+            "step": int(checkpoint.get("global_step", 0)),
+            "metrics": {**self._metrics(), **options.pop("metrics", {})},
+            "metadata": {**options.pop("metadata", {}), "lightning": about},
+            "adapters": self._adapters,
+            "retain": self._retain,
+            **options,
+        }
+        self._settle()
+        earlier = self._own.get(name)
+        if self._background:
+            self._pending = self.run.save_async(checkpoint, **wanted)
+            self._own[name] = self._pending.version_id
+        else:
+            self._own[name] = self.run.save(checkpoint, **wanted).id
+        if earlier is not None:  # a file of this name would have been replaced
+            self._drop(earlier, f"Lightning saved {name} again")
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        map_location: MapLocation = None,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Return what was saved; every byte is checked, nothing is unpickled. All ranks call.
+
+        Parameters
+        ----------
+        path
+            What Lightning called it when it was saved; or a ref: ``run@best:val_loss``,
+            ``run@latest-valid``, ``#3fa9c1``; or the part after the ``@`` for this run.
+
+        Raises
+        ------
+        VersionNotFoundError
+            It names nothing.
+        StateError
+            Another loop has saved the version.
+        CorruptTensorError
+            A stored tensor is damaged; names it.
+        """
+        self._settle()
+        name = os.fspath(path)
+        one = from_first(lambda: self._find(name).id)
+        version = self._store.resolve(f"#{one}")
+        state: dict[str, Any] = self._store.load(
+            f"#{one}", map_location=map_location, adapters=self._adapters
+        )
+        if "state_dict" not in state or "pytorch-lightning_version" not in state:
+            msg = f"{name!r} was not saved by Lightning: it has no state_dict of a module"
+            raise StateError(msg, hint="load its weights into the module with Store.load")
+        if version.run == self._name:
+            self._adopt(version)
+        return state
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Delete the version of a path by a commit; on rank 0 only.
+
+        A version that is pinned, tagged, the head of the run or its only verified one stays.
+        """
+        name = os.fspath(path)
+        one = self._own.pop(name, None)
+        if one is None:
+            found = self._named(name)
+            one = found.id if found is not None else None
+        if one is not None:
+            self._drop(one, f"Lightning removed {name}")
+
+    def teardown(self) -> None:
+        """Wait until what was saved is durable, and raise what went wrong."""
+        self._settle()
+
+    # --- inside -------------------------------------------------------------------------------
+
+    def _metrics(self) -> dict[str, float]:
+        """Return the trainer's metrics of this step: scalars only."""
+        trainer = self._trainer() if self._trainer is not None else None
+        if trainer is None:
+            if not self._told:
+                self._told = True
+                _log.warning(
+                    "metrics are not saved, nor is random state: pass the callback of ckptstore"
+                    " to the Trainer too"
+                )
+            return {}
+        found = {}
+        for name, value in trainer.callback_metrics.items():
+            if self._validated.get(name, trainer.global_step) != trainer.global_step:
+                continue  # of a validation of other weights
+            number = value.item() if getattr(value, "numel", lambda: 1)() == 1 else None
+            if isinstance(number, int | float) and not isinstance(number, bool):
+                found[name] = float(number)
+        return found
+
+    def _settle(self) -> None:
+        """Wait for the save under way; then delete what it replaced."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+        outdated, self._outdated = self._outdated, []
+        for one in outdated:
+            self._delete(one, "Lightning replaced it")
+
+    def _drop(self, one: str, reason: str) -> None:
+        if self._remove == "keep":
+            return
+        if self._pending is not None:  # what replaces it is not durable yet
+            self._outdated.append(one)
+        else:
+            self._delete(one, reason)
+
+    def _delete(self, one: str, reason: str) -> None:
+        try:
+            self._store.remove([f"#{one}"], reason=reason)
+        except (PolicyError, VersionNotFoundError) as error:
+            _log.info("%s, but it stays: %s", reason, error)
+
+    def _named(self, name: str) -> Version | None:
+        """Return the newest version of the run that Lightning called so."""
+        for version in reversed(self._store.run(self._name).versions()):
+            if _path_of(version) == name:
+                return version
+        return None
+
+    def _find(self, name: str) -> Version:
+        found = self._named(name)
+        if found is not None:
+            return found
+        if "@" not in name and not name.startswith("#"):
+            with suppress(InvalidRefError, RunNotFoundError, VersionNotFoundError):
+                return self._store.run(self._name).resolve(name)
+        try:
+            return self._store.resolve(name)
+        except (InvalidRefError, RunNotFoundError, VersionNotFoundError) as error:
+            msg = f"ckpt_path {name!r} is neither a ref nor a path that run {self._name!r} saved"
+            hint = f"{error}; for a file, use ckptstore import first"
+            raise VersionNotFoundError(msg, hint=hint) from error
+
+    def _adopt(self, version: Version) -> None:
+        """Know the paths as they were when a version was saved: what its training would replace."""
+        for each in self._store.run(self._name).versions():
+            path = _path_of(each)
+            if path is not None and each.commit <= version.commit:
+                self._own[path] = each.id
+
+
+def _path_of(version: Version) -> str | None:
+    about = version.metadata.get("lightning")
+    path = about.get("path") if isinstance(about, Mapping) else None
+    return path if isinstance(path, str) else None
+
+
+class LoopState:
+    """The methods of a Lightning ``Callback`` that a :class:`LoopIO` needs for the whole truth.
+
+    Gives each version the metrics of its step, and not those of an earlier validation; saves the
+    random number generators of every rank and sets them again when a fit is resumed; saves and
+    ends when the end is announced.
+
+    Parameters
+    ----------
+    io
+        The plugin that the trainer saves with.
+    rng
+        Save and restore the generators of Python, NumPy and torch.
+    preemption
+        Asked after every batch. When all ranks agree to stop, the trainer's state is saved, and
+        SystemExit is raised with ``preemption.exit_code``. Lightning's own handler of SIGTERM is
+        out of place during a fit.
+    """
+
+    def __init__(
+        self, io: LoopIO, *, rng: bool = True, preemption: Preemption | None = None
+    ) -> None:
+        self._io = io
+        self._rng = rng
+        self._preemption = preemption
+        self._restored: Mapping[str, Any] | None = None
+        self._asked = 0
+        self._before: dict[str, object] = {}
+
+    @property
+    def state_key(self) -> str:
+        """Where its state lies among those of the callbacks."""
+        return "ckptstore"
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401
+        """Let the plugin know the trainer.
+
+        Raises
+        ------
+        InvalidInputError
+            The trainer does not save with the plugin, so that nothing would reach the store.
+        """
+        used = trainer.strategy.checkpoint_io
+        while used is not None and used is not self._io:  # others may wrap it
+            used = getattr(used, "checkpoint_io", None)
+        if used is None:
+            msg = "the trainer does not save with the CkptStoreIO of its CkptStoreCallback"
+            hint = "pass both: Trainer(plugins=[io], callbacks=[CkptStoreCallback(io), ...])"
+            raise InvalidInputError(msg, hint=hint)
+        self._io.attach(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the generators of all ranks. All ranks call."""
+        return {"rng": capture_all()} if self._rng else {}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Keep the generators for the fit that follows."""
+        self._restored = state_dict.get("rng")
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+        """Set the generators: after all that is set up, before the first batch is drawn."""
+        if self._rng and self._restored is not None and not restore_mine(self._restored):
+            _log.warning("the version has no random state of this rank: it goes on with another")
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+        """Remember the metrics that were there before."""
+        self._before = dict(trainer.callback_metrics)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+        """Tell the plugin what was measured now, before ModelCheckpoint saves."""
+        for name, value in trainer.callback_metrics.items():
+            if self._before.get(name) is not value:
+                self._io.validated(name, trainer.global_step)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
+        """Set the generators of a fit that goes on in the middle of an epoch; take signals back.
+
+        The loader has begun anew by now and has drawn from the generators, which it had not when
+        the version was saved. As to signals: Lightning's handler would broadcast inside of itself.
+        """
+        restored, self._restored = self._restored, None
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if self._rng and restored is not None and _within(progress):
+            restore_mine(restored)
+        if self._preemption is not None:
+            self._preemption.take_back()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # noqa: ANN401
+        """Save and end, if the end was announced."""
+        preemption, step = self._preemption, trainer.global_step
+        if preemption is None or step == self._asked:  # in the middle of accumulating gradients
+            return
+        self._asked = step
+        if not preemption.should_stop(step):
+            return
+        trainer.save_checkpoint(f"preempted-step={step}")
+        self._io.teardown()
+        raise SystemExit(preemption.exit_code)
+
+
+def _within(progress: Any) -> bool:  # noqa: ANN401 - a BatchProgress of one of two packages
+    return progress.current.ready > 0 and not progress.is_last_batch

@@ -1,0 +1,363 @@
+"""Hugging Face ``Trainer`` on a run of a store; see docs/howto/hugging-face.md.
+
+::
+
+    class StoredTrainer(StoreTrainerMixin, Trainer): ...
+
+    trainer = StoredTrainer(model, args, ..., run=store.run("gpt", metrics={"eval_loss": "min"}))
+    trainer.train(resume_from_checkpoint=trainer.has_version)
+    export_pretrained(store, "gpt@best:eval_loss", "exported")
+
+A callback alone could not do it: where a ``Trainer`` saves and what it resumes from are files of a
+folder, written and read by its own methods. The mixin replaces those methods, so that no folder
+``checkpoint-100`` is written, and everything a resumed training needs comes from the store. It
+goes in front of any class derived from ``Trainer``.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptstore.errors import (
+    InvalidInputError,
+    PolicyError,
+    RunNotFoundError,
+    StateError,
+    VersionNotFoundError,
+)
+from ckptstore.integrations.arguments import check_run
+from ckptstore.integrations.pretrained import describe_model, export_pretrained
+from ckptstore.integrations.randomness import capture_all, restore_mine
+from ckptstore.integrations.ranks import from_first, place
+from ckptstore.model import Version
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptstore.integrations.preemption import Preemption
+    from ckptstore.saver.pending import PendingSave
+    from ckptstore.store import Run
+
+__all__ = ["StoreTrainerMixin", "export_pretrained"]
+
+_STATE_FILE: Final = "trainer_state.json"
+_NOT_METRICS: Final = ("epoch", "step", "total_flos")
+_ENDINGS: Final = ("_runtime", "_per_second")
+_ELSEWHERE: Final = "save with torch.distributed.checkpoint: docs/howto/torch-distributed.md"
+
+
+class StoreTrainerMixin:
+    """Makes a class derived from ``Trainer`` save to and resume from a run.
+
+    What the arguments of the training say about saving holds: ``save_strategy``, ``save_steps``,
+    ``save_total_limit`` (older versions are deleted by commits), ``save_only_model``,
+    ``load_best_model_at_end``, and with it ``EarlyStoppingCallback``. A version holds the model,
+    optimizer, scheduler, gradient scaler, random state of each rank, the trainer's state, and
+    what ``from_pretrained`` needs: configuration and tokenizer. Its metrics are those logged at
+    its step, such as ``loss`` and ``eval_loss``.
+
+    Parameters
+    ----------
+    run
+        To save to and resume from. Its store must be open for writing on rank 0.
+    background
+        Save with ``save_async``. Errors are raised by the next save, or when training ends.
+    preemption
+        Asked after every step: when all ranks agree to stop, a version is saved and ``train``
+        returns. Exit with ``preemption.exit_code`` then.
+    args, kwargs
+        For the trainer.
+
+    Raises
+    ------
+    InvalidInputError
+        The training shards its state (FSDP, DeepSpeed), or pushes every save to the hub; or `run`
+        is no run of a store.
+    """
+
+    if TYPE_CHECKING:  # what the trainer has
+        args: Any
+        model: Any
+        state: Any
+        control: Any
+        optimizer: Any
+        lr_scheduler: Any
+        accelerator: Any
+        callback_handler: Any
+        processing_class: Any
+
+    def __init__(
+        self,
+        *args: Any,  # noqa: ANN401 - as Trainer
+        run: Run,
+        background: bool = False,
+        preemption: Preemption | None = None,
+        **kwargs: Any,  # noqa: ANN401 - as Trainer
+    ) -> None:
+        check_run(run)
+        self._run = run
+        self._background = background
+        self._preemption = preemption
+        self._resumed: dict[str, Any] | None = None
+        self._pending: PendingSave | None = None
+        _check_hub(kwargs.get("args", args[1] if len(args) > 1 else None))
+        super().__init__(*args, **kwargs)
+        self._check_sharding()
+        if preemption is not None:
+            self.callback_handler.add_callback(_stop_when_asked(preemption))
+
+    def _check_sharding(self) -> None:
+        sharding = [
+            name
+            for name in ("is_fsdp_enabled", "is_deepspeed_enabled", "is_fsdp_xla_enabled")
+            if getattr(self, name, False)
+        ]
+        if sharding:
+            msg = f"{sharding[0]}: no rank holds the whole state, which this saves"
+            raise InvalidInputError(msg, hint=_ELSEWHERE)
+
+    @property
+    def has_version(self) -> bool:
+        """Whether the run has a version to resume from; the same on all ranks."""
+        return from_first(lambda: self._run.head is not None)
+
+    # --- resuming -----------------------------------------------------------------------------
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        **kwargs: Any,  # noqa: ANN401 - as Trainer
+    ) -> Any:  # noqa: ANN401 - a TrainOutput
+        """Train; see ``Trainer.train``. Returns when every version is durable.
+
+        Parameters
+        ----------
+        resume_from_checkpoint
+            A ref (``gpt@latest-valid``, or the part after the ``@``), or True for the newest
+            version of the run. A folder that ``Trainer`` wrote is resumed from as ever.
+
+        Raises
+        ------
+        VersionNotFoundError
+            The ref names nothing, or the run has no version yet.
+        StateError
+            Another loop has saved the version, or only its weights are left.
+        CkptStoreError
+            A version could not be read, or not be saved.
+        """
+        ref = "latest" if resume_from_checkpoint is True else resume_from_checkpoint
+        if not ref or Path(str(ref)).is_dir():
+            return self._train(ref or None, kwargs)
+        one = from_first(lambda: self._named(str(ref)).id)
+        self._resumed = self._run._store.load(f"#{one}")
+        if not {"trainer_state", "model"} <= self._resumed.keys():
+            self._resumed = None
+            msg = f"{ref!r} was not saved by a Trainer: it has no trainer_state"
+            raise StateError(msg, hint="to begin with its weights, load them into the model")
+        try:
+            with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
+                state = {**self._resumed["trainer_state"], "best_model_checkpoint": None}
+                text = json.dumps(state, indent=2, sort_keys=True)
+                Path(folder, _STATE_FILE).write_text(text + "\n", encoding="utf-8")
+                return self._train(folder, kwargs)
+        finally:
+            self._resumed = None
+
+    def _train(self, folder: object, kwargs: Mapping[str, Any]) -> Any:  # noqa: ANN401
+        done = super().train(resume_from_checkpoint=folder, **kwargs)  # type: ignore[misc]
+        self._settle()
+        return done
+
+    def _named(self, ref: str) -> Version:
+        if "@" in ref or ref.startswith("#"):
+            return self._run._store.resolve(ref)
+        return self._run.resolve(ref)
+
+    def _init_training_state(self, *args: Any) -> Any:  # noqa: ANN401 - as Trainer
+        found = super()._init_training_state(*args)  # type: ignore[misc]
+        if self._resumed is not None:
+            self.state.best_model_checkpoint = self._resumed["trainer_state"].get(
+                "best_model_checkpoint"
+            )
+        return found
+
+    def _load_from_checkpoint(
+        self,
+        resume_from_checkpoint: str,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        if self._resumed is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+        else:
+            weights = self._resumed.pop("model")  # not held in memory for the whole training
+            self._fill(model if model is not None else self.model, weights)
+
+    def _fill(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+        loaded = model.load_state_dict(weights, strict=False)
+        self._issue_warnings_after_load(loaded)  # type: ignore[attr-defined]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif "optimizer" in self._resumed:
+            self.optimizer.load_state_dict(self._resumed["optimizer"])
+            self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+            if not self.args.auto_find_batch_size:  # which may come back for it
+                del self._resumed["optimizer"]
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_scaler(checkpoint)  # type: ignore[misc]
+        elif "scaler" in self._resumed:
+            self.accelerator.scaler.load_state_dict(self._resumed["scaler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._resumed is None:
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+        elif "rng" in self._resumed:
+            restore_mine(self._resumed["rng"])
+
+    def _load_best_model(self) -> None:
+        if self._preemption is not None and self._preemption.requested:
+            return  # there is no time, and the training goes on elsewhere
+        ref = str(self.state.best_model_checkpoint)
+        if Path(ref).is_dir():
+            super()._load_best_model()  # type: ignore[misc]
+            return
+        self._settle()
+        one = from_first(lambda: self._named(ref).id)
+        state = self._run._store.load(f"#{one}", include=["model"])
+        self._fill(self.model, state["model"])
+
+    # --- saving -------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: object, trial: object) -> None:
+        if trial is not None:
+            msg = "a hyper-parameter search needs a run for each trial"
+            raise InvalidInputError(msg, hint="make one trainer for each, each with its own run")
+        self.store_flos()  # type: ignore[attr-defined]
+        self._settle()
+        step = int(self.state.global_step)
+        best = self.state.best_global_step
+        if best and from_first(lambda: best == step or self._at(best) is not None):
+            self.state.best_model_checkpoint = f"{self._run.name}@{best}"
+        self._collect_callbacks()
+        state = self._whole_state()
+        wanted: dict[str, Any] = {
+            "step": step,
+            "metrics": self._metrics(step),
+            "metadata": {"transformers": {"epoch": self.state.epoch}},
+            "roles": {"pretrained": "weights"},  # stays with them when the version is aged
+        }
+        if not self._background:
+            from_first(lambda: self._run.save(state, **wanted).id)  # all ranks fail if it fails
+            self._rotate()
+        elif place()[0] == 0:
+            self._pending = self._run.save_async(state, **wanted)
+
+    def _whole_state(self) -> dict[str, Any]:
+        """Return what a version holds. All ranks call."""
+        state: dict[str, Any] = {"model": self.model.state_dict()}
+        if not self.args.save_only_model:
+            state["optimizer"] = self.optimizer.state_dict()
+            state["scheduler"] = self.lr_scheduler.state_dict()
+            scaler = getattr(self.accelerator, "scaler", None)
+            if scaler is not None:
+                state["scaler"] = scaler.state_dict()
+            state["rng"] = capture_all()
+        state["trainer_state"] = json.loads(json.dumps(vars(self.state)))
+        if place()[0] == 0:
+            state["pretrained"] = describe_model(self.model, self.processing_class)
+        return state
+
+    def _collect_callbacks(self) -> None:
+        """Put the states of callbacks into the trainer's state, as ``Trainer`` does."""
+        from transformers.trainer_callback import ExportableState
+
+        kept = self.state.stateful_callbacks
+        again: dict[str, list[Any]] = {}
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                again.setdefault(type(callback).__name__, []).append(callback.state())
+        for name, states in again.items():
+            kept[name] = states if isinstance(kept.get(name), list) else states[-1]
+
+    def _metrics(self, step: int) -> dict[str, float]:
+        """Return the numbers that were logged at a step."""
+        found: dict[str, float] = {}
+        for entry in self.state.log_history:
+            if entry.get("step") == step:
+                found.update(
+                    {
+                        name: float(value)
+                        for name, value in entry.items()
+                        if isinstance(value, int | float)
+                        and name not in _NOT_METRICS
+                        and not name.endswith(_ENDINGS)
+                    }
+                )
+        return found
+
+    def _at(self, step: int) -> Version | None:
+        try:
+            return self._run.resolve(step)
+        except (RunNotFoundError, VersionNotFoundError):
+            return None
+
+    def _settle(self) -> None:
+        """Wait for the save under way, and delete what is over the limit. All ranks call."""
+        if self._background:
+            from_first(self._finish)
+
+    def _finish(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+            self._rotate()
+
+    def _rotate(self) -> None:
+        """Delete the oldest versions over ``save_total_limit``, never the newest or the best."""
+        limit = self.args.save_total_limit
+        if not limit or limit < 1 or place()[0] != 0:
+            return
+        mine = [
+            version
+            for version in self._run.versions()
+            if "transformers" in version.metadata and not version.abandoned
+        ]
+        best = self._at(self.state.best_global_step) if self.state.best_global_step else None
+        safe = {version.id for version in (*mine[-1:], best) if version is not None}
+        over = len(mine) - max(limit, len(safe))
+        for version in [each for each in mine if each.id not in safe][: max(0, over)]:
+            try:
+                self._run._store.remove([f"#{version.id}"], reason="over save_total_limit")
+            except PolicyError:
+                continue  # pinned, tagged, or the only verified one: kept on purpose
+
+
+def _check_hub(arguments: Any) -> None:  # noqa: ANN401 - TrainingArguments, or None for the default
+    strategy = str(getattr(arguments, "hub_strategy", "")).rpartition(".")[2].lower()
+    if getattr(arguments, "push_to_hub", False) and strategy != "end":
+        msg = "push_to_hub needs a folder at every save"
+        raise InvalidInputError(msg, hint="set hub_strategy='end', or push what was exported")
+
+
+def _stop_when_asked(preemption: Preemption) -> Any:  # noqa: ANN401 - a TrainerCallback
+    """Return a callback that saves and stops at the step that all ranks agree on."""
+    from transformers import TrainerCallback
+
+    class StopWhenAsked(TrainerCallback):  # type: ignore[misc]  # not followed by mypy
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
+            if preemption.should_stop(state.global_step):
+                control.should_save = control.should_training_stop = True
+                control.should_evaluate = False
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
+            if preemption.stop_at is not None:  # it was saved at the end of the step
+                control.should_save = control.should_evaluate = False
+
+    return StopWhenAsked()
