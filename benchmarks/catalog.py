@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 import ckptstore
-from benchmarks import peers
+from benchmarks import lifecycle, peers
 from benchmarks.command_line import time_ls
 from benchmarks.disk import Workspace, tree_bytes
 from benchmarks.host import header
@@ -39,9 +39,6 @@ __all__ = ["fill_log", "run"]
 _REPO = Path(__file__).resolve().parent.parent
 _PROCESSES = (1, 2, 4, 8)
 _RUNS = 50
-# Commits after the newest snapshot, which a reader has to read one by one: three quarters of the
-# 200 that lie between two snapshots at a hundred thousand commits.
-_TAIL = 150
 _BATCH = 1000
 
 
@@ -52,9 +49,11 @@ def run(
     tensors: int,
     commits: int,
     rounds: int,
+    chunks: int,
+    histories: Sequence[tuple[int, int]],
     processes: Sequence[int] = _PROCESSES,
 ) -> Result:
-    """Run everything; return the tables ``commits``, ``many versions``, ``tiny tensors``.
+    """Run everything; return the tables of :mod:`benchmarks.lifecycle` and of this module.
 
     Parameters
     ----------
@@ -64,6 +63,10 @@ def run(
         Of 64 bytes each, in the state with tiny tensors.
     commits
         That the processes of one round make together.
+    chunks
+        Of 4 MiB each, in the version that is forked.
+    histories
+        Versions ever saved, and versions alive, in the stores that are collected.
     processes
         How many commit at the same time, case by case.
     """
@@ -76,7 +79,8 @@ def run(
             "tiny_tensors": tensors,
             "commits": commits,
             "rounds": rounds,
-            "tail": min(_TAIL, versions // 2),
+            "tail": _tail(versions),
+            "chunks_of_the_fork": chunks,
         },
     )
     result.tables["commits"] = _commits(space, commits, rounds, processes)
@@ -87,9 +91,24 @@ def run(
     say(f"catalog: wrote {versions} commits in {time.perf_counter() - began:.0f} s")
     result.tables["many versions"] = _many(space, folder, versions, rounds)
     result.facts["ls"] = time_ls(folder, rounds=rounds)
+    result.facts["cold ls"] = lifecycle.cold_ls(folder)
+    result.facts["ls after a snapshot"] = time_ls(folder, rounds=rounds)
     result.facts["log_bytes"] = tree_bytes(folder / "commits")
-    result.facts["snapshot_bytes"] = tree_bytes(folder / "snapshots")
+    result.facts["snapshot_bytes"] = max(
+        path.stat().st_size for path in (folder / "snapshots").iterdir()
+    )
+    space.discard(folder)
+    result.tables["fork"] = lifecycle.fork_of_a_terabyte(space, chunks=chunks, rounds=rounds)
+    result.tables["collections"] = lifecycle.collections(histories, rounds=min(rounds, 3))
     return result
+
+
+def _tail(versions: int) -> int:
+    """Return how many commits may follow the newest catalog snapshot at this length, at most.
+
+    All of them have to be read one by one.
+    """
+    return min(snapshots.period(versions) - 1, versions // 2)
 
 
 # --- commits by several processes -------------------------------------------------------------
@@ -167,7 +186,7 @@ def fill_log(folder: Path, versions: int) -> None:
     catalog, pending = Catalog(), cast("list[Commit]", [])
     previous = ""
     heads: dict[str, str] = {}
-    tail = min(_TAIL, versions // 2)
+    tail = _tail(versions)
     for number in range(1, versions + 1):
         commit, data = _commit_of(catalog, number, previous, heads)
         path = folder / commit.key

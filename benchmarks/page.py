@@ -47,6 +47,8 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
         "codecs": _codecs,
         "failures": _failures,
         "catalog": _catalog,
+        "scale": _scale,
+        "async": _async,
     }
 
 
@@ -255,8 +257,12 @@ def _failures(result: Result) -> list[str]:
         ]
         for row in result.facts["rows"]
     ]
+    return [_outcomes(lines)]
+
+
+def _outcomes(lines: Sequence[_Row]) -> str:
     head = ["| fault | tool | observed |", "|---|---|---|"]
-    return ["\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)])]
+    return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)])
 
 
 def _catalog(result: Result) -> list[str]:
@@ -285,13 +291,173 @@ def _catalog(result: Result) -> list[str]:
             f"{result.facts['snapshot_bytes'] / 1e6:.1f} MB; the newest snapshot lies "
             f"{result.parameters['tail']} commits back. Each figure includes opening the store.",
             table(["", "median", "min-max", "note"], many),
-            "`ckptstore ls`: " + _ls(result.facts["ls"]),
+            "`ckptstore ls` so far behind a snapshot: " + _ls(result.facts["ls"]),
+            *_after_a_snapshot(result.facts),
         ),
+        *_later_life(result),
         _titled(
             f"{result.parameters['tiny_tensors']:,} tensors of 64 bytes",
             _tiny(result.tables["tiny tensors"]),
         ),
     ]
+
+
+def _after_a_snapshot(facts_of_ls: Mapping[str, Any]) -> list[str]:
+    if "cold ls" not in facts_of_ls:
+        return []  # a result of before these were measured
+    return [
+        "`ckptstore ls` right after a snapshot: " + _ls(facts_of_ls["ls after a snapshot"]),
+        _cold(facts_of_ls["cold ls"]),
+    ]
+
+
+def _later_life(result: Result) -> list[str]:
+    if "fork" not in result.tables:
+        return []  # a result of before these were measured
+    chunks = result.parameters["chunks_of_the_fork"]
+    return [
+        _titled(
+            f"Fork of a version of {chunks * 4 * 2**20 / 1e12:.2f} TB",
+            f"Its manifest names {chunks:,} chunks of 4 MiB; none of its packs exists, so a fork "
+            "that read any would fail. Local disk, with fsync.",
+            _forks(result.tables["fork"]),
+        ),
+        _titled(
+            "Collections of stores with a history",
+            "In memory, so that the seconds are those of the collection itself. Each finds "
+            "versions that were deleted since the last one, and deletes what they held. History "
+            "costs no request: only opening the catalog, and some 3 us for each version in it.",
+            _collections(result.tables["collections"]),
+        ),
+    ]
+
+
+def _cold(requests: Mapping[str, Mapping[str, int]]) -> str:
+    """Return what a first listing asks of the storage."""
+    words = {"get": "GET", "list": "LIST", "stat": "HEAD"}
+    said = {
+        state: f"{sum(calls.values())} ("
+        + ", ".join(f"{count} {words.get(name, name)}" for name, count in calls.items())
+        + ")"
+        for state, calls in requests.items()
+    }
+    return (
+        f"Requests of an `ls` that knows nothing yet: {said['after a snapshot']} right after a "
+        f"snapshot, {said['worst']} so far behind one."
+    )
+
+
+def _forks(rows: Sequence[Measured]) -> str:
+    lines = []
+    for one in rows:
+        numbers = one.numbers
+        lines.append(
+            [
+                one.name,
+                *_seconds(one),
+                f"{numbers['backend_s'] * 1000:.0f} ms",
+                f"{numbers['requests']:.0f}",
+                f"{numbers['read_bytes'] / 1e6:.1f} MB",
+                f"{numbers['written_bytes'] / 1e6:.1f} MB",
+            ]
+        )
+    columns = ["", "median", "min-max", "of it in the backend", "requests", "read", "written"]
+    return table(columns, lines)
+
+
+def _collections(rows: Sequence[Measured]) -> str:
+    lines = []
+    for one in rows:
+        numbers = one.numbers
+        lines.append(
+            [
+                one.name,
+                *_seconds(one),
+                f"{numbers['requests']:,.0f}",
+                f"{numbers['listed']:,.0f}",
+                f"{numbers['swept']:,.0f}",
+                f"{numbers['open_s'] * 1000:.0f} ms",
+            ]
+        )
+    columns = ["", "median", "min-max", "requests", "objects listed", "deleted", "opening it"]
+    return table(columns, lines)
+
+
+def _scale(result: Result) -> list[str]:
+    trainings = result.parameters["trainings"]
+    return [
+        _titled(
+            "Commits at the same moment",
+            "Each process saves to a run of its own, and all try to commit at once: the worst that "
+            "a log can meet.",
+            _waits(
+                result.tables["at once"], "writers", lambda numbers: f"{numbers['writers']:,.0f}"
+            ),
+        ),
+        _titled(
+            f"{trainings} trainings that save into one store",
+            "Each saves at random moments, so often on average.",
+            _waits(
+                result.tables["spread"],
+                "interval_s",
+                lambda numbers: f"{numbers['interval_s']:.0f} s",
+            ),
+        ),
+        _titled(
+            "One version of many ranks",
+            "10 GB a rank, 600 tensors that are cut over all ranks; one version, one commit. Each "
+            "rank writes its packs of 64 MiB and tells one of them what it wrote; that one makes "
+            "the manifest and commits: real code, without the packs. To share with the version "
+            "before, each rank reads that one's manifest.",
+            _versions(result.tables["one version"]),
+        ),
+    ]
+
+
+def _waits(
+    rows: Sequence[Measured], label: str, shown: Callable[[Mapping[str, float]], str]
+) -> str:
+    lines = []
+    for one in rows:
+        numbers = one.numbers
+        rate = numbers["commits"] / numbers["all_s"]
+        lines.append(
+            [
+                one.name,
+                shown(numbers),
+                f"{numbers['all_s']:.1f} s",
+                f"{rate:.1f}",
+                *(f"{numbers[name]:.2f} s" for name in ("median_s", "p99_s", "max_s")),
+                *(f"{numbers.get(f'{name} a commit', 0):.1f}" for name in ("LIST", "GET", "PUT")),
+                f"{numbers['gave_up']:.0f}",
+            ]
+        )
+    waits = ["all done after", "commits/s", "median wait", "99 %", "longest"]
+    columns = ["storage", label.replace("_s", ""), *waits, "LIST", "GET", "PUT", "gave up"]
+    return table(columns, lines) + "\n\nLIST, GET and PUT: requests for each commit."
+
+
+def _versions(rows: Sequence[Measured]) -> str:
+    lines = []
+    for one in rows:
+        numbers = one.numbers
+        lines.append(
+            [
+                one.name,
+                f"{one.logical_bytes / 1e12:.2f} TB",
+                f"{numbers['pieces']:,.0f}",
+                f"{numbers['requests']:,.0f}",
+                f"{numbers['part_bytes'] / 1e6:.2f} MB",
+                f"{numbers['manifest_bytes'] / 1e6:.1f} MB",
+                f"{one.median:.2f} s",
+                f"{numbers['peak_bytes'] / 1e6:.0f} MB",
+                f"{numbers['share_s']:.2f} s",
+                f"{numbers['share_bytes'] / 1e6:.0f} MB",
+            ]
+        )
+    columns = ["", "state", "pieces", "requests", "a rank tells", "manifest"]
+    columns += ["committed in", "memory for it", "to share, a rank: time", "memory"]
+    return table(columns, lines)
 
 
 def _per_second(one: Measured) -> str:
@@ -311,3 +477,67 @@ def _tiny(rows: Sequence[Measured]) -> str:
         shown = "" if extra is None else f"{extra:.0f}"
         lines.append([one.name, *_seconds(one), shown, ""])
     return table(["", "median", "min-max", "bytes beyond the data, per tensor", "note"], lines)
+
+
+def _async(result: Result) -> list[str]:
+    lines = [
+        [row["fault"], row["tool"], f"**{row['observed']}**" if row["silent"] else row["observed"]]
+        for row in result.facts["rows"]
+    ]
+    return [
+        _titled("How long the call takes", _stalls(result.tables["stall"])),
+        _titled("Training while a save is written", _beside(result.tables["training"])),
+        _titled("What goes wrong behind it", _outcomes(lines)),
+    ]
+
+
+def _stalls(rows: Sequence[Measured]) -> str:
+    """Return the stalls as multiples of a copy's, and of DCP's: less is better."""
+    by_name = {one.name: one for one in rows}
+    lines = []
+    for one in rows:
+        if not one.seconds:
+            lines.append([one.name, "", "", "", "", "", one.error])
+            continue
+        durable = one.numbers.get("durable_s")
+        lines.append(
+            [
+                one.name,
+                *_seconds(one),
+                _multiple(one, by_name["copy, two threads"]),
+                _multiple(one, by_name["DCP async_save"]),
+                "" if durable is None else f"{durable:.2f} s",
+                one.note,
+            ]
+        )
+    return table(["", "median", "min-max", "of a copy", "of DCP", "durable after", "note"], lines)
+
+
+def _multiple(one: Measured, base: Measured) -> str:
+    found = ratio(one, base)
+    return "" if found is None else f"{1 / found:.2f}"
+
+
+def _beside(rows: Sequence[Measured]) -> str:
+    alone = rows[0]
+    lines = []
+    for one in rows:
+        numbers = one.numbers
+        steps = f"{1 / one.median:.2f}"
+        if not numbers:
+            lines.append([one.name, steps, "1.00", "", "", ""])
+            continue
+        share = ratio(one, alone) or 0.0
+        lost = numbers["stall_s"] + numbers["behind_s"] * (1 - share)
+        lines.append(
+            [
+                one.name,
+                steps,
+                f"{share:.2f}",
+                f"{numbers['stall_s']:.2f} s",
+                f"{numbers['behind_s']:.2f} s",
+                f"{lost:.2f} s",
+            ]
+        )
+    columns = ["", "steps/s", "of undisturbed", "stall", "in the background", "training lost"]
+    return table(columns, lines)

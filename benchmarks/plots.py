@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,73 @@ def draw_plots(result: Result, folder: Path) -> dict[str, Path]:
             "Whole load from S3: GB of state per second",
             folder / "benchmark-s3-load.svg",
         )
+    elif result.benchmark == "catalog" and "collections" in result.tables:
+        plots["What a collection costs"] = _curve(
+            result.tables["collections"], folder / "benchmark-collections.svg"
+        )
+    elif result.benchmark == "scale":
+        plots["Many commits at the same moment"] = _waiting(
+            result.tables["at once"], folder / "benchmark-scale.svg"
+        )
     return plots
+
+
+def _waiting(rows: Sequence[Measured], path: Path) -> Path:
+    """Draw how long writers wait that all commit at once, over how many they are."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "ckptstore"  # equal results give equal files
+    mpl.rcParams["font.size"] = 10
+    figure = Figure(figsize=(8, 3.4), layout="constrained", facecolor=_PAPER)
+    panels = {"longest wait, seconds": "max_s", "LIST requests a commit": "LIST a commit"}
+    for axes, (label, value) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for name, colour, mark in zip(
+            dict.fromkeys(one.name for one in rows), (_OURS, _INK, _PEERS), "os^", strict=False
+        ):
+            shown = [one.numbers for one in rows if one.name == name]
+            places = [numbers["writers"] for numbers in shown]
+            values = [numbers[value] for numbers in shown]
+            axes.plot(places, values, label=name, color=colour, marker=mark)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel("writers that commit at once")
+        axes.set_title(label, loc="left", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=_PEERS, alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    return path
+
+
+def _curve(rows: Sequence[Measured], path: Path) -> Path:
+    """Draw seconds and requests of collections over the versions that a store ever had."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "ckptstore"  # equal results give equal files
+    mpl.rcParams["font.size"] = 10
+    figure = Figure(figsize=(8, 3.4), layout="constrained", facecolor=_PAPER)
+    lives = sorted({one.numbers["live"] for one in rows})
+    values: dict[str, Callable[[Measured], float]] = {
+        "seconds of a collection": lambda one: one.median,
+        "requests of a collection": lambda one: one.numbers["requests"],
+    }
+    for axes, (label, value) in zip(figure.subplots(1, 2), values.items(), strict=True):
+        for live, colour, mark in zip(lives, (_OURS, _INK, _PEERS), "os^", strict=False):
+            shown = [one for one in rows if one.numbers["live"] == live]
+            history = [one.numbers["history"] for one in shown]
+            style: dict[str, Any] = {"color": colour, "marker": mark}
+            axes.plot(history, list(map(value, shown)), label=f"{live:,.0f} alive", **style)
+        axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("versions ever saved")
+        axes.set_title(label, loc="left", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=_PEERS, alpha=0.3)
+        axes.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    return path
 
 
 def _speeds(rows: Sequence[Measured], title: str, path: Path) -> Path:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.disk import workspace
 from benchmarks.measure import Result, say
@@ -19,8 +20,11 @@ from benchmarks.results import RESULTS, write_result
 
 __all__ = ["SUITES", "main"]
 
-SUITES = ("local", "codecs", "catalog", "failures", "s3")
+SUITES = ("local", "codecs", "catalog", "scale", "failures", "async", "s3")
+_MODULES = {"async": "async_saves"}  # of suites whose name is a word of the language
 _MB = 10**6
+_HISTORIES = ((1_000, 500), (10_000, 500), (100_000, 500), (10_000, 5_000))
+"""Versions ever saved and versions alive, of the stores whose collection is timed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,16 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run_suite(name: str, options: argparse.Namespace) -> Result | None:
     """Run one suite in a workspace of its own; None if it cannot run here, which is said."""
-    module = importlib.import_module(f"benchmarks.{name}")
+    module = importlib.import_module(f"benchmarks.{_MODULES.get(name, name)}")
     with workspace(options.folder) as space:
         result: Result | None = module.run(space, **_arguments(name, options))
     return result
 
 
-def _arguments(name: str, options: argparse.Namespace) -> dict[str, int]:
+def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
     small = options.size_mb < 256
     steps = {"training_steps": 10} if small else {}
-    sizes = {
+    sizes: dict[str, dict[str, Any]] = {
         "local": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds, **steps},
         "s3": {"bytes_min": options.s3_size_mb * _MB, "rounds": options.rounds, **steps},
         "codecs": {"bytes_min": min(options.size_mb, 64) * _MB, "rounds": options.rounds, **steps},
@@ -63,8 +67,22 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, int]:
             "tensors": 200 if small else 2_000,
             "commits": 20 if small else 200,
             "rounds": options.rounds,
+            "chunks": 2_000 if small else 250_000,
+            "histories": _HISTORIES[:2] if small else _HISTORIES,
+        },
+        "scale": {
+            "writers": (4, 16) if small else (10, 100, 300, 1000),
+            "trainings": 20 if small else 300,
+            "intervals_s": (60.0,) if small else (600.0, 120.0, 60.0, 30.0),
+            "ranks": (8,) if small else (8, 64, 256, 1000),
         },
         "failures": {},
+        "async": {
+            "bytes_min": options.size_mb * _MB,
+            "rounds": options.rounds,
+            **steps,
+            **({"window_s": 0.2, "saves": 1, "tries": 1} if small else {}),
+        },
     }
     return sizes[name]
 

@@ -8,7 +8,7 @@ zeros for what was never used, they would not. So the values are those of a real
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Trained", "train"]
+__all__ = ["Trained", "stepper", "train"]
 
 _TEXT_BYTES = 2 << 20
 _VOCABULARY = 256
@@ -98,6 +98,34 @@ def train(*, seed: int, steps: int, width: int = 192, layers: int = 3) -> Traine
         torch.random.set_rng_state(state)
 
 
+def stepper(*, seed: int, width: int = 192, layers: int = 3) -> Callable[[], None]:
+    """Return a function that makes one update of a new model, as a training loop does."""
+    torch.manual_seed(seed)
+    text, time, batch = _text(), 128, 8
+    model = _Gpt(width, layers, time)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
+
+    def step() -> None:
+        _update(model, optimizer, text, time, batch)
+
+    return step
+
+
+def _update(
+    model: _Gpt, optimizer: torch.optim.Optimizer, text: torch.Tensor, time: int, batch: int
+) -> torch.Tensor:
+    """Make one update; return the loss."""
+    at = torch.randint(0, text.numel() - time - 1, (batch,))
+    rows = text[at[:, None] + torch.arange(time + 1)].long()
+    logits = model(rows[:, :-1])
+    loss = functional.cross_entropy(logits.reshape(-1, _VOCABULARY), rows[:, 1:].reshape(-1))
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss
+
+
 def _train(steps: int, width: int, layers: int, *, time: int, batch: int) -> Trained:
     text = _text()
     model = _Gpt(width, layers, time)
@@ -105,14 +133,7 @@ def _train(steps: int, width: int, layers: int, *, time: int, batch: int) -> Tra
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
     loss = torch.zeros(())
     for _ in range(steps):
-        at = torch.randint(0, text.numel() - time - 1, (batch,))
-        rows = text[at[:, None] + torch.arange(time + 1)].long()
-        logits = model(rows[:, :-1])
-        loss = functional.cross_entropy(logits.reshape(-1, _VOCABULARY), rows[:, 1:].reshape(-1))
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        loss = _update(model, optimizer, text, time, batch)
         schedule.step()
     collected: dict[str, list[tuple[torch.Tensor, ...]]] = {}
     for name, parameter in model.named_parameters():
