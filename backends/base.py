@@ -110,6 +110,8 @@ class Capabilities:
     """``read_into`` fills the buffers without a copy in between."""
     lookup_lag_s: float
     """How long a name may seem absent to one client after another created it, in seconds."""
+    private: bool = False
+    """Objects are in the memory of this process, where no other one can reach them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import fsspec
 import fsspec.core
+from fsspec.asyn import AsyncFileSystem
 from fsspec.exceptions import FSTimeoutError
 
 from ckptstore.backends.base import (
@@ -136,14 +137,10 @@ class FsspecBackend(Backend):
         def find(fs: Foreign, root: str) -> dict[str, dict[str, object]]:
             top = f"{root}/{folder}".rstrip("/")
             fs.invalidate_cache()
-            try:
-                found: dict[str, dict[str, object]] = fs.find(top, detail=True)
-            except FileNotFoundError:
-                return {}
             skip = len(root.strip("/"))
             return {
                 path.strip("/")[skip:].strip("/"): info
-                for path, info in found.items()
+                for path, info in _files(fs, top).items()
                 if info.get("type") == "file"
             }
 
@@ -253,6 +250,35 @@ class _ClientFactory:
             self._url, **self._options, use_listings_cache=False, skip_instance_cache=True
         )
         return fs, root.rstrip("/")
+
+
+def _files(fs: Foreign, top: str) -> dict[str, dict[str, object]]:
+    """Return what lies below a folder; nothing if it is not there.
+
+    fsspec's own ``find``, where a file system has none of its own, leaves out silently whatever it
+    could not list: a server that is down would look like an empty folder.
+    """
+    inherited = (fsspec.AbstractFileSystem.find, AsyncFileSystem._find)
+    kind = type(fs)
+    if getattr(kind, "_find", getattr(kind, "find", None)) not in inherited:
+        with suppress(FileNotFoundError):
+            return dict(fs.find(top, detail=True))
+        return {}
+    found: dict[str, dict[str, object]] = {}
+    waiting, seen = [top], {top.strip("/")}
+    while waiting:
+        try:
+            listing = fs.ls(waiting.pop(), detail=True)
+        except FileNotFoundError:
+            continue  # not there, or removed meanwhile
+        for info in listing:
+            path = str(info["name"]).rstrip("/")
+            if info.get("type") != "directory":
+                found[path] = info
+            elif path.strip("/") not in seen:
+                seen.add(path.strip("/"))
+                waiting.append(path)
+    return found
 
 
 def _is_key(text: str) -> bool:

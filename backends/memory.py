@@ -38,6 +38,7 @@ CAPABILITIES = Capabilities(
     concurrency=4,
     scatter_read=True,
     lookup_lag_s=0.0,
+    private=True,
 )
 
 

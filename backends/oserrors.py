@@ -19,7 +19,7 @@ __all__ = ["ABSENT", "translate"]
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """There is no such object: no name, a parent that is a file, or a symbolic link."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_PERMISSION = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_PERMISSION = frozenset({errno.EACCES, errno.EPERM})
 # What network file systems give while a server restarts or fails over, and what a signal or a
 # full table gives: the same call may succeed a moment later.
 _TRANSIENT = frozenset(
@@ -68,6 +68,8 @@ def translate(error: OSError, what: str, *, writing: bool = False) -> CkptStoreE
         return InvalidKeyError(msg)
     if number in _FULL:
         return StorageFullError(msg, hint="free space, raise the quota, or delete old versions")
+    if number == errno.EROFS:
+        return StoragePermissionError(msg, hint="it is mounted read-only: remount it, or only read")
     if number in _PERMISSION:
         return StoragePermissionError(msg, hint="check the owner and mode of the store's folder")
     if number in _TRANSIENT:

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from ckptstore.catalog.early_stopping import DivergenceGuard, EarlyStopping
     from ckptstore.checkpoint.lazy import LazyTensor, LazyVersion
     from ckptstore.events import Progress
-    from ckptstore.model import RoleBytes, RunInfo, Version
-    from ckptstore.store import Run, Store
+    from ckptstore.model import Receipt, RoleBytes, RunInfo, Version
+    from ckptstore.saver.pending import PendingSave
+    from ckptstore.store import Run, Store, mend_superblock
     from ckptstore.store import open_store as open
     from ckptstore.tensors.adapters import TypeAdapter
 
@@ -28,13 +29,16 @@ __all__ = [
     "EarlyStopping",
     "LazyTensor",
     "LazyVersion",
+    "PendingSave",
     "Progress",
+    "Receipt",
     "RoleBytes",
     "Run",
     "RunInfo",
     "Store",
     "TypeAdapter",
     "Version",
+    "mend_superblock",
     "open",
 ]
 
@@ -43,13 +47,16 @@ _LAZY = {
     "EarlyStopping": ("ckptstore.catalog.early_stopping", "EarlyStopping"),
     "LazyTensor": ("ckptstore.checkpoint.lazy", "LazyTensor"),
     "LazyVersion": ("ckptstore.checkpoint.lazy", "LazyVersion"),
+    "PendingSave": ("ckptstore.saver.pending", "PendingSave"),
     "Progress": ("ckptstore.events", "Progress"),
+    "Receipt": ("ckptstore.model", "Receipt"),
     "RoleBytes": ("ckptstore.model", "RoleBytes"),
     "Run": ("ckptstore.store", "Run"),
     "RunInfo": ("ckptstore.model", "RunInfo"),
     "Store": ("ckptstore.store", "Store"),
     "TypeAdapter": ("ckptstore.tensors.adapters", "TypeAdapter"),
     "Version": ("ckptstore.model", "Version"),
+    "mend_superblock": ("ckptstore.store", "mend_superblock"),
     "open": ("ckptstore.store", "open_store"),
 }
 

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import getpass
+import operator
 import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import Final, Literal, Protocol
 
 from ckptstore import limits
+from ckptstore.errors import InvalidInputError
 
 __all__ = [
+    "CODEC_CHOICES",
+    "ENGINES",
     "SYSTEM",
+    "CodecChoice",
     "Environment",
     "Options",
     "SystemEnvironment",
+    "check_choice",
+    "memory_bytes",
     "workers_default",
     "writer_identity",
 ]
+
+
+ENGINES: Final = ("auto", "process", "thread")
+"""Who may write saves in the background."""
 
 
 class Environment(Protocol):
@@ -74,6 +87,36 @@ def workers_default() -> int:
     return max(1, min(usable or 1, limits.WORKERS_MAX))
 
 
+def memory_bytes() -> int:
+    """Return how much memory this process may use: the machine's, or less in a container."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for file in _memory_limits():
+        try:
+            text = file.read_text(encoding="ascii").strip()
+        except OSError:
+            continue  # the other version of cgroups, or no limit at this level
+        if text.isdecimal():
+            found.append(int(text))
+    return min(found)
+
+
+def _memory_limits() -> Iterator[Path]:
+    """Yield the files in which a limit of this process's cgroup, or of one above, may stand."""
+    root = Path("/sys/fs/cgroup")
+    yield root / "memory" / "memory.limit_in_bytes"
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        number, _, path = line.split(":", 2)
+        if number == "0":  # the one hierarchy of cgroups 2
+            own = root / path.strip("/")
+            yield from (
+                level / "memory.max" for level in (own, *own.parents) if level.is_relative_to(root)
+            )
+
+
 def writer_identity() -> str:
     """Return who writes, for people who read the log: ``user@host pid``."""
     try:
@@ -83,9 +126,36 @@ def writer_identity() -> str:
     return f"{user}@{socket.gethostname()} {os.getpid()}"
 
 
+CodecChoice = Literal["auto", "raw", "zstd"]
+CODEC_CHOICES: Final = ("auto", "raw", "zstd")
+"""``auto``: planes for floats and integers, zstd for bytes, raw where neither pays;
+``raw``: never compress; ``zstd``: zstd without planes, raw where it does not pay."""
+
+
+def check_choice(choice: str) -> CodecChoice:
+    """Return `choice` if it is one.
+
+    Raises
+    ------
+    InvalidInputError
+        If not; the hint lists the choices.
+    """
+    for known in CODEC_CHOICES:
+        if choice == known:
+            return known
+    msg = f"unknown codec {choice!r}"
+    raise InvalidInputError(msg, hint="one of " + ", ".join(CODEC_CHOICES))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a store is used by this process; nothing here is stored."""
+    """How a store is used by this process; nothing here is stored.
+
+    Raises
+    ------
+    InvalidInputError
+        An option is of another type, out of its bounds, or none of its choices.
+    """
 
     host_bytes: int = limits.HOST_BYTES_DEFAULT
     """Host memory for chunks in flight, in bytes, of one save or load."""
@@ -97,3 +167,33 @@ class Options:
     """Refuse every write."""
     single_writer: bool = False
     """The user vouches that no one else writes: allows storage without put-if-absent."""
+    engine: str = "auto"
+    """Who writes in the background: ``process``, ``thread``, or ``auto``, which is a process where
+    one can reach the storage."""
+    staging_bytes: int | None = None
+    """Host memory for staged states, in bytes; None for a share of the process's memory."""
+    in_flight: int = limits.IN_FLIGHT_DEFAULT
+    """Saves in the background that are not yet durable."""
+
+    def __post_init__(self) -> None:
+        """Check each option, before anything is done with one."""
+        check_choice(self.codec)
+        if self.engine not in ENGINES:
+            msg = f"engine is one of {', '.join(ENGINES)}, not {self.engine!r}"
+            raise InvalidInputError(msg)
+        for name in ("host_bytes", "workers", "staging_bytes", "in_flight"):
+            value = getattr(self, name)
+            if value is not None or name != "staging_bytes":
+                object.__setattr__(self, name, _positive(name, value))
+
+
+def _positive(name: str, value: object) -> int:
+    """Return an option as a plain integer from 1 on, also one of NumPy's; a bool is none."""
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # a float, a text
+        number = 0
+    if number < 1:
+        msg = f"{name} is an integer from 1 on, not {value!r}"
+        raise InvalidInputError(msg)
+    return number

@@ -8,6 +8,7 @@
     |   |-- InvalidRefError             text that is not a ref
     |   |-- InvalidUrlError             a location that no backend serves
     |   |-- StateError (TypeError)      the state holds something that cannot be represented
+    |   |-- TornStateError              the state was changed while it was being saved
     |   `-- TensorIndexError (IndexError)  an index outside a tensor, or of a kind it does not take
     |-- NotFoundError (LookupError)     what was named is not there
     |   |-- StoreNotFoundError
@@ -16,6 +17,7 @@
     |   |-- TensorNotFoundError
     |   `-- ObjectNotFoundError         a key of the backend
     |-- ConflictError                   somebody else was there first: look again, decide again
+    |   |-- SaveBusyError               a save in the background is still under way
     |   |-- StoreExistsError
     |   |-- ObjectExistsError           put-if-absent lost
     |   `-- CommitConflictError         the log moved and what the commit relied on no longer holds
@@ -34,6 +36,7 @@
     |   |-- StorageFullError            no space, or quota reached
     |   |-- StoragePermissionError      credentials or permissions
     |   |-- AmbiguousWriteError         a conditional write may or may not have happened
+    |   |-- SaverDiedError              the process that saved in the background died
     |   `-- MissingDependencyError      the backend needs a package that is not installed
     `-- OperationCancelledError         the caller cancelled
 
@@ -68,6 +71,8 @@ __all__ = [
     "PolicyError",
     "ReadOnlyError",
     "RunNotFoundError",
+    "SaveBusyError",
+    "SaverDiedError",
     "StateError",
     "StorageError",
     "StorageFullError",
@@ -76,6 +81,7 @@ __all__ = [
     "StoreNotFoundError",
     "TensorIndexError",
     "TensorNotFoundError",
+    "TornStateError",
     "TransientStorageError",
     "UnsafeBackendError",
     "UnsupportedFeatureError",
@@ -146,6 +152,15 @@ class StateError(InvalidInputError, TypeError):
     kind = "state"
 
 
+class TornStateError(InvalidInputError):
+    """A tensor was changed between the call and the write; the message names it.
+
+    Nothing was saved: what would have been is neither the state before nor the one after.
+    """
+
+    kind = "state_torn"
+
+
 class TensorIndexError(InvalidInputError, IndexError):
     """An index outside a stored tensor, or of a kind that it does not take."""
 
@@ -194,6 +209,12 @@ class ConflictError(CkptStoreError):
 
     kind = "conflict"
     exit_code = 4
+
+
+class SaveBusyError(ConflictError):
+    """A save in the background is still under way, and the caller does not want to wait for it."""
+
+    kind = "save_busy"
 
 
 class StoreExistsError(ConflictError):
@@ -312,6 +333,12 @@ class AmbiguousWriteError(StorageError):
     """A conditional write got no clear answer: it may or may not have happened."""
 
     kind = "storage_ambiguous"
+
+
+class SaverDiedError(StorageError):
+    """The process that saved in the background died before it was done; no version appeared."""
+
+    kind = "saver_died"
 
 
 class MissingDependencyError(StorageError):

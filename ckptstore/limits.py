@@ -45,6 +45,31 @@ HOST_BYTES_DEFAULT: Final = 256 * MIB
 # memory bandwidth on the machines measured by peers in published figures.
 WORKERS_MAX: Final = 8
 
+# --- saves in the background ------------------------------------------------------------------
+
+# Share of the memory that the process may use (the least of the machine's and its cgroup's) that
+# staged states may take, unless `staging_bytes` says otherwise. Source: leaves as much again for
+# the training; a state that does not fit is refused by name of this limit, not by the OOM killer.
+STAGING_MEMORY_SHARE: Final = 0.5
+# Saves that are staged and not yet durable, of one store. Source: a second one takes its bytes a
+# second time, and helps only where the storage is slower than the interval between saves.
+IN_FLIGHT_DEFAULT: Final = 1
+# Bytes of a tensor, at four places, that are compared after staging. Source: finds what changes all
+# of a tensor without telling torch (an optimizer in C++, `.data`); 64 bytes cost microseconds.
+WITNESS_BYTES: Final = 16
+WITNESS_PLACES: Final = 4
+# By how much what writes in the background is nicer than the training. Source: Linux gives it 110
+# shares where the training has 1024 (sched_prio_to_weight): a tenth of a core that both want; at 19
+# it would be a hundredth, and a save beside busy data loaders would not end.
+BACKGROUND_NICE: Final = 10
+# How often a child process tells how far it is, in seconds. Source: ten times a second is smooth.
+PROGRESS_S: Final = 0.1
+# How long closing waits for a child that has nothing left to do. Source: it exits in milliseconds.
+CHILD_EXIT_S: Final = 10.0
+# Seconds from a signal that announces the end to the deadline of the last save. Source: Kubernetes,
+# Slurm (KillWait) and torchrun kill after 30 s by default; 5 s are left to end the process.
+PREEMPTION_DEADLINE_S: Final = 25.0
+
 # --- records ----------------------------------------------------------------------------------
 
 # store.json. Source: a probe report is under 4 KiB; 16x is slack.
@@ -93,6 +118,12 @@ RECORD_RATIO_FREE_BYTES: Final = 16 * MIB
 TENSORS_MAX: Final = 2_000_000
 PIECES_MAX: Final = 100_000_000
 PACKS_MAX: Final = 4_000_000
+# Boxes that the tensors of one version are stored in, where they are no slabs. Source: 1,000 ranks
+# with a tile each of 4,000 tensors. A reader holds 16 bytes for each dimension of a box.
+BLOCKS_MAX: Final = 4_000_000
+# Cells of the grid that the borders of one tensor's boxes make. Source: a mesh makes one a rank;
+# boxes without order make the square of their number: 2,000 of them pass.
+BLOCK_CELLS_MAX: Final = 1 << 24
 STATE_DEPTH_MAX: Final = 64
 STATE_NODES_MAX: Final = 5_000_000
 TENSOR_DIMS_MAX: Final = 64  # Source: torch refuses more than 64 dimensions.
@@ -164,8 +195,9 @@ VISIBILITY_WAIT_S: Final = 60.0
 # The same where the backend declares no lag. Source: covers a directory read that raced a writer.
 VISIBILITY_WAIT_MIN_S: Final = 1.0
 
-# Manifests that no commit names before a collection takes the log for cut short. Source: a save
-# leaves one behind only if it dies within the milliseconds between manifest and commit.
+# Manifests that no commit names, with no commit between them, before a collection takes the log for
+# cut short. Source: a save leaves one behind only if it dies within the milliseconds between
+# manifest and commit, and between those of two such saves others' commits come.
 STRAY_MANIFESTS_MAX: Final = 16
 # How often a save writes again what a collection condemned under it. Source: each time needs a
 # collector that lists, condemns and commits between two commits of the saver, with no grace for
@@ -252,6 +284,16 @@ SAFETENSORS_HEADER_BYTES_MAX: Final = 100_000_000
 EXPORT_WINDOW_BYTES: Final = 64 * MIB
 # Index of a sharded file on import. Source: about 100 bytes a tensor; 600,000 tensors.
 SHARD_INDEX_BYTES_MAX: Final = 64 * MIB
+# Metadata of a directory of torch.distributed.checkpoint on import. Source: 160 bytes a chunk with
+# names of a transformer (measured): three million chunks.
+DCP_METADATA_BYTES_MAX: Final = 512 * MIB
+# Instructions of that pickle. Source: 82 a chunk (measured): 1.2 million chunks. One makes some 80
+# bytes at most, so that a hostile file of 100 MB takes 8 GB.
+DCP_METADATA_OPCODES_MAX: Final = 100_000_000
+# Name of a file that it names, in characters. Source: PATH_MAX of Linux.
+DCP_FILE_CHARS_MAX: Final = 4096
+# Extensions that one item went through. Source: torch chains one or two.
+DCP_TRANSFORMS_MAX: Final = 64
 # Metadata of an imported file that is kept with the version. Source: what training scripts write is
 # under 1 KiB; leaves room for the user's own within METADATA_BYTES_MAX.
 IMPORT_METADATA_BYTES_MAX: Final = 64 * KIB

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-__all__ = ["Ref", "RefKind", "RoleBytes", "RunInfo", "Version"]
+__all__ = ["Receipt", "ReceiptState", "Ref", "RefKind", "RoleBytes", "RunInfo", "Version"]
 
 RefKind = Literal["latest", "step", "best", "tag", "back", "id", "valid"]
+ReceiptState = Literal[
+    "waiting", "staged", "durable", "replicated", "verified", "failed", "cancelled", "skipped"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,10 +74,56 @@ class Version:
     deleted: bool = False
     """It can be undeleted until a collection condemns its objects."""
 
+    @property
+    def state(self) -> ReceiptState:
+        """How far it has come: ``durable`` once it is visible, ``verified`` once read back."""
+        return "verified" if self.verified else "durable"
+
     def __repr__(self) -> str:
         """Return which it is, with its first metrics: ``<Version gpt@300 #f5f51be0 loss=1>``."""
         metrics = [f" {name}={value:.6g}" for name, value in self.metrics.items()]
         return f"<Version {self.run}@{self.step} #{self.id[:8]}{''.join(metrics[:3])}>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Receipt:
+    """How far a save has come, and what it took. Seconds and bytes are 0 until they are known."""
+
+    state: ReceiptState
+    """``waiting`` until it is copied, ``staged``, then ``durable``; later perhaps ``replicated``
+    (another store holds it) or ``verified`` (read back, every byte). Or ``failed``, ``cancelled``,
+    ``skipped``: there is no version then."""
+    blocked_s: float = 0.0
+    """For how long the caller stood still."""
+    staging_s: float = 0.0
+    """Copying into host memory, by the clock."""
+    hashing_s: float = 0.0
+    """Digests, of all worker threads together."""
+    encoding_s: float = 0.0
+    """As above."""
+    writing_s: float = 0.0
+    """Handing packs to the storage, as above, and waiting until they are durable."""
+    committing_s: float = 0.0
+    """Manifest and commit, by the clock. In the catalog up to the commit that holds it."""
+    logical_bytes: int = 0
+    """What the tensors take in memory."""
+    new_bytes: int = 0
+    """The part that the version before did not have."""
+    shared_bytes: int = 0
+    """The rest."""
+    stored_bytes: int = 0
+    """What the new part takes in packs, encoded."""
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, float], state: ReceiptState) -> Receipt:
+        """Return the receipt that the entries of a catalog's record make."""
+        seconds = {name: numbers.get(name, 0.0) for name in _SECONDS}
+        sizes = {name: int(numbers.get(name, 0)) for name in _SIZES}
+        return cls(state=state, **seconds, **sizes)  # type: ignore[arg-type]  # by their names
+
+
+_SECONDS = ("blocked_s", "staging_s", "hashing_s", "encoding_s", "writing_s", "committing_s")
+_SIZES = ("logical_bytes", "new_bytes", "shared_bytes", "stored_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from ckptstore.catalog.reading import wait_until
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
 from ckptstore.errors import (
     AmbiguousWriteError,
+    CorruptObjectError,
     InvalidInputError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -40,7 +41,17 @@ from ckptstore.errors import (
 from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
 
-__all__ = ["Finding", "Prober", "Repo", "create_on", "create_repo", "open_on", "open_repo"]
+__all__ = [
+    "Finding",
+    "Prober",
+    "Repo",
+    "create_on",
+    "create_repo",
+    "open_on",
+    "open_repo",
+    "probe_backend",
+    "unsafe",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +65,7 @@ class Finding:
 
 Prober = Callable[[Backend, Environment], Finding]
 
+_HINT_REMAINS: Final = f"ckptstore repair brings {STORE_KEY} back"
 _HINT_UNSAFE: Final = (
     "open it with single_writer=True if no one else writes at the same time; reading is safe"
 )
@@ -167,7 +179,7 @@ class Repo:
         verdict = self.put_if_absent()
         safe = verdict is PutIfAbsent.ATOMIC
         if not (safe or self.options.single_writer):
-            raise _unsafe(self.url, verdict)
+            raise unsafe(self.url, verdict)
         # Where the storage can tell, it is asked, whatever the user vouched for.
         self.log.single_writer = not safe
 
@@ -256,8 +268,7 @@ def open_on(
     """
     superblock = _read_superblock(backend)
     if superblock is None:
-        msg = f"there is no store at {backend.url}"
-        raise StoreNotFoundError(msg, hint=f"create one: ckptstore init {backend.url}")
+        raise _no_store(backend)
     return Repo(backend, superblock, environment=environment, options=options, prober=prober)
 
 
@@ -291,13 +302,13 @@ def create_on(
     if found is None:
         if remains:
             msg = f"{backend.url} holds objects of a store ({remains}) but no {STORE_KEY}"
-            raise StoreExistsError(msg, hint=f"restore {STORE_KEY}, or use an empty location")
+            raise StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
         if options.read_only:
             msg = f"no store can be created read-only at {backend.url}"
             raise ReadOnlyError(msg)
         finding = prober(backend, environment)
         if finding.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
-            raise _unsafe(backend.url, finding.put_if_absent)
+            raise unsafe(backend.url, finding.put_if_absent)
         wanted = _superblock(backend, finding, options, environment, chunk_bytes)
         found = _write_superblock(backend, wanted, environment)
         if found.store_id == wanted.store_id:
@@ -333,13 +344,23 @@ def _superblock(
     )
 
 
-def _unsafe(url: str, verdict: PutIfAbsent) -> UnsafeBackendError:
+def unsafe(url: str, verdict: PutIfAbsent) -> UnsafeBackendError:
+    """Return the error for storage on which two writers would lose commits."""
     what = {
         PutIfAbsent.IGNORED: "takes no notice of the condition",
         PutIfAbsent.REFUSED: "refuses the condition",
     }.get(verdict, "was not seen to keep the condition")
     msg = f"{url} {what} to create an object only if it is absent: two writers would lose commits"
     return UnsafeBackendError(msg, hint=_HINT_UNSAFE)
+
+
+def _no_store(backend: Backend) -> StoreNotFoundError:
+    remains = _remains(backend)
+    if remains:
+        msg = f"{backend.url} holds objects of a store ({remains}) but no {STORE_KEY}"
+        return StoreNotFoundError(msg, hint=_HINT_REMAINS)
+    msg = f"there is no store at {backend.url}"
+    return StoreNotFoundError(msg, hint=f"create one: ckptstore init {backend.url}")
 
 
 def _remains(backend: Backend) -> str:
@@ -361,7 +382,11 @@ def _read_superblock(backend: Backend) -> Superblock | None:
         data = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
     except ObjectNotFoundError:
         return None
-    return decode_superblock(data, where=STORE_KEY)
+    try:
+        return decode_superblock(data, where=STORE_KEY)
+    except CorruptObjectError as error:
+        hint = "ckptstore repair --single-writer, while no one else writes, makes it anew"
+        raise CorruptObjectError(error.message, hint=hint) from error
 
 
 def _listed(backend: Backend) -> bool:

@@ -6,16 +6,17 @@ from collections.abc import Iterable
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import best
+from ckptstore.model import RunInfo
 
 __all__ = ["best_marks"]
 
 
-def best_marks(catalog: Catalog, runs: Iterable[str]) -> dict[str, set[str]]:
+def best_marks(catalog: Catalog, runs: Iterable[RunInfo]) -> dict[str, set[str]]:
     """Return, by version id, the declared metrics that the version is the best of its run by."""
     marks: dict[str, set[str]] = {}
     for run in runs:
-        for metric, direction in catalog.run(run).metrics.items():
-            winner = best(catalog.metric_values(run, metric), direction)
+        for metric, direction in run.metrics.items():
+            winner = best(catalog.metric_values(run.name, metric), direction)
             if winner is not None:
                 marks.setdefault(winner, set()).add(metric)
     return marks

@@ -73,6 +73,7 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
         },
         "metadata": dict(version.metadata),
         "receipt": dict(version.receipt),
+        "state": version.state,
         "commit": version.commit,
         "level": version.level,
         "abandoned": version.abandoned,

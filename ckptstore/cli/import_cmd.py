@@ -1,4 +1,4 @@
-"""``ckptstore import``: a file of weights as a new version."""
+"""``ckptstore import``: a file of weights, or a directory of them, as a new version."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def import_(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="A .safetensors, .pt, .pth, .bin or .ckpt file, or a folder of shards.",
+            help="A .safetensors, .pt, .pth, .bin or .ckpt file, a folder of shards, or a "
+            "directory of torch.distributed.checkpoint.",
         ),
     ],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run; made if it is not there.")],

@@ -67,7 +67,7 @@ def ls(
             catalog=catalog,
             runs=runs,
             versions=versions,
-            best=best_marks(catalog, [info.name for info in runs]),
+            best=best_marks(catalog, runs),
             one_run=run is not None,
             metrics=metric or _usual_metrics(runs, versions),
             utc=utc,

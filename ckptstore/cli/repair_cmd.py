@@ -8,15 +8,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import (
+    AsJson,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+    parse_storage_options,
+)
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import opened
+from ckptstore.cli.session import location, opened, vouching
 from ckptstore.cli.text import bytes_text, count_text, counted
 from ckptstore.cli.verify_cmd import VerifyLevel
 from ckptstore.errors import IntegrityError
+from ckptstore.store import mend_superblock
 
 if TYPE_CHECKING:
+    from ckptstore.ops.mend_superblock import SuperblockFinding
     from ckptstore.ops.repair_report import RepairReport
 
 __all__ = ["repair"]
@@ -60,19 +69,38 @@ def repair(
     makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
     """
     output = Output("repair", as_json=json, quiet=quiet)
-    with (
-        opened(store, option, writing=not dry_run, single_writer=single_writer) as opening,
-        opened(source, from_option) if source else nullcontext() as other,
-    ):
-        with progress_bars(output) as progress:
-            report = opening.repair(other, level=level.value, dry_run=dry_run, progress=progress)
-        output.show(_document(report, opening.url), lambda screen: _draw(screen, report))
+    with opened(source, from_option) if source else nullcontext() as other:
+        with vouching():
+            superblock = mend_superblock(
+                location(store),
+                source=other,
+                single_writer=single_writer,
+                dry_run=dry_run,
+                **parse_storage_options(option or ()),
+            )
+        if superblock is not None and (dry_run or not superblock.mended):
+            # There is nothing to open yet: what else is wrong is found by the next call.
+            document = {"store": location(store), "ok": False, "superblock": asdict(superblock)}
+            output.show(document, lambda screen: _draw_superblock(screen, superblock))
+            raise typer.Exit(IntegrityError.exit_code)
+        with opened(store, option, writing=not dry_run, single_writer=single_writer) as opening:
+            with progress_bars(output) as progress:
+                report = opening.repair(
+                    other, level=level.value, dry_run=dry_run, progress=progress
+                )
+            output.show(
+                _document(report, opening.url, superblock),
+                lambda screen: _draw(screen, report, superblock),
+            )
     if not report.ok:
         raise typer.Exit(IntegrityError.exit_code)
 
 
-def _document(report: RepairReport, url: str) -> dict[str, Any]:
+def _document(
+    report: RepairReport, url: str, superblock: SuperblockFinding | None
+) -> dict[str, Any]:
     document = asdict(report)
+    document["superblock"] = None if superblock is None else asdict(superblock)
     document["problems"] = [
         {**asdict(problem), **({} if problem.version else {"version": None, "step": None})}
         for problem in report.problems
@@ -80,7 +108,25 @@ def _document(report: RepairReport, url: str) -> dict[str, Any]:
     return {"store": url, "ok": report.ok, **document}
 
 
-def _draw(screen: Screen, report: RepairReport) -> None:
+def _draw_superblock(screen: Screen, found: SuperblockFinding) -> None:
+    screen.line(found.why)
+    if not found.mended:
+        screen.line(f"{found.key} is {found.what}: nothing else can be done before", "bold red")
+        return
+    screen.line(f"{found.key} can be mended; what else is wrong is found once it is")
+    _draw_origin(screen, found)
+
+
+def _draw_origin(screen: Screen, found: SuperblockFinding) -> None:
+    if found.source == "copy":
+        screen.line(f"{found.key}: as in the second store, which has the same log")
+    else:
+        screen.line(f"{found.key}: from the log and a new probe; new are {', '.join(found.new)}")
+
+
+def _draw(screen: Screen, report: RepairReport, superblock: SuperblockFinding | None) -> None:
+    if superblock is not None:
+        _draw_origin(screen, superblock)
     rows = [*_commit_rows(report), *_version_rows(report)]
     if rows:
         titles = ("WHAT", "ID", "STATE", "TENSORS", "WHY")
@@ -96,7 +142,7 @@ def _draw(screen: Screen, report: RepairReport) -> None:
         )
     elif report.lost:
         screen.line(f"something is lost of {counted(len(report.lost), 'version')}", "bold red")
-    elif report.problems or report.commits or report.snapshots:
+    elif superblock or report.problems or report.commits or report.snapshots:
         screen.line(
             "everything can be mended" if report.dry_run else "everything is mended", "green"
         )

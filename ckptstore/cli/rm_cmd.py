@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -19,12 +20,34 @@ from ckptstore.store import Store
 __all__ = ["rm"]
 
 
+class Keep(StrEnum):
+    """What may stay of a version."""
+
+    WEIGHTS = "weights"
+    RECORD = "record"
+
+
+_FOR_GOOD: Final = "undelete does not bring it back"
+_PARTS: Final[dict[Keep | None, Literal["weights", "record"]]] = {
+    Keep.WEIGHTS: "weights",
+    Keep.RECORD: "record",
+}
+
+
 def rm(
     refs: Annotated[
         list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
     ] = None,
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="All versions of this run.")
+    ] = None,
+    keep: Annotated[
+        Keep | None,
+        typer.Option(
+            "--keep",
+            help="Delete a part for good: keep the weights, or the record alone. Not undone by "
+            "undelete.",
+        ),
     ] = None,
     force: Annotated[
         bool,
@@ -44,19 +67,21 @@ def rm(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Delete versions; undelete brings them back until gc has deleted what they need."""
+    """Delete versions, or a part of each; undelete brings back whole ones until gc has run."""
     output = Output("rm", as_json=json, quiet=quiet)
     with opened(store, option, writing=not dry_run, single_writer=single_writer) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
-        found = opening.remove(named, reason=reason, force=force, dry_run=dry_run)
+        part = _PARTS.get(keep)
+        found = opening.remove(named, keep=part, reason=reason, force=force, dry_run=dry_run)
         total = sum(removal.reclaimable_bytes for removal in found)
         document = {
             "dry_run": dry_run,
+            "keep": part,
             "versions": [_document(removal) for removal in found],
             "reclaimable_bytes": total,
         }
         output.show(document, lambda screen: None if quiet else _draw(screen, found))
-        output.note(_summary(found, dry_run=dry_run))
+        output.note(_summary(found, part, dry_run=dry_run))
 
 
 def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]:
@@ -93,14 +118,16 @@ def _document(removal: Removal) -> dict[str, Any]:
     }
 
 
-def _summary(found: Sequence[Removal], *, dry_run: bool) -> str:
+def _summary(found: Sequence[Removal], part: str | None, *, dry_run: bool) -> str:
     """Return what was done or would be: all of it, or nothing where anything is in the way."""
     kept = sum(1 for removal in found if removal.obstacle)
+    what = "deleted" if part is None else f"reduced to {part}"
     if kept:
-        return f"0 would be deleted: {count_text(kept)} of {count_text(len(found))} in the way"
+        return f"0 would be {what}: {count_text(kept)} of {count_text(len(found))} in the way"
     total = bytes_text(sum(removal.reclaimable_bytes for removal in found))
-    done = "would be deleted" if dry_run else "deleted"
-    return f"{count_text(len(found))} {done}; at most {total} for ckptstore gc to free"
+    done = f"would be {what}" if dry_run else what
+    text = f"{count_text(len(found))} {done}; at most {total} for ckptstore gc to free"
+    return text if part is None or not found else f"{text}; for good: {_FOR_GOOD}"
 
 
 def _draw(screen: Screen, found: Sequence[Removal]) -> None:

@@ -67,11 +67,12 @@ def show(
     with opened(store, option) as opening:
         version = find_version(opening, ref)
         catalog = opening.repo.catalog
-        listed = None if most == 0 else _tensors(opening, version)
+        unlisted = most == 0 or version.level == "record"
+        listed = None if unlisted else _tensors(opening, version)
         view = _View(
             catalog=catalog,
             version=version,
-            best=best_marks(catalog, [version.run]).get(version.id, set()),
+            best=best_marks(catalog, [catalog.run(version.run)]).get(version.id, set()),
             line=list(islice(catalog.ancestors(version.id), 1, _ANCESTORS + 1)),
             tensors=None if listed is None else listed[:most],
             tensors_count=len(listed or ()),
@@ -154,10 +155,10 @@ class _View:
         if self.tensors is not None:
             screen.line()
             self._draw_tensors(screen)
-        if version.receipt:
-            screen.line()
-            screen.heading("RECEIPT")
-            screen.fields({name: _receipt_text(name, x) for name, x in version.receipt.items()})
+        screen.line()
+        screen.heading("RECEIPT")
+        entries = {name: _receipt_text(name, x) for name, x in version.receipt.items()}
+        screen.fields({"state": version.state, **entries})
 
     def _fields(self) -> dict[str, str]:
         version = self.version
@@ -175,7 +176,9 @@ class _View:
             "continues": " <- ".join(shown) or "nothing: the first of its line",
             "content": version.content,
             "commit": str(version.commit),
-            "manifest": f"{version.manifest_key} ({bytes_text(version.manifest_bytes)})",
+            "manifest": "none: only the record is kept"
+            if version.level == "record"
+            else f"{version.manifest_key} ({bytes_text(version.manifest_bytes)})",
         }
 
     def _draw_metrics(self, screen: Screen) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from ckptstore.cli.documents import role_document
 from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
@@ -10,6 +13,8 @@ from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import bytes_text, count_text, counted
+from ckptstore.errors import InvalidInputError
+from ckptstore.store import Store
 
 if TYPE_CHECKING:
     from ckptstore.ops.sharing import SharedUsage
@@ -19,6 +24,21 @@ __all__ = ["stats"]
 
 
 def stats(
+    prometheus: Annotated[
+        bool,
+        typer.Option("--prometheus", help="Figures of runs and their last saves, for Prometheus."),
+    ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--plot",
+            metavar="PATH",
+            help="Draw what the last saves took to a .svg, .png or .pdf file.",
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="RUN", help="With --plot: only this run.")
+    ] = None,
     store: StoreUrl = None,
     option: StorageOptions = None,
     json: AsJson = False,
@@ -26,10 +46,24 @@ def stats(
 ) -> None:
     """Show what a store holds and what it takes: versions, distinct chunks, sharing, objects.
 
-    Reads the manifest of every version, and lists every object.
+    Reads the manifest of every version, and lists every object; with --prometheus or --plot the
+    catalog alone.
     """
     output = Output("stats", as_json=json, quiet=quiet)
+    if (prometheus and plot is not None) or (run is not None and plot is None):
+        msg = "--prometheus and --plot are two views, and --run wants --plot"
+        raise InvalidInputError(msg, hint="ckptstore stats --plot saves.svg --run gpt")
     with opened(store, option) as opening:
+        if prometheus:
+            _show_exposition(opening, output)
+            return
+        if plot is not None:
+            from ckptstore.integrations.receipt_plots import plot_receipts
+
+            plot_receipts(opening, plot, run=run)
+            document = {"store": opening.url, "plot": str(plot)}
+            output.show(document, lambda screen: screen.line(f"drawn to {plot}"))
+            return
         with progress_bars(output) as progress:
             shared = opening.sharing(progress=progress)
         totals = opening.stats()
@@ -41,6 +75,18 @@ def stats(
     output.show(document, lambda screen: _draw(screen, totals, shared, deleted, condemned))
     for reason in shared.skipped:
         output.note(f"left out of what is live: {reason}")
+
+
+def _show_exposition(store: Store, output: Output) -> None:
+    from ckptstore.ops.exposition import exposition
+
+    text = exposition(store.repo.refresh())
+
+    def draw(screen: Screen) -> None:
+        for line in text.splitlines():
+            screen.line(line)
+
+    output.show({"store": store.url, "prometheus": text}, draw)
 
 
 def _document(

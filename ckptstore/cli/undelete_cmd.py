@@ -11,6 +11,7 @@ from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, S
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import full_ref, opened
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
+from ckptstore.model import Version
 
 __all__ = ["undelete"]
 
@@ -47,8 +48,15 @@ def undelete(
         document = {
             "versions": [{"id": v.id, "run": v.run, "step": v.step} for v in found],
         }
-        lines = [f"{v.run}@{v.step} {v.id[:8]} is back" for v in found]
+        lines = [f"{v.run}@{v.step} {v.id[:8]} is back{_less(v)}" for v in found]
         output.show(document, lambda screen: None if quiet else _draw(screen, lines))
+
+
+def _less(version: Version) -> str:
+    """Return what is not back of a version, since it was gone before."""
+    if version.level == "full":
+        return ""
+    return f"; it was reduced to {version.level}, which is for good"
 
 
 def _draw(screen: Screen, lines: Sequence[str]) -> None:

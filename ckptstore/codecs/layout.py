@@ -11,6 +11,8 @@ pattern: NaN payloads, negative zeros and denormals included.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
@@ -140,8 +142,10 @@ def join(layout: Layout, planes: list[Any], out: memoryview) -> None:
             octets[place :: len(arrays)] = plane
 
 
-# The float paths are shifts and narrowing casts, which NumPy runs with vector instructions:
-# 0.6 ms for 4 MiB of float32, against 1.1 ms for a transposed byte copy (measured).
+# The float paths are shifts and casts, which NumPy runs with vector instructions: 0.5 ms to join
+# 4 MiB of float32, against 1.1 ms for a transposed byte copy. Source: measured. Larger blocks gain
+# nothing, smaller ones pay for the calls.
+_BLOCK = 1 << 17
 
 
 def _split_float32(bits: npt.NDArray[np.uint32]) -> list[U8]:
@@ -152,11 +156,12 @@ def _split_float32(bits: npt.NDArray[np.uint32]) -> list[U8]:
 
 
 def _join_float32(planes: list[U8], out: npt.NDArray[np.uint32]) -> None:
-    upper = np.empty(out.size, np.dtype("<u2"))
-    _join_float16(planes[:2], upper)
-    np.copyto(out, upper)
-    np.left_shift(out, 16, out=out)
-    np.bitwise_or(out, planes[2].view(np.dtype("<u2")), out=out)
+    lower = planes[2].view(np.dtype("<u2"))
+    for part, upper in _upper_halves(planes[0], planes[1]):
+        target = out[part]
+        np.copyto(target, upper)
+        np.left_shift(target, 16, out=target)
+        np.bitwise_or(target, lower[part], out=target)
 
 
 def _split_float16(bits: npt.NDArray[np.uint16]) -> list[U8]:
@@ -172,14 +177,35 @@ def _split_float16(bits: npt.NDArray[np.uint16]) -> list[U8]:
 
 
 def _join_float16(planes: list[U8], out: npt.NDArray[np.uint16]) -> None:
-    upper, lower = planes
-    work = np.empty_like(out)
-    np.copyto(out, upper)
-    np.left_shift(out, 7, out=out)
-    np.copyto(work, lower & np.uint8(0x80))
-    np.left_shift(work, 8, out=work)
-    np.bitwise_or(out, work, out=out)
-    np.bitwise_or(out, lower & np.uint8(0x7F), out=out)
+    for part, upper in _upper_halves(*planes):
+        np.copyto(out[part], upper)
+
+
+class _Scratch(threading.local):
+    """Memory of one thread for a block of elements, so that joining allocates nothing."""
+
+    def __init__(self) -> None:
+        self.first = np.empty(_BLOCK, np.dtype("<u2"))
+        self.second = np.empty(_BLOCK, np.dtype("<u2"))
+
+
+_scratch = _Scratch()
+
+
+def _upper_halves(upper: U8, lower: U8) -> Iterator[tuple[slice, npt.NDArray[np.uint16]]]:
+    """Join 7..14 and sign, 0..6 to 16 bits, block by block; a block is valid until the next."""
+    for start in range(0, upper.size, _BLOCK):
+        part = slice(start, min(start + _BLOCK, upper.size))
+        size = part.stop - start
+        bits, work = _scratch.first[:size], _scratch.second[:size]
+        # The byte beside itself holds its top bit at the top, and the other seven at the bottom.
+        np.copyto(work, lower[part])
+        np.multiply(work, 0x0101, out=work)
+        np.bitwise_and(work, 0x807F, out=work)
+        np.copyto(bits, upper[part])
+        np.left_shift(bits, 7, out=bits)
+        np.bitwise_or(bits, work, out=bits)
+        yield part, bits
 
 
 def _swap_top_bit(target: U8, source: U8) -> None:

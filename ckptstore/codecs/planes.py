@@ -9,10 +9,13 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptstore.codecs import layout as layouts
 from ckptstore.codecs.base import CodecError, Part
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.zstd import compress, decompress_into
+from ckptstore.codecs.zstd import compress, decompress
 
 __all__ = ["Planes"]
 
@@ -20,6 +23,21 @@ _COMPRESSED = 1 << 31
 # A plane is stored compressed only if it shrinks below this share: less is not worth the time to
 # decompress it. Source: at 2% a 2.6 GB/s decoder still beats an object store, not a page cache.
 _WORTH = 0.98
+# Before a large plane is compressed, so many spread samples of so many bytes are: mantissas are
+# noise, and zstd takes 0.1 ms a MiB to find that out. Source: measured, 0.32 of 2.2 ms for 4 MiB of
+# float32. What compresses only outside of the samples, a small part of the plane, stays as it is.
+_SAMPLES = 16
+_SAMPLE_BYTES = 4096
+_SAMPLED_FROM_BYTES = 4 * _SAMPLES * _SAMPLE_BYTES
+
+
+def _promising(plane: npt.NDArray[np.uint8]) -> bool:
+    """Tell whether a plane is worth an attempt at compressing all of it."""
+    if plane.nbytes < _SAMPLED_FROM_BYTES:
+        return plane.nbytes > 0
+    step = plane.nbytes // _SAMPLES
+    samples = plane[: step * _SAMPLES].reshape(_SAMPLES, step)[:, :_SAMPLE_BYTES].tobytes()
+    return len(compress(samples)) < _WORTH * len(samples)
 
 
 class Planes:
@@ -34,8 +52,8 @@ class Planes:
         lengths: list[int] = []
         parts: list[Part] = []
         for plane in planes:
-            frame = compress(plane.data)
-            if len(frame) < _WORTH * plane.nbytes:
+            frame = compress(plane.data) if _promising(plane) else b""
+            if 0 < len(frame) < _WORTH * plane.nbytes:
                 lengths.append(len(frame) | _COMPRESSED)
                 parts.append(frame)
             else:
@@ -57,9 +75,7 @@ class Planes:
             end = at + (length & ~_COMPRESSED)
             part = stored[at:end]
             if length & _COMPRESSED:
-                plane = bytearray(bytes_due)
-                decompress_into(part, memoryview(plane))
-                planes.append(plane)
+                planes.append(decompress(part, bytes_due))
             elif length == len(part) == bytes_due:
                 planes.append(part)
             else:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from ckptstore.codecs.base import Codec, CodecError, Part
 from ckptstore.codecs.layout import Layout
 from ckptstore.codecs.planes import Planes
 from ckptstore.codecs.raw import Raw
 from ckptstore.codecs.zstd import Zstd
-from ckptstore.errors import InvalidInputError
+from ckptstore.config import CODEC_CHOICES, CodecChoice, check_choice
 
 __all__ = ["CODECS", "CODEC_CHOICES", "CodecChoice", "Encoded", "check_choice", "decode", "encode"]
-
-CodecChoice = Literal["auto", "raw", "zstd"]
-CODEC_CHOICES: Final = ("auto", "raw", "zstd")
-"""``auto``: planes for floats and integers, zstd for bytes, raw where neither pays;
-``raw``: never compress; ``zstd``: zstd without planes, raw where it does not pay."""
 
 _RAW = Raw()
 _ZSTD = Zstd()
@@ -38,21 +33,6 @@ class Encoded:
     layout: Layout
     parts: Sequence[Part]
     stored_bytes: int
-
-
-def check_choice(choice: str) -> CodecChoice:
-    """Return `choice` if it is one.
-
-    Raises
-    ------
-    InvalidInputError
-        If not; the hint lists the choices.
-    """
-    for known in CODEC_CHOICES:
-        if choice == known:
-            return known
-    msg = f"unknown codec {choice!r}"
-    raise InvalidInputError(msg, hint="one of " + ", ".join(CODEC_CHOICES))
 
 
 def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:

@@ -11,7 +11,7 @@ import zstandard
 from ckptstore.codecs.base import CodecError, Part
 from ckptstore.codecs.layout import Layout
 
-__all__ = ["Zstd", "compress", "decompress_into"]
+__all__ = ["Zstd", "compress", "decompress"]
 
 # Level 1 with a longer minimum match and a tiny hash table: on exponent planes, whose only gain is
 # in the entropy coder, about 2.5x faster and 8% smaller than plain level 1; on noise it gives up at
@@ -43,13 +43,13 @@ def _decompressor() -> zstandard.ZstdDecompressor:
     return cast("zstandard.ZstdDecompressor", _local.decompressor)
 
 
-def compress(data: memoryview) -> bytes:
+def compress(data: Part) -> bytes:
     """Return one zstd frame that states its content size."""
     return _compressor().compress(data)
 
 
-def decompress_into(frame: memoryview, out: memoryview) -> None:
-    """Decompress one frame that must fill `out` exactly.
+def decompress(frame: memoryview, size: int) -> bytes:
+    """Decompress one frame that must hold exactly `size` bytes.
 
     Raises
     ------
@@ -59,17 +59,17 @@ def decompress_into(frame: memoryview, out: memoryview) -> None:
     """
     try:
         stated = zstandard.frame_content_size(frame)
-        if stated != len(out):
-            msg = f"zstd frame states {stated} bytes where {len(out)} are due"
+        if stated != size:
+            msg = f"zstd frame states {stated} bytes where {size} are due"
             raise CodecError(msg)
-        data = _decompressor().decompress(frame, max_output_size=len(out), allow_extra_data=False)
+        data = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        msg = f"not a zstd frame of {len(out)} bytes: {error}"
+        msg = f"not a zstd frame of {size} bytes: {error}"
         raise CodecError(msg) from error
-    if len(data) != len(out):
-        msg = f"zstd frame holds {len(data)} bytes where {len(out)} are due"
+    if len(data) != size:
+        msg = f"zstd frame holds {len(data)} bytes where {size} are due"
         raise CodecError(msg)
-    out[:] = data
+    return data
 
 
 class Zstd:
@@ -86,4 +86,4 @@ class Zstd:
     def decode(self, stored: memoryview, layout: Layout, out: memoryview) -> None:
         """Decompress; see :class:`ckptstore.codecs.base.Codec`."""
         del layout
-        decompress_into(stored, out)
+        out[:] = decompress(stored, len(out))

@@ -19,6 +19,7 @@ from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.catalog.retention import reclaimable
 from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.parts import part_of
@@ -34,9 +35,10 @@ from ckptstore.format.roles import RoleRules
 from ckptstore.format.skeleton import prune
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import RoleBytes, Version
+from ckptstore.ops.remove import Removal
 from ckptstore.repo import Repo
 
-__all__ = ["age", "prepare", "relocating", "weights_part"]
+__all__ = ["age", "foresee", "prepare", "relocating", "weights_part"]
 
 
 def age(
@@ -47,13 +49,13 @@ def age(
     Parameters
     ----------
     force
-        Also the head of a run, from which its training could then not go on.
+        Also tagged ones, and the head of a run, from which its training could then not go on.
 
     Raises
     ------
     PolicyError
-        One is pinned, or the head and `force` is False; or has no tensors of role ``weights``.
-        Nothing was changed.
+        One is pinned; or tagged or the head, and `force` is False; or has no tensors of role
+        ``weights``. Nothing was changed.
     CommitConflictError
         One was deleted or changed meanwhile.
     CorruptObjectError
@@ -61,7 +63,7 @@ def age(
     """
     repo.check_writable()
     catalog = repo.refresh()
-    chosen = [v for v in versions if LEVELS.index(level) < LEVELS.index(v.level)]
+    chosen = _concerned(versions, level)
     for version in chosen:
         _check(catalog, version, level, force=force)
     for start in range(0, len(chosen), limits.RELOCATES_PER_COMMIT):
@@ -70,12 +72,38 @@ def age(
     return [version.id for version in chosen]
 
 
+def foresee(
+    repo: Repo, versions: Sequence[Version], level: Level, *, force: bool = False
+) -> list[Removal]:
+    """Return the versions that :func:`age` would change, and what is in the way of each."""
+    catalog = repo.refresh()
+    found = []
+    for version in _concerned(versions, level):
+        obstacle = ""
+        try:
+            _check(catalog, version, level, force=force)
+        except PolicyError as error:
+            obstacle = error.message
+        frees = reclaimable(version, level)
+        found.append(Removal(version=version, obstacle=obstacle, reclaimable_bytes=frees))
+    return found
+
+
+def _concerned(versions: Sequence[Version], level: Level) -> list[Version]:
+    """Return those of which more than this is kept, each once."""
+    each = {version.id: version for version in versions}.values()
+    return [version for version in each if LEVELS.index(level) < LEVELS.index(version.level)]
+
+
 def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> None:
     named = f"{version.run}@{version.step} (#{version.id[:8]})"
     now = catalog.version(version.id)
     if now.pinned:
         msg = f"{named} is pinned"
         raise PolicyError(msg, hint="unpin it first")
+    if now.tags and not force:
+        msg = f"{named} is tagged {', '.join(now.tags)}"
+        raise PolicyError(msg, hint="take the tags away, or force it")
     if catalog.head_id(version.run) == version.id and not force:
         msg = f"{named} is the head of its run: training goes on from it"
         raise PolicyError(msg, hint="force it, if the run is over")

@@ -19,7 +19,6 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.format.manifest import outline
-from ckptstore.format.snapshot import Details
 from ckptstore.ops.reach import Reach
 from ckptstore.repo import Repo
 
@@ -42,8 +41,9 @@ class Candidates:
     """Keys of all manifests that the catalog named before the listing, of deleted versions too."""
     back: frozenset[str]
     """Listed, though condemned and deleted before: a request that arrived late."""
-    known: dict[bytes, Details]
-    """Memory of :meth:`ckptstore.catalog.catalog.Catalog.contents`."""
+    settled: frozenset[str]
+    """Deleted versions whose manifest was gone by the time of the listing: nothing is left to do,
+    and in an old store that is nearly all of them."""
     dead: set[str] = field(default_factory=set)
     """Needed no more, whatever their age: a manifest that is not live any more named them."""
 
@@ -55,9 +55,8 @@ class Candidates:
         condemnation that concerns that version: what ``undelete`` rests on.
         """
         # One that was named before the listing, but not listed, has been swept long ago.
-        dead = now.contents(deleted=True, known=self.known)
-        keys = [details.manifest_key for _, details in dead]
-        there = [key for key in keys if key in self.objects or key not in self.named]
+        dead = now.deleted_manifests(without=self.settled)
+        there = [key for _, key in dead if key in self.objects or key not in self.named]
         return sorted(set(there) - self._condemned(now, there))
 
     def rest(self, now: Catalog, reached: set[str]) -> list[str]:
@@ -110,17 +109,14 @@ def find_candidates(
                 progress(Progress(stage="list", done=len(objects), total=0, unit="objects"))
     if now_s is None:
         now_s = max((info.modified_at for info in objects.values()), default=0.0)
-    known: dict[bytes, Details] = {}
+    live = [details.manifest_key for _, details in catalog.contents(known={})]
+    dead = catalog.deleted_manifests()
     found = Candidates(
         now_s=now_s,
         orphan_age_s=orphan_age_s,
         objects=objects,
-        named=frozenset(
-            details.manifest_key
-            for deleted in (False, True)
-            for _, details in catalog.contents(deleted=deleted, known=known)
-        ),
-        known=known,
+        named=frozenset([*live, *(key for _, key in dead)]),
+        settled=frozenset(version for version, key in dead if key not in objects),
         back=frozenset(key for key in catalog.gone(objects) if key not in catalog.condemned),
     )
     pending = [key for key in objects if key in catalog.condemned and version_id_of(key)]

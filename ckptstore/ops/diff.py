@@ -185,7 +185,7 @@ def diff(repo: Repo, cache: Manifests, first: Version, second: Version) -> DiffR
     Raises
     ------
     VersionNotFoundError
-        Of one only the record is kept.
+        Only the record of one is kept.
     CorruptObjectError
         A manifest is damaged.
     """
@@ -238,7 +238,7 @@ class _Prints:
             manifest = self._content.manifest
             record = manifest.tensors[index]
             ids = manifest.pieces.ids[manifest.first[index] : manifest.first[index + 1]]
-            what = msgspec.msgpack.encode((record.dtype, record.shape, record.order, record.nbytes))
+            what = msgspec.msgpack.encode(record.identity)
             self._records[index] = blake3_of([what, ids.tobytes()])
         return self._records[index]
 

@@ -22,7 +22,7 @@ from ckptstore.format.keys import pack_key, version_id_of
 from ckptstore.ops.candidates import Candidates, condemnable, find_candidates, storage_now
 from ckptstore.ops.holders import Holder, holders_of
 from ckptstore.ops.lost_log import check_log_is_whole
-from ckptstore.ops.reach import Reach, live_versions
+from ckptstore.ops.reach import Reach
 from ckptstore.ops.repack import Repacked, choose, repack
 from ckptstore.ops.sweep import due, sweep
 from ckptstore.repo import Repo
@@ -214,13 +214,12 @@ def gc(
         condemned, swept = run.condemned, run.swept
     before_s = found.now_s - max(orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
     left = repo.backend.remove_leftovers(modified_before=before_s, dry_run=dry_run)
+    contents = [details for _, details in catalog.contents(known={})]
     return GcReport(
         dry_run=dry_run,
         commit=catalog.number,
-        versions_count=sum(1 for _ in live_versions(catalog)),
-        logical_bytes=sum(
-            part.logical for version in live_versions(catalog) for part in version.roles.values()
-        ),
+        versions_count=len(contents),
+        logical_bytes=sum(logical for each in contents for logical, _, _ in each.roles.values()),
         stored=run.tally(found.objects),
         live=run.tally(figures["live"]),
         live_chunk_bytes=sum(table.size_bytes for table in chunks.values()),

@@ -3,16 +3,27 @@
 A log that lost commits in its middle shows a gap. One that lost its newest, or all, looks like a
 shorter one: to it, the versions of the lost commits are nobody's objects. A collection that took
 it at its word would delete them, so what cannot come from saves that died is refused.
+
+What tells the two apart is when the objects came. A save that dies leaves its manifest between the
+commits of others, or of its successor; lost commits leave theirs in one stretch of time without a
+single commit. Both times are the storage's.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Collection
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import CorruptObjectError, FormatError, IntegrityError, NotFoundError
-from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
+from ckptstore.format.keys import (
+    COMMITS_PREFIX,
+    MANIFESTS_PREFIX,
+    SNAPSHOTS_PREFIX,
+    snapshot_number,
+)
 from ckptstore.format.manifest import outline
 from ckptstore.repo import Repo
 
@@ -38,8 +49,9 @@ def check_log_is_whole(
     Raises
     ------
     CorruptObjectError
-        A snapshot is newer than the log; there is no commit at all, but a manifest; or there are
-        many stray manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live versions).
+        A snapshot is newer than the log; there is no commit at all, but a manifest; or many stray
+        manifests (``STRAY_MANIFESTS_MAX``, and a tenth of the live versions) came between two
+        commits that follow each other, or after the last.
     """
     numbers = (snapshot_number(info.key) for info in repo.backend.list(SNAPSHOTS_PREFIX))
     newest = max((number for number in numbers if number is not None), default=0)
@@ -51,20 +63,21 @@ def check_log_is_whole(
         what = f"there is no commit, but {len(strays)} manifests of versions"
     else:
         bound = max(limits.STRAY_MANIFESTS_MAX, catalog.versions_count // 10)
-        unknown = _unknown(repo, strays) if len(strays) > bound else 0
-        if unknown <= bound:
+        unknown = _unknown(repo, strays) if len(strays) > bound else ()
+        together = _together(repo, unknown) if len(unknown) > bound else 0
+        if together <= bound:
             return
-        what = f"{unknown} manifests are of versions that no commit names"
+        what = f"{together} manifests are of versions that no commit names, with no commit between"
     msg = f"commits seem to be lost: {what}"
     raise CorruptObjectError(
         msg, hint="restore commits/ from a replica or a backup before anything is collected"
     )
 
 
-def _unknown(repo: Repo, strays: Collection[str]) -> int:
-    """Return how many manifests are of no version that the log knows by now, or cannot be read."""
+def _unknown(repo: Repo, strays: Collection[str]) -> list[str]:
+    """Return the manifests that are of no version that the log knows by now, or cannot be read."""
     catalog = repo.refresh()
-    count = 0
+    found = []
     for key in strays:
         try:
             data = repo.backend.get(key, bytes_max=limits.MANIFEST_STORED_BYTES_MAX)
@@ -73,5 +86,15 @@ def _unknown(repo: Repo, strays: Collection[str]) -> int:
             continue  # another collection was faster
         except (IntegrityError, FormatError):
             known = False
-        count += not known
-    return count
+        if not known:
+            found.append(key)
+    return found
+
+
+def _together(repo: Repo, keys: Collection[str]) -> int:
+    """Return how many of some manifests came, at most, between one commit and the next."""
+    commits = sorted(info.modified_at for info in repo.backend.list(COMMITS_PREFIX))
+    infos = repo.backend.list(MANIFESTS_PREFIX)
+    times = {info.key: info.modified_at for info in infos}
+    gaps = Counter(bisect_right(commits, times[key]) for key in keys if key in times)
+    return max(gaps.values(), default=0)

@@ -32,7 +32,7 @@ __all__ = ["Removal", "find_deleted", "remove", "undelete"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """One version that was removed, or would be."""
+    """One version that was removed, wholly or in part, or would be."""
 
     version: Version
     obstacle: str
@@ -144,9 +144,19 @@ def find_deleted(catalog: Catalog, ref: Ref) -> str:
         msg = f"{ref.text!r}: a deleted version is named by its id or step"
         raise InvalidRefError(msg, hint="#ID or RUN@STEP; log RUN shows what was deleted")
     if not found:
+        if ref.kind == "step":
+            _refuse_reduced(catalog, ref)
         msg = f"{ref.text!r} names no version that was deleted"
         raise VersionNotFoundError(msg, hint="ckptstore log shows what was deleted")
     return found[-1].id
+
+
+def _refuse_reduced(catalog: Catalog, ref: Ref) -> None:
+    """Raise if ``RUN@STEP`` names a version of which a part was deleted: there is no way back."""
+    for version in catalog.versions(ref.run):
+        if version.step == ref.number and version.level != "full":
+            msg = f"{ref.text!r} was reduced to {version.level}, which is for good"
+            raise VersionNotFoundError(msg, hint=lifecycle_changes.HINT_REDUCED)
 
 
 def undelete(repo: Repo, cache: Manifests, versions: Sequence[str]) -> list[Version]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,31 +22,17 @@ from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.codecs.base import CodecError
-from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, Encoded, decode
-from ckptstore.errors import (
-    CorruptObjectError,
-    FormatError,
-    IntegrityError,
-    NotFoundError,
-    UnsupportedFeatureError,
-)
+from ckptstore.errors import FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.pack import (
-    CHUNK_HEADER_BYTES,
-    HEADER_BYTES,
-    TRAILER_BYTES,
-    ChunkHeader,
-    parse_chunk_header,
-)
-from ckptstore.hashing import blake3_digest, blake3_hex, xxh3_64
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES
+from ckptstore.hashing import blake3_digest, blake3_hex
 from ckptstore.model import Version
+from ckptstore.objects.copying import StoredChunk, broken, in_threads, take_chunk
 from ckptstore.objects.packs import PackSink
 from ckptstore.ops.reach import ChunkTable, Reach, changed
 from ckptstore.repo import Repo
@@ -193,36 +179,23 @@ class _Copying:
         workers = max(1, min(repo.options.workers, room, len(victims)))
         sink = PackSink(repo.backend, repo.environment, streams=workers, packs_max=workers)
         waiting = iter(victims)
-        try:
-            if workers == 1:
-                self._work(0, waiting, sink)
-            else:
-                with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
-                    futures = [
-                        pool.submit(self._work, turn, waiting, sink) for turn in range(workers)
-                    ]
-                    try:
-                        wait(futures)
-                    except BaseException:  # Ctrl-C in the owner: they stop after their span
-                        self.stop.set()
-                        raise
-                for future in futures:
-                    future.result()
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            raise
 
-    def _work(self, turn: int, victims: Iterator[Victim], sink: PackSink) -> None:
-        try:
+        def work(turn: int) -> None:
             while not self.stop.is_set():
                 with self.lock:
-                    victim = next(victims, None)
+                    victim = next(waiting, None)
                 if victim is None:
                     return
                 self._copy(turn, victim, sink)
+
+        try:
+            if workers == 1:
+                work(0)
+            else:
+                in_threads(workers, work, self.stop, name="ckptstore-gc")
+            sink.finish()
         except BaseException:
-            self.stop.set()
+            sink.abort()
             raise
 
     def _copy(self, turn: int, victim: Victim, sink: PackSink) -> None:
@@ -230,8 +203,8 @@ class _Copying:
         offsets: list[int] = []
         try:
             for first, last in _spans(victim.live, self.repo):
-                for encoded, header in self._read(victim, first, last):
-                    placed = sink.append(turn, encoded, header.chunk_id, header.raw_bytes)
+                for found in self._read(victim, first, last):
+                    placed = sink.append(turn, found.encoded, found.chunk_id, len(found.raw))
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
                 self._advance(victim, first, last)
@@ -243,8 +216,8 @@ class _Copying:
         with self.lock:
             self.places[victim.pack] = moved
 
-    def _read(self, victim: Victim, first: int, last: int) -> Iterator[tuple[Encoded, ChunkHeader]]:
-        """Read neighbouring chunks with one request; yield each, checked, as it is stored."""
+    def _read(self, victim: Victim, first: int, last: int) -> Iterator[StoredChunk]:
+        """Read neighbouring chunks with one request; yield each, checked by its own id."""
         live = victim.live
         start = int(live.offset[first])
         end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
@@ -252,18 +225,17 @@ class _Copying:
         self.repo.backend.read_into(pack_key(victim.pack), start, [memory])
         for row in range(first, last):
             at = int(live.offset[row]) - start
+            stored = int(live.stored[row])
             where = f"{victim.pack} at {int(live.offset[row])}"
-            header = parse_chunk_header(memory[at : at + CHUNK_HEADER_BYTES], where=where)
-            at += CHUNK_HEADER_BYTES
-            body = memory[at : at + int(live.stored[row])]
-            if (header.stored_bytes, header.raw_bytes) != (len(body), int(live.raw[row])):
-                msg = f"pack {where}: lengths differ from the manifest's"
-                raise CorruptObjectError(msg)
-            layout = _check(header, body, where)
-            yield (
-                Encoded(codec=header.codec, layout=layout, parts=(body,), stored_bytes=len(body)),
-                header,
+            found = take_chunk(
+                memory[at : at + CHUNK_HEADER_BYTES + stored],
+                stored_bytes=stored,
+                raw_bytes=int(live.raw[row]),
+                where=where,
             )
+            if blake3_digest(found.raw) != found.chunk_id:
+                raise broken(where, "content does not match its chunk id")
+            yield found
 
     def _advance(self, victim: Victim, first: int, last: int) -> None:
         size = int(victim.live.stored[first:last].sum(dtype=np.uint64))
@@ -285,26 +257,6 @@ def _spans(live: ChunkTable, repo: Repo) -> Iterator[tuple[int, int]]:
                 continue
         yield first, row
         first = row
-
-
-def _check(header: ChunkHeader, body: memoryview, where: str) -> Layout:
-    """Check the stored bytes by their checksum, and what they stand for by the chunk's id."""
-    if xxh3_64(body) != header.checksum:
-        msg = f"pack {where}: stored bytes do not match their checksum"
-        raise CorruptObjectError(msg)
-    if header.codec not in CODECS or header.layout not in set(Layout):
-        msg = f"pack {where}: unknown codec {header.codec} or layout {header.layout}"
-        raise UnsupportedFeatureError(msg, hint="upgrade ckptstore")
-    raw = memoryview(bytearray(header.raw_bytes))
-    try:
-        decode(header.codec, header.layout, body, raw)
-    except CodecError as error:
-        msg = f"pack {where}: {error}"
-        raise CorruptObjectError(msg) from error
-    if blake3_digest(raw) != header.chunk_id:
-        msg = f"pack {where}: content does not match its chunk id"
-        raise CorruptObjectError(msg)
-    return Layout(header.layout)
 
 
 # --- versions -----------------------------------------------------------------------------------

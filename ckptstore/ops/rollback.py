@@ -45,7 +45,7 @@ def rollback(repo: Repo, run: str, version: str, *, reason: str = "") -> Rolled:
     def build(catalog: Catalog) -> list[Op]:
         target = catalog.version(version)
         if target.level == "record":
-            msg = f"of {target.run}@{target.step} (#{target.id[:8]}) only the record is kept"
+            msg = f"only the record of {target.run}@{target.step} (#{target.id[:8]}) is kept"
             raise VersionNotFoundError(msg, hint="go back to a version that can be loaded")
         seen[:] = [catalog]
         return lifecycle_changes.rollback(catalog, run=run, version=version, reason=reason)

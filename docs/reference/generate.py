@@ -41,6 +41,8 @@ happened, `error.hint` what to do next. `error.exit_code` is what the command li
 API = {
     "ckptstore": "What most programs need. `ckptstore.open` makes everything else.",
     "ckptstore.integrations.files": "Files of other programs.",
+    "ckptstore.integrations.dcp": "torch.distributed.checkpoint on a store.",
+    "ckptstore.events": "What operations tell: progress, and events of saves.",
     "ckptstore.ops.verify": "What `Store.verify` returns.",
     "ckptstore.ops.repair_report": "What `Store.repair` returns.",
     "ckptstore.ops.latest_valid": "What `Run.latest_valid` returns.",
@@ -58,6 +60,14 @@ API = {
     "ckptstore.catalog.history": "The values that a metric had.",
     "ckptstore.catalog.intervals": "How often to save.",
     "ckptstore.integrations.plots": "Pictures of a metric; needs the extra `plots`.",
+    "ckptstore.integrations.receipt_plots": "Pictures of what saves took; the same extra.",
+    "ckptstore.integrations.preemption": "Signals that announce the end, on all ranks.",
+    "ckptstore.integrations.lightning_loop": (
+        "What `CkptStoreIO` (`LoopIO`) and `CkptStoreCallback` (`LoopState`) of "
+        "`ckptstore.integrations.lightning` and `ckptstore.integrations.pytorch_lightning` do."
+    ),
+    "ckptstore.integrations.transformers": "Hugging Face `Trainer`.",
+    "ckptstore.integrations.accelerate": "Accelerate.",
     "ckptstore.checkpoint.content": "What `LazyVersion.tensors` returns.",
     "ckptstore.backends.base": "The interface of storage, for who adds one.",
     "ckptstore.backends.probe": "What is found out about a storage.",

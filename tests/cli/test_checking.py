@@ -124,6 +124,28 @@ def test_repair_names_a_missing_commit(cli: Cli, damaged: Path) -> None:
     assert "everything is mended" in whole.out
 
 
+def test_repair_brings_store_json_back_first(cli: Cli, store_path: Path) -> None:
+    """A dry run says so and stops; the repair makes it, and goes on; what is new is named."""
+    (store_path / "store.json").unlink()
+    assert "ckptstore repair" in cli("ls", "-s", store_path).err
+    dry = cli("repair", "-n", "--json", "-s", store_path)
+    assert (dry.code, dry.document["ok"], dry.document["superblock"]["mended"]) == (5, False, True)
+    assert not (store_path / "store.json").exists()
+    assert "store.json can be mended" in cli("repair", "-n", "-s", store_path).out
+    done = cli("repair", "-s", store_path)
+    assert done.code == 0
+    assert "new are store_id, by" in done.out
+    assert "everything is mended" in done.out
+    assert cli("verify", "-s", store_path).code == 0
+    (store_path / "store.json").chmod(0o644)
+    (store_path / "store.json").write_bytes(b"{")
+    refused = cli("repair", "-s", store_path)
+    assert refused.code == 5
+    assert "open the store as a single writer" in refused.out
+    assert cli("repair", "--single-writer", "--json", "-s", store_path).document["ok"]
+    assert cli("repair", "--json", "-s", store_path).document["superblock"] is None
+
+
 def test_latest_valid_is_a_ref_everywhere(
     cli: Cli, damaged: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

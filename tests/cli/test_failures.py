@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import pkgutil
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.main import get_command
 
 import ckptstore.cli
 from ckptstore import errors
 from ckptstore.cli import ls_cmd
 from ckptstore.cli.failures import EXIT_CODES
-from ckptstore.cli.main import COMMANDS
+from ckptstore.cli.main import COMMANDS, build_app
 from ckptstore.errors import CkptStoreError
 
 Cli = Callable[..., Any]
@@ -29,6 +32,26 @@ def _damage(store: Path) -> str:
     return packs[0].stem
 
 
+def test_commands_that_hints_name_are_there() -> None:
+    """Each ``ckptstore COMMAND`` in a message or hint is a command, and its options are its own."""
+    root = Path(ckptstore.__path__[0])
+    app: Any = get_command(build_app())
+    seen = 0
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.keyword) and node.arg == "hint"):
+                continue
+            text = "".join(str(n.value) for n in ast.walk(node) if isinstance(n, ast.Constant))
+            for command, rest in re.findall(r"\bckptstore ([a-z]+)([^;]*)", text):
+                if command in {"made", "wrote"}:
+                    continue
+                assert command in COMMANDS, (path, text)
+                known = {name for each in app.commands[command].params for name in each.opts}
+                assert set(re.findall(r"--[a-z-]+", rest)) <= known, (path, text)
+                seen += 1
+    assert seen >= 10
+
+
 def test_no_store_named(cli: Cli) -> None:
     """Neither --store nor the variable: wrong arguments, and the hint names both."""
     result = cli("ls")
@@ -36,6 +59,17 @@ def test_no_store_named(cli: Cli) -> None:
     assert result.err == (
         "error: no store is named\nhint: give --store URL, or set CKPTSTORE_URL\n"
     )
+
+
+def test_common_options_before_the_command(cli: Cli, tmp_path: Path) -> None:
+    """They mean the same there; what is no common option, or no command, is refused as ever."""
+    place = tmp_path / "s"
+    assert cli("-s", place, "init").code == 0
+    assert cli("--json", f"--store={place}", "-q", "ls", "--limit", 3).document["versions"] == []
+    assert cli("-s", place).code == 2
+    assert cli("-s", place, "bogus").code == 2
+    assert cli("--limit", 3, "ls", "-s", place).code == 2
+    assert cli("--version").out.startswith("ckptstore ")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_show_gives_the_receipt_in_units(cli: Cli, history: Path) -> None:
     receipt = cli("show", "gpt@500", "-s", history).out.split("RECEIPT")[1]
     found = dict(line.split(None, 1) for line in receipt.strip().splitlines())
     assert found["tensors_count"] == "4"
-    assert found["prepare_s"].split()[1] in {"ms", "s"}
+    assert found["staging_s"].split()[1] in {"us", "µs", "ms", "s"}
     sizes = [text for name, text in found.items() if name.endswith("_bytes")]
     assert sizes
     assert all(text.split()[1] in {"B", "KiB", "MiB"} for text in sizes)
@@ -144,6 +144,20 @@ def test_show_document(cli: Cli, history: Path) -> None:
     assert tensors["model.embed"]["aliases"] == ["model.tied"]
     assert tensors["model.embed"]["shape"] == [300, 100]
     assert cli("show", "gpt", "--json", "--tensors", 0, "-s", history).document["tensors"] is None
+
+
+def test_show_of_a_record_has_all_but_the_tensors(cli: Cli, store_path: Path) -> None:
+    """Metadata, metrics, lineage and the receipt are kept, so they are shown; tensors are not."""
+    cli("rm", "gpt@400", "--keep", "record", "-s", store_path)
+    shown = cli("show", "gpt@400", "-s", store_path)
+    assert shown.code == 0
+    for text in ("record only", "gpt@300", '"lr": 0.1', "val_loss", "RECEIPT", "pack_bytes"):
+        assert text in shown.out
+    assert "TENSOR" not in shown.out
+    assert "only the record is kept" in shown.out
+    document = cli("show", "gpt@400", "--json", "-s", store_path).document
+    assert (document["tensors"], document["tensors_count"]) == (None, None)
+    assert document["version"]["metadata"]["lr"] == 0.1
 
 
 def test_ids_are_refs_with_and_without_their_mark(cli: Cli, history: Path) -> None:

@@ -126,6 +126,42 @@ def test_rm_and_undelete(cli: Cli, store_path: Path) -> None:
     assert cli("undelete", "--run", "gpt", "-s", store_path).code == 3
 
 
+def test_rm_of_a_part(cli: Cli, store_path: Path) -> None:
+    """--keep leaves the weights, or the record; the head is refused, and less never grows."""
+    dry = cli("rm", "--run", "gpt", "--keep", "weights", "--dry-run", "--json", "-s", store_path)
+    obstacles = {v["step"]: v["obstacle"] for v in dry.document["versions"]}
+    assert [step for step, obstacle in obstacles.items() if obstacle] == [100, 500]
+    assert cli("rm", "--run", "gpt", "--keep", "weights", "-s", store_path).code == 7
+    assert set(_levels(store_path).values()) == {"full"}
+    done = cli("rm", "gpt@200", "gpt@300", "--keep", "weights", "-s", store_path)
+    assert "2 reduced to weights; at most" in done.err
+    assert cli("rm", "gpt@200", "--keep", "record", "-q", "-s", store_path).code == 0
+    again = cli("rm", "gpt@200", "--keep", "weights", "--json", "-s", store_path).document
+    assert again["versions"] == []
+    levels = _levels(store_path)
+    assert [levels[step] for step in (200, 300, 400)] == ["record", "weights", "full"]
+    assert cli("rm", "gpt@400", "--keep", "record", "--reason", "x", "-s", store_path).code == 2
+
+
+def test_rm_of_a_part_is_for_good(cli: Cli, store_path: Path) -> None:
+    """A tagged version is reduced by force only; rm and undelete say that there is no way back."""
+    refused = cli("rm", "gpt@first", "--keep", "weights", "-s", store_path)
+    assert (refused.code, "is tagged first" in refused.err) == (7, True)
+    assert _levels(store_path)[100] == "full"
+    done = cli("rm", "gpt@first", "--keep", "weights", "--force", "-s", store_path)
+    assert done.err.endswith("for good: undelete does not bring it back\n")
+    assert _levels(store_path)[100] == "weights"
+    version = cli("show", "gpt@100", "--json", "-s", store_path).document["version"]["id"]
+    for ref in ("gpt@100", version):
+        late = cli("undelete", ref, "-s", store_path)
+        assert late.code in (2, 3)
+        assert "was reduced to weights, which is for good" in late.err
+    cli("rm", "gpt@100", "--force", "-s", store_path)
+    back = cli("undelete", version, "-s", store_path)
+    assert "is back; it was reduced to weights, which is for good" in back.out
+    assert "for good" not in cli("rm", "gpt@200", "-s", store_path).err
+
+
 @pytest.mark.parametrize("command", ["rm", "undelete"])
 def test_versions_or_a_run(cli: Cli, store_path: Path, command: str) -> None:
     """One of the two must be given, and not both."""

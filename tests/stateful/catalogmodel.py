@@ -28,6 +28,7 @@ class Row:
     may_lack: bool = False
     """It was forked from a version of which less than everything was kept, by then or just so."""
     deleted: bool = False
+    pinned: bool = False
     needs: frozenset[str] = frozenset()
     """Keys of its manifest and of the packs that this names."""
 
@@ -47,6 +48,12 @@ class CatalogModel:
     condemned: set[str] = field(default_factory=set)
     """Pending and swept."""
     pending: set[str] = field(default_factory=set)
+    heads: dict[str, str] = field(default_factory=dict)
+    """Of each run, where the commits say it: not after the head was deleted."""
+    tags: dict[tuple[str, str], str] = field(default_factory=dict)
+    """Run and tag to the version."""
+    effects: dict[int, dict[str, str]] = field(default_factory=dict)
+    """Per commit: versions to the level that it left them, or ``gone``."""
 
     def catch_up(self) -> list[Row]:
         """Apply the commits that came; return the rows that came or changed their manifest."""
@@ -66,42 +73,82 @@ class CatalogModel:
     def _apply(self, op: dict[str, Any], ops: list[dict[str, Any]]) -> list[Row]:
         kind = op["op"]
         if kind == "save":
-            fork = [other for other in ops if other["op"] == "fork" and other["run"] == op["run"]]
-            row = Row(op["version"], op["run"], op["step"], op["parent"], op["manifest"]["key"])
-            if fork:
-                assert op["parent"] == fork[0]["source"]
-                source = self.rows[fork[0]["source"]]
-                row.origin = source.id
-                row.may_lack = source.may_lack or source.level != "full"
-            assert row.id not in self.rows
-            self.rows[row.id] = row
-            return [self._read(row)]
+            return [self._save(op, ops)]
         if kind == "relocate":
-            row = self.rows[op["version"]]
-            # Two clients may both let go of all but the record: the second changes nothing.
-            assert row.live or (not row.deleted and op["level"] == "record")
-            row.level = op["level"]
-            if op["manifest"] is None:
-                row.needs = frozenset()
-                return []
-            row.manifest = op["manifest"]["key"]
-            return [self._read(row)]
+            return self._relocate(op)
         if kind == "condemn":
             self.condemned.update(op["keys"])
             self.pending.update(op["keys"])
         elif kind == "swept":
             assert self.pending.issuperset(op["keys"])
             self.pending.difference_update(op["keys"])
-        elif kind in {"delete", "undelete"}:
-            for version in op["versions"]:
-                row = self.rows[version]
-                assert row.deleted == (kind == "undelete")
-                row.deleted = kind == "delete"
-            if kind == "undelete":
-                return [self.rows[version] for version in op["versions"]]
+        elif kind == "delete":
+            self._delete(op)
+        elif kind == "undelete":
+            rows = [self.rows[version] for version in op["versions"]]
+            for row in rows:
+                assert row.deleted
+                row.deleted = False
+            return rows
         elif kind == "rollback":
             assert not self.rows[op["version"]].deleted
+            self.heads[op["run"]] = op["version"]
+        elif kind in {"pin", "unpin"}:
+            row = self.rows[op["version"]]
+            assert kind == "unpin" or not row.deleted
+            row.pinned = kind == "pin"
+        elif kind == "tag":
+            self.tags[op["run"], op["tag"]] = op["version"]
+        elif kind == "untag":
+            del self.tags[op["run"], op["tag"]]
         return []
+
+    def _save(self, op: dict[str, Any], ops: list[dict[str, Any]]) -> Row:
+        fork = [other for other in ops if other["op"] == "fork" and other["run"] == op["run"]]
+        row = Row(op["version"], op["run"], op["step"], op["parent"], op["manifest"]["key"])
+        if fork:
+            assert op["parent"] == fork[0]["source"]
+            source = self.rows[fork[0]["source"]]
+            row.origin = source.id
+            row.may_lack = source.may_lack or source.level != "full"
+        assert row.id not in self.rows
+        self.rows[row.id] = row
+        self.heads[row.run] = row.id
+        return self._read(row)
+
+    def _relocate(self, op: dict[str, Any]) -> list[Row]:
+        row = self.rows[op["version"]]
+        # Two clients may both let go of all but the record: the second changes nothing.
+        assert row.live or (not row.deleted and op["level"] == "record")
+        if op["level"] != row.level:
+            assert not row.pinned, f"{row.id} is pinned, and lost a part"
+            self._note(row, op["level"])
+        row.level = op["level"]
+        if op["manifest"] is None:
+            row.needs = frozenset()
+            return []
+        row.manifest = op["manifest"]["key"]
+        return [self._read(row)]
+
+    def _delete(self, op: dict[str, Any]) -> None:
+        by_policy = op.get("reason") == "retention"
+        named = set(self.tags.values())
+        for version in op["versions"]:
+            row = self.rows[version]
+            assert not row.deleted
+            assert not row.pinned, f"{row.id} is pinned, and was deleted"
+            if by_policy:
+                assert self.heads.get(row.run) != row.id, f"{row.id} is a head"
+                assert row.id not in named, f"{row.id} is tagged"
+            row.deleted = True
+            self._note(row, "gone")
+        for version in op["versions"]:
+            run = self.rows[version].run
+            if self.heads.get(run) == version:
+                del self.heads[run]
+
+    def _note(self, row: Row, fate: str) -> None:
+        self.effects.setdefault(self.number, {})[row.id] = fate
 
     def _read(self, row: Row) -> Row:
         """Find out what a version needs, from its manifest as stored."""

@@ -26,6 +26,9 @@ from ckptstore.testing.environment import SimulatedEnvironment
 __all__ = ["Crash", "Fate", "Late", "SimClient", "trusting"]
 
 T = TypeVar("T")
+PATIENCE_S = 600.0
+"""How long a turn may take before it is taken for a deadlock: only a machine that does nothing at
+all for so long is mistaken for one."""
 
 Fate = Literal["go", "lose request", "lose answer", "late", "twice", "crash", "crash after"]
 """What becomes of one call: it is carried out; its request or its answer is lost; its request
@@ -91,13 +94,13 @@ class SimClient:
 
         self.running = True
         threading.Thread(target=run, daemon=True).start()
-        assert self._stopped.acquire(timeout=60)
+        assert self._stopped.acquire(timeout=PATIENCE_S)
 
     def step(self, fate: Fate) -> None:
         """Let the thread make its call, and run up to the next one or to its end."""
         self._fate = fate
         self._go.release()
-        assert self._stopped.acquire(timeout=60)
+        assert self._stopped.acquire(timeout=PATIENCE_S)
 
     def perform(self, call: Callable[[Fate], T]) -> T:
         """Wait for a turn, in a thread of the client, and make a call."""
@@ -105,7 +108,7 @@ class SimClient:
             if self.dead:
                 raise Crash
             self._stopped.release()
-            assert self._go.acquire(timeout=60)
+            assert self._go.acquire(timeout=PATIENCE_S)
             self.calls += 1
             if self._fate == "crash":
                 self.dead = True

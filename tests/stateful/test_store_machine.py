@@ -1,11 +1,13 @@
 """Several clients of one store, interleaved call by call, that do everything there is to do.
 
-Saves, forks, rollbacks, tags, metrics, removals, undeletes, ageing, retention, repacks and
-collections without any grace or patience; messages are lost, late or doubled, and clients die.
-The oracle reads the stored commits itself; what it holds:
+Saves, forks, rollbacks, tags, metrics, pins, removals, undeletes, ageing, retention, repacks and
+collections, most without any grace or patience; messages are lost, late or doubled, and clients
+die. The oracle reads the stored commits itself; what it holds:
 
 - no live version ever names an object that was condemned, and all that it names is stored;
 - every live version loads, bit by bit what was saved;
+- no pinned version is ever deleted or aged; retention deletes no head and nothing tagged;
+- retention does what its dry run said, where nobody else committed in between;
 - no collection is ever stopped by what it finds;
 - when all is quiet, two collections leave exactly what live versions need.
 
@@ -15,9 +17,10 @@ One million bytes are never touched here: a state has three tensors of four numb
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -40,6 +43,16 @@ FATES: list[Fate] = ["lose request", "lose answer", "late", "twice", "crash", "c
 DRAW = st.integers(0, 999)
 VALUES = st.tuples(*[st.integers(0, 2)] * 3)
 Work = Callable[[Store], object]
+LONG = 100_000
+"""Steps of the long form, at least."""
+
+
+class Foretold(NamedTuple):
+    """What a dry run of retention said, on which commit, and the commits that carried it out."""
+
+    number: int
+    fates: dict[str, str]
+    commits: tuple[int, ...]
 
 
 def state_of(values: tuple[int, int, int]) -> dict[str, Any]:
@@ -89,6 +102,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.changed: list[Row] = []
         """Versions that came or changed since they were last loaded."""
         self.checked = 0
+        self.foretold: list[Foretold] = []
         self._commits_min = limits.SNAPSHOT_COMMITS_MIN
         limits.SNAPSHOT_COMMITS_MIN = 3  # type: ignore[misc]  # restored at the end
 
@@ -111,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
             kind = error.kind if error else "done"
             StoreMachine.figures[f"{name}: {kind}"] += 1
             # A collection is stopped by no one: neither by others nor by what it reads.
-            if name == "gc" and isinstance(error, IntegrityError):
+            if name.startswith("gc") and isinstance(error, IntegrityError):
                 self.broken = error
 
         self.number += 1
@@ -127,7 +141,11 @@ class StoreMachine(RuleBasedStateMachine):
     def _saves(self, draw: int, run: str, values: tuple[int, int, int]) -> None:
         step = self.number
         self.saved[step] = values
-        self._begin(draw, "save", lambda store: store.run(run).save(state_of(values), step=step))
+
+        def work(store: Store) -> None:
+            store.run(run, metrics={"loss": "min"}).save(state_of(values), step=step)
+
+        self._begin(draw, "save", work)
 
     @precondition(lambda self: self._idle())
     @rule(draw=DRAW, run=st.sampled_from("ab"), values=VALUES)
@@ -174,6 +192,18 @@ class StoreMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self._idle() and self._versions())
     @rule(draw=DRAW)
+    def pin(self, draw: int) -> None:
+        """Pin a version, or take the pin of one away: there are never more than a few."""
+        pinned = [row.id for row in self.model.rows.values() if row.pinned]
+        if len(pinned) > draw % 4:
+            version = pinned[draw % len(pinned)]
+            self._begin(draw, "unpin", lambda store: store.unpin(f"#{version}"))
+        else:
+            version = self._pick(draw)
+            self._begin(draw, "pin", lambda store: store.pin(f"#{version}"))
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW)
     def remove(self, draw: int) -> None:
         """Remove a version."""
         version = self._pick(draw)
@@ -194,25 +224,40 @@ class StoreMachine(RuleBasedStateMachine):
         self._begin(draw, "age", lambda store: store.age([f"#{version}"], level, force=True))
 
     @precondition(lambda self: self._idle() and self._versions())
-    @rule(draw=DRAW, last=st.integers(1, 3))
-    def retain(self, draw: int, last: int) -> None:
-        """Keep a few versions, and the weights of a few more."""
-        policy = {"full": f"last {last}", "weights": f"last {last + 2}"}
-        self._begin(draw, "retain", lambda store: store.retain(policy))
+    @rule(draw=DRAW, last=st.integers(1, 3), stored=st.booleans())
+    def retain(self, draw: int, last: int, stored: bool) -> None:
+        """Keep a few versions, and the weights of a few more; by a policy that may be stored."""
+        policy = {
+            "full": [f"last {last}", "tagged"],
+            "weights": [f"last {last + 2}", "best 1 loss"],
+            **({"record": "all"} if draw % 3 == 0 else {}),
+        }
+
+        def work(store: Store) -> None:
+            if stored:
+                store.set_policy(policy)
+            meant = store.retain(None if stored else policy, dry_run=True)
+            number = store.repo.catalog.number
+            fates = {decision.version.id: decision.fate for decision in meant.changes}
+            done = store.retain(None if stored else policy)
+            self.foretold.append(Foretold(number, dict(fates), done.commits))
+
+        self._begin(draw, "retain", work)
 
     @precondition(lambda self: self._idle() and self._versions())
     @rule(
         draw=DRAW,
+        grace_s=st.sampled_from([0.0, 0.0, 0.0, 1e6]),
         patience_s=st.sampled_from([0.0, 0.0, 0.01]),
         below=st.sampled_from([None, 0.5, 1.0]),
     )
-    def gc(self, draw: int, patience_s: float, below: float | None) -> None:
-        """Collect without grace."""
+    def gc(self, draw: int, grace_s: float, patience_s: float, below: float | None) -> None:
+        """Collect; with a grace, what is condemned is left for others to sweep."""
 
         def work(store: Store) -> object:
-            return store.gc(grace_s=0, orphan_age_s=patience_s, repack_below=below)
+            return store.gc(grace_s=grace_s, orphan_age_s=patience_s, repack_below=below)
 
-        self._begin(draw, "gc", work)
+        self._begin(draw, "gc" if grace_s == 0 else "gc with grace", work)
 
     # --- what befalls them --------------------------------------------------------------------
 
@@ -301,6 +346,21 @@ class StoreMachine(RuleBasedStateMachine):
         self.changed += self.model.catch_up()
         missing = self.model.reach() - self.backend.objects.keys()
         assert not missing, missing
+        while self.foretold:
+            self._as_foretold(self.foretold.pop())
+
+    def _as_foretold(self, said: Foretold) -> None:
+        """Hold that retention did what its dry run said, if no one committed in between."""
+        commits = range(said.number + 1, said.number + 1 + len(said.commits))
+        if said.commits != tuple(commits) or any(number > self.model.number for number in commits):
+            return
+        done: dict[str, str] = {}
+        for number in commits:
+            done |= self.model.effects.get(number, {})
+        # Without a commit it may be that others did the same meanwhile.
+        if said.commits:
+            assert done == said.fates
+            StoreMachine.figures["retain: as foretold"] += 1
 
     def _reader(self) -> Store:
         return Store(open_on(self.backend, environment=self.environment, prober=trusting))
@@ -314,8 +374,14 @@ class StoreMachine(RuleBasedStateMachine):
         for version in catalog.versions():
             row = self.model.rows[version.id]
             assert version.level == row.level
+            assert version.pinned == row.pinned
             assert version.manifest_key == row.manifest or row.level == "record"
         assert set(catalog.condemned) == self.model.pending
+        tags = {(v.run, tag): v.id for v in catalog.versions() for tag in v.tags}
+        there = {
+            key: one for key, one in self.model.tags.items() if not self.model.rows[one].deleted
+        }
+        assert tags == there
 
     def _loads(self, store: Store, row: Row) -> None:
         may_lack = row.may_lack or row.level == "weights"
@@ -375,20 +441,29 @@ def run(examples: int, steps: int, *, same: bool = False) -> Counter[str]:
 
 def test_clients_beside_collections() -> None:
     """A few thousand steps of four clients; every kind of operation succeeds in some."""
-    figures = run(25, 110, same=True)
+    figures = run(40, 110, same=True)
 
     print(sorted(figures.items()))  # noqa: T201 - shown where the test fails
     assert figures["steps"] > 2000
-    for name in ("save", "fork", "rollback", "name", "remove", "undelete", "age", "retain", "gc"):
-        assert figures[f"{name}: done"] > 0
+    kinds = ("save", "fork", "rollback", "name", "pin", "unpin", "remove", "undelete", "age")
+    for name in (*kinds, "retain", "gc", "gc with grace"):
+        assert figures[f"{name}: done"] > 0, name
+    assert figures["retain: as foretold"] > 0
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_clients_beside_collections_for_long() -> None:
-    """At least 100,000 steps; CKPTSTORE_MACHINE_EXAMPLES changes the number of histories."""
-    examples = int(os.environ.get("CKPTSTORE_MACHINE_EXAMPLES", "1400"))
-    figures = run(examples, 100)
+    """At least 100,000 steps, in rounds of new histories until there are so many.
+
+    ``CKPTSTORE_MACHINE_STEPS`` asks for another number. What was done is printed as it goes, so
+    that a run that is ended early says how far it came.
+    """
+    wanted = int(os.environ.get("CKPTSTORE_MACHINE_STEPS", str(LONG)))
+    figures: Counter[str] = Counter()
+    while figures["steps"] < wanted:
+        figures += run(100, 100)
+        print(f"{figures['steps']} of {wanted} steps", file=sys.__stderr__, flush=True)
 
     print(sorted(figures.items()))  # noqa: T201 - the figures of a campaign
-    assert figures["steps"] > 70 * examples
+    assert figures["steps"] >= wanted

@@ -95,7 +95,9 @@ def test_the_record_stays(store: ckptstore.Store) -> None:
     run = store.run("gpt", metrics={"loss": "min"})
     run.save(_state(1), step=1, metrics={"loss": 1.0}, tags=["first"])
     run.save(_state(2), step=2, metrics={"loss": 2.0})
-    (after,) = store.age(["gpt@first"], "record")
+    with pytest.raises(PolicyError, match="is tagged first"):
+        store.age(["gpt@first"], "record")
+    (after,) = store.age(["gpt@first"], "record", force=True)
     assert (after.level, after.metrics, after.tags) == ("record", {"loss": 1.0}, ("first",))
     assert after.roles == {}
     with pytest.raises(VersionNotFoundError, match="only the record"):

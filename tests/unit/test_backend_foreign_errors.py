@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -29,6 +30,7 @@ from ckptstore.errors import (
     StoragePermissionError,
     TransientStorageError,
 )
+from ckptstore.repo import open_on
 
 
 def client_error(status: int, code: str) -> boto.ClientError:
@@ -174,6 +176,41 @@ def test_no_false_answer_to_a_create(kind: str) -> None:
         if isinstance(caught.value, ObjectExistsError):
             assert kind == "fsspec"
             assert isinstance(error, FileExistsError)
+
+
+def test_a_server_that_is_down_is_no_empty_place() -> None:
+    """Over HTTP a refused connection is an error of the storage: not "no store", no empty list."""
+    with socket.socket() as taken:  # bound and not listening: connections are refused
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/store"
+        backend = open_fsspec(url)
+        with pytest.raises(StorageError):
+            list(backend.list(""))
+        with pytest.raises(StorageError) as caught:
+            open_on(backend)
+        backend.close()
+
+    assert not isinstance(caught.value, ObjectNotFoundError)
+
+
+def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
+    """Below the top, too: what fsspec's own walk leaves out without a word."""
+    backend = open_fsspec(f"local://{tmp_path}")
+    backend.put("a/b", b"x")
+    backend.put("c/d", b"x")
+    fs, root = backend._client.get()
+    listed = fs.ls
+
+    def ls(path: str, **options: bool) -> Any:  # noqa: ANN401 - as fsspec has it
+        if path.endswith("/c"):
+            raise OSError(errno.EIO, "x")
+        return listed(path, **options)
+
+    backend._client = PerProcess(lambda: (fs, root))
+    assert [info.key for info in backend.list("")] == ["a/b", "c/d"]
+    fs.ls = ls
+    with pytest.raises(StorageError):
+        list(backend.list(""))
 
 
 @pytest.mark.parametrize(

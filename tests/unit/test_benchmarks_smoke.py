@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from local_servers import Server
@@ -17,7 +18,16 @@ from local_servers import Server
 _ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(_ROOT))  # benchmarks/ is not installed; it runs from the source tree
 
-from benchmarks import catalog, codecs, failures, local, page, s3  # noqa: E402 - after the path
+from benchmarks import (  # noqa: E402 - after the path
+    async_saves,
+    catalog,
+    codecs,
+    failures,
+    local,
+    page,
+    s3,
+    scale,
+)
 from benchmarks.disk import Workspace, workspace  # noqa: E402
 from benchmarks.measure import Measured, Result  # noqa: E402
 from benchmarks.results import read_result, write_result  # noqa: E402
@@ -77,9 +87,41 @@ def test_codecs(space: Workspace, tmp_path: Path) -> None:
 
 
 def test_catalog(space: Workspace, tmp_path: Path) -> None:
-    """Commits of two processes all arrive; a log written for the benchmark is a sound one."""
-    result = catalog.run(space, versions=300, tensors=50, commits=8, rounds=1, processes=(2,))
+    """Commits of two processes all arrive; the log is sound; history costs no request of gc."""
+    result = catalog.run(
+        space,
+        versions=300,
+        tensors=50,
+        commits=8,
+        rounds=1,
+        chunks=300,
+        histories=[(400, 60), (1200, 60)],
+        processes=(2,),
+    )
     _check(result, tmp_path)
+    assert sum(result.facts["cold ls"]["after a snapshot"].values()) == 5
+    for fork in (one.numbers for one in result.tables["fork"]):
+        assert fork["read_bytes"] == fork["manifest_bytes"]
+    few, many = (one.numbers for one in result.tables["collections"])
+    assert few["requests"] == many["requests"]
+
+
+def test_scale(space: Workspace, tmp_path: Path) -> None:
+    """Simulated writers all commit; equal seeds give equal figures; no one really waits."""
+    sizes: dict[str, Any] = {
+        "writers": [3, 12],
+        "trainings": 4,
+        "intervals_s": [60.0],
+        "ranks": [2],
+    }
+    result = scale.run(space, **sizes)
+    _check(result, tmp_path)
+    assert [one.numbers["commits"] for one in result.tables["at once"]] == [3, 12, 3, 12]
+    assert all(one.numbers["gave_up"] == 0 for one in result.tables["spread"])
+    again = scale.run(space, **sizes)
+    for name in ("at once", "spread"):
+        before, after = ([one.numbers for one in each.tables[name]] for each in (result, again))
+        assert before == after
 
 
 def test_failures(space: Workspace, tmp_path: Path) -> None:
@@ -89,6 +131,17 @@ def test_failures(space: Workspace, tmp_path: Path) -> None:
     rows = result.facts["rows"]
     assert [row for row in rows if row["tool"].startswith("ckptstore") and row["silent"]] == []
     assert {row["tool"] for row in rows} >= {"torch.save", "safetensors", "DCP", "ckptstore"}
+
+
+def test_async(space: Workspace, tmp_path: Path) -> None:
+    """Saves in the background go on beside a training; no failure is passed off as success."""
+    result = async_saves.run(
+        space, bytes_min=300_000, rounds=1, training_steps=2, window_s=0.05, saves=1, tries=1
+    )
+    _check(result, tmp_path)
+    rows = result.facts["rows"]
+    assert [row for row in rows if row["tool"].startswith("ckptstore") and row["silent"]] == []
+    assert _row(result.tables["stall"], "ckptstore, process").numbers["durable_s"] > 0
 
 
 def test_s3(

@@ -66,6 +66,30 @@ def test_every_codec_round_trips_every_layout(layout: Layout, choice: str) -> No
         assert raw == _decoded(codec, used, stored, len(raw))
 
 
+@pytest.mark.parametrize("layout", [Layout.FLOAT32, Layout.FLOAT16, Layout.FLOAT64])
+@pytest.mark.parametrize("elements", [(1 << 17) - 1, 1 << 17, (1 << 18) + 3])
+def test_large_chunks_round_trip_block_by_block(layout: Layout, elements: int) -> None:
+    """Chunks of more than one block of elements, whole or not, come back bit for bit."""
+    raw = np.random.default_rng(elements).bytes(elements * ITEM_BYTES[layout])
+    planes = split(layout, memoryview(raw))
+    out = bytearray(len(raw))
+    join(layout, [plane.data for plane in planes], memoryview(out))
+
+    assert raw == bytes(out)
+    codec, used, stored = _stored(raw, layout)
+    assert raw == _decoded(codec, used, stored, len(raw))
+
+
+def test_samples_find_planes_that_compress_in_part() -> None:
+    """A large chunk of noise, an eighth of whose rows are zero, is stored without most of these."""
+    values = np.random.default_rng(3).integers(0, 1 << 32, 1 << 20, np.uint32)
+    values.reshape(16, -1)[::8] = 0
+    codec, used, stored = _stored(values.tobytes(), Layout.FLOAT32)
+
+    assert len(stored) < 0.9 * values.nbytes
+    assert values.tobytes() == _decoded(codec, used, stored, values.nbytes)
+
+
 def test_planes_shrink_trained_floats() -> None:
     """float32 weights take at most 0.84, bfloat16 at most 0.68 of their bytes; noise stays raw."""
     rng = np.random.default_rng(3)

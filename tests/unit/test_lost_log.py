@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -72,6 +73,30 @@ def test_a_save_that_died_before_its_commit_is_no_lost_log(place: Path) -> None:
 
     assert report.condemned["manifests"].count == 1
     assert not stray.exists()
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_many_saves_that_died_are_no_lost_log(place: Path, together: bool) -> None:
+    """Manifests of unknown versions are collected if commits came between them, else refused."""
+    with ckptstore.open(place.parent / "other", create=True) as other:
+        for step in range(24):
+            other.run("x").save({"x": torch.full((50,), -1.0 - step)}, step=step)
+    commits = sorted((place / "commits").rglob("*.json"))
+    for number, commit in enumerate(commits):
+        os.utime(commit, (10_000 + number, 10_000 + number))
+    for number, manifest in enumerate(sorted((place.parent / "other").rglob("*.manifest"))):
+        stray = place / "manifests" / manifest.parent.name / manifest.name
+        stray.parent.mkdir(exist_ok=True)
+        shutil.copy(manifest, stray)
+        at = 10_010.5 if together else 10_000.5 + number % 20
+        os.utime(stray, (at, at))
+    with ckptstore.open(place) as store:
+        if together:
+            with pytest.raises(CorruptObjectError, match=r"24 manifests .* no commit between"):
+                store.gc(grace_s=0, orphan_age_s=0)
+        else:
+            assert store.verify().ok
+            assert store.gc(grace_s=0, orphan_age_s=0).condemned["manifests"].count == 24
 
 
 def test_a_repack_that_died_before_its_commit_is_no_lost_log(place: Path) -> None:

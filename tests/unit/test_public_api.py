@@ -21,13 +21,16 @@ def test_root_names_are_these() -> None:
         "EarlyStopping",
         "LazyTensor",
         "LazyVersion",
+        "PendingSave",
         "Progress",
+        "Receipt",
         "RoleBytes",
         "Run",
         "RunInfo",
         "Store",
         "TypeAdapter",
         "Version",
+        "mend_superblock",
         "open",
     ]
     assert ckptstore.__all__ == sorted(ckptstore.__all__)

@@ -328,12 +328,20 @@ HOSTILE: dict[str, Callable[[SnapshotBody], SnapshotBody]] = {
     "versions twice": lambda b: msgspec.structs.replace(b, versions=b.versions * 2),
     "children first": lambda b: msgspec.structs.replace(b, versions=b.versions[::-1]),
     "heads missing": lambda b: msgspec.structs.replace(b, versions=b.versions[:1]),
+    "id too short": lambda b: _newest(b, id="ab"),
+    "id of other characters": lambda b: _newest(b, id="AB" * 16),
+    "id with a line end": lambda b: _newest(b, id="ab" * 15 + "a\n"),
     "bad run name": lambda b: _run(b, name="a@b"),
     "bad tag": lambda b: _run(b, tags={"latest": b.versions[0].id}),
     "tag of nothing": lambda b: _run(b, tags={"t": "f" * 32}),
     "head of nothing": lambda b: _run(b, head="f" * 32),
     "head of another run": lambda b: _run(b, head=b.versions[1].id),
 }
+
+
+def _newest(body: SnapshotBody, **changed: object) -> SnapshotBody:
+    last = msgspec.structs.replace(body.versions[-1], **changed)
+    return msgspec.structs.replace(body, versions=[*body.versions[:-1], last])
 
 
 def _run(body: SnapshotBody, **changed: object) -> SnapshotBody:

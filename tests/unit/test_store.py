@@ -120,6 +120,62 @@ def test_refs_name_versions(store: ckptstore.Store) -> None:
     assert store.load("r@best:loss")["x"].item() == 2
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"engine": "fibre"}, "engine is one of auto, process, thread, not 'fibre'"),
+        ({"engine": None}, "engine is one of"),
+        ({"codec": "lzma"}, "unknown codec 'lzma'"),
+        ({"codec": 3}, "unknown codec 3"),
+        ({"in_flight": 0}, "in_flight is an integer from 1 on, not 0"),
+        ({"in_flight": None}, "in_flight is an integer"),
+        ({"in_flight": True}, "in_flight is an integer"),
+        ({"staging_bytes": -1}, "staging_bytes is an integer"),
+        ({"staging_bytes": "4GiB"}, "staging_bytes is an integer from 1 on, not '4GiB'"),
+        ({"staging_bytes": 1e9}, "staging_bytes is an integer"),
+        ({"host_bytes": 0}, "host_bytes is an integer"),
+        ({"host_bytes": "1"}, "host_bytes is an integer"),
+        ({"workers": 0}, "workers is an integer"),
+        ({"workers": 1.5}, "workers is an integer"),
+    ],
+)
+def test_options_are_checked_before_a_store_is_made(
+    tmp_path: Path, option: dict[str, Any], said: str
+) -> None:
+    """What could only fail at the first save is refused by open, which then creates nothing."""
+    with pytest.raises(InvalidInputError) as caught:
+        ckptstore.open(tmp_path / "new", create=True, **option)
+    assert said in caught.value.message
+    assert not (tmp_path / "new").exists()
+
+
+def test_options_may_be_integers_of_numpy(tmp_path: Path) -> None:
+    """They become plain ones."""
+    with ckptstore.open(tmp_path / "new", create=True, workers=np.int64(2)) as store:  # type: ignore[arg-type]  # that is the test
+        assert type(store.repo.options.workers) is int
+
+
+def test_one_tag_or_ref_is_no_list_of_letters(store: ckptstore.Store) -> None:
+    """A text where several are expected is refused, with how to write it; nothing is written."""
+    run = store.run("r")
+    run.save({"x": 1}, step=1)
+    one: Any = "release"
+    for save in (run.save, run.save_async):
+        with pytest.raises(InvalidInputError, match="must be a list") as caught:
+            save({"x": 2}, step=2, tags=one)
+        assert caught.value.hint == "write tags=['release']"
+    with pytest.raises(InvalidInputError, match="must be a list") as caught:
+        run.save({"x": 2}, step=2, tags=b"release")  # type: ignore[arg-type]  # that is the test
+    assert caught.value.hint == "write tags=['release']"
+    ref: Any = "r@1"
+    for refused in (store.remove, store.undelete, lambda refs: store.age(refs, "record"),
+                    store.verify):  # fmt: skip
+        with pytest.raises(InvalidInputError, match="must be a list") as caught:
+            refused(ref)
+        assert caught.value.hint == "write refs=['r@1']"
+    assert [(version.step, version.tags) for version in store.versions()] == [(1, ())]
+
+
 def test_tags_move_and_go(store: ckptstore.Store) -> None:
     """A tag names one version at a time, and nothing once it is taken away."""
     run = store.run("r")
