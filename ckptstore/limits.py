@@ -36,6 +36,10 @@ SLAB_BYTES: Final = 256 * KIB
 # Largest pack that a reader accepts. Source: 16x the largest default; far under S3's 5 GiB PUT.
 PACK_BYTES_MAX: Final = 4 * GIB
 
+# Tensors below this are stored as they are, even where they are another one rounded. Source: a recipe
+# takes some 100 bytes of a manifest; a load of such a tensor alone reads twice its bytes.
+DERIVED_BYTES_MIN: Final = 1 * KIB
+
 # --- memory -----------------------------------------------------------------------------------
 
 # Host memory that one save or load may hold for chunks in flight. Source: a save may
@@ -124,6 +128,11 @@ BLOCKS_MAX: Final = 4_000_000
 # Cells of the grid that the borders of one tensor's boxes make. Source: a mesh makes one a rank;
 # boxes without order make the square of their number: 2,000 of them pass.
 BLOCK_CELLS_MAX: Final = 1 << 24
+# Elements that share one scale, where a tensor is stored in codes of 8 bits. Source: a scale of 4
+# bytes for fewer than 8 codes makes them larger than float16; beyond 2048 (Dettmers et al. 2022,
+# section 2.1) outliers spoil the rest, and 2^20 leave room for experiments.
+RECIPE_BLOCK_MIN: Final = 8
+RECIPE_BLOCK_MAX: Final = 1 << 20
 STATE_DEPTH_MAX: Final = 64
 STATE_NODES_MAX: Final = 5_000_000
 TENSOR_DIMS_MAX: Final = 64  # Source: torch refuses more than 64 dimensions.

@@ -1,0 +1,1 @@
+"""Encodings: how tensors are stored in fewer bytes than they take in memory."""
