@@ -15,7 +15,7 @@ from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
 
-__all__ = ["Content", "TensorInfo", "content_digest", "read_content"]
+__all__ = ["Content", "TensorInfo", "content_digest", "hidden_of", "read_content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class TensorInfo:
     nbytes: int
     """Bytes in memory."""
     pieces: int
-    """How many pieces it is cut into; 0 for an empty tensor."""
+    """How many pieces it is read from; 0 for an empty tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +50,8 @@ class Content:
     """In the order of the state."""
     labels: tuple[str, ...]
     """Per tensor record: the path that errors name it by."""
+    hidden: frozenset[int] = frozenset()
+    """Records that no leaf names: tensors follow from them (:mod:`ckptstore.format.recipes`)."""
 
     def tensors(self) -> list[TensorInfo]:
         """Return the tensors in the order of the state; tied ones once."""
@@ -58,7 +60,6 @@ class Content:
         for leaf in self.leaves:
             paths.setdefault(leaf.index, []).append(path_text(leaf.path))
             kinds.setdefault(leaf.index, leaf.kind)
-        first = self.manifest.first
         found = []
         for index, texts in paths.items():
             record = self.manifest.tensors[index]
@@ -71,10 +72,16 @@ class Content:
                     shape=record.shape,
                     role=record.role,
                     nbytes=record.nbytes,
-                    pieces=first[index + 1] - first[index],
+                    pieces=self._pieces(index),
                 )
             )
         return found
+
+    def _pieces(self, index: int) -> int:
+        """Return how many pieces a tensor is read from."""
+        recipe = self.manifest.tensors[index].recipe
+        first = self.manifest.first
+        return sum(first[n + 1] - first[n] for n in (recipe.sources if recipe else (index,)))
 
 
 def read_content(manifest: Manifest) -> Content:
@@ -83,8 +90,8 @@ def read_content(manifest: Manifest) -> Content:
     Raises
     ------
     CorruptObjectError
-        It is not a skeleton over the manifest's tensors. Limits passed are reported the same way:
-        no save could have written it.
+        It is not a skeleton over the manifest's tensors, or a tensor is there that nothing needs.
+        Limits passed are reported the same way: no save could have written it.
     """
     try:
         node = skeleton.decode(manifest.skeleton)
@@ -93,26 +100,47 @@ def read_content(manifest: Manifest) -> Content:
     except CkptStoreError as error:
         msg = f"skeleton of version {manifest.version}: {error.message}"
         raise CorruptObjectError(msg, hint="run ckptstore verify") from error
+    hidden = frozenset(range(len(manifest.tensors))) - {leaf.index for leaf in leaves}
+    if lost := hidden - manifest.sources:
+        msg = f"skeleton of version {manifest.version}: nothing names tensor {min(lost)}"
+        raise CorruptObjectError(msg, hint="run ckptstore verify")
     return Content(
         manifest=manifest,
         node=node,
         leaves=leaves,
-        labels=_labels(leaves, len(manifest.tensors)),
+        labels=_labels(leaves, manifest),
+        hidden=hidden,
     )
+
+
+def hidden_of(manifest: Manifest) -> frozenset[int]:
+    """Return the places of the tensors that no leaf names; reads the skeleton only if need be.
+
+    Raises
+    ------
+    CorruptObjectError
+        The skeleton is none.
+    """
+    return read_content(manifest).hidden if manifest.sources else frozenset()
 
 
 def content_digest(manifest: Manifest) -> str:
     """Return the digest of what a version holds: its skeleton, what each tensor is, its pieces.
 
-    Equal for equal states, wherever their pieces lie.
+    Equal for equal states that were saved in the same encodings, wherever their pieces lie.
     """
     tensors = [r.identity for r in manifest.tensors]
     parts = (manifest.skeleton, msgspec.msgpack.encode(tensors), manifest.pieces.ids.tobytes())
     return blake3_of(parts).hex()
 
 
-def _labels(leaves: Sequence[Leaf], count: int) -> tuple[str, ...]:
+def _labels(leaves: Sequence[Leaf], manifest: Manifest) -> tuple[str, ...]:
+    """Return what errors call each record; a hidden one has the path of what needs it first."""
     paths: dict[int, Path] = {}
     for leaf in leaves:
         paths.setdefault(leaf.index, leaf.path)
-    return tuple(path_text(paths[i]) if i in paths else f"(record {i})" for i in range(count))
+    texts = {index: path_text(path) for index, path in paths.items()}
+    for index, record in enumerate(manifest.tensors):
+        for source in record.recipe.sources if record.recipe else ():
+            texts.setdefault(source, texts.get(index, f"(record {index})"))
+    return tuple(texts.get(i, f"(record {i})") for i in range(len(manifest.tensors)))

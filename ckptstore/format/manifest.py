@@ -20,6 +20,8 @@ inner       u32 per piece: where it begins in the decoded chunk (pieces of small
 slab        u32 per piece: length of the decoded chunk
 blocks      only where a tensor is stored in boxes (see ``blocks``; flag ``BLOCKS`` of the frame):
             per such tensor ``[place in tensors, bytes]``; per box its offsets and its sizes, u64
+recipes     only where a tensor follows from others and has no pieces (see ``recipes``; flag
+            ``RECIPES``): per such tensor what :meth:`Recipe.encode` returns, in order of places
 =========== ============================================================================
 
 Columns are little-endian and compress well, so that a piece costs some 45 bytes and a version is
@@ -32,7 +34,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -44,9 +46,11 @@ from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format import framing
 from ckptstore.format.blocks import Blocks, tiling_problem
 from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.recipes import Recipe, Stored, recipe_problem
 
 __all__ = [
     "FLAG_BLOCKS",
+    "FLAG_RECIPES",
     "MAGIC",
     "Manifest",
     "PieceTable",
@@ -59,7 +63,9 @@ __all__ = [
 MAGIC: Final = b"CKPTMANI"
 FLAG_BLOCKS: Final = 1
 """A tensor is stored in boxes: a reader that does not know how would take them for rows."""
-_FLAGS: Final = FLAG_BLOCKS
+FLAG_RECIPES: Final = 2
+"""A tensor follows from others: a reader that does not know how would take it for empty."""
+_FLAGS: Final = FLAG_BLOCKS | FLAG_RECIPES
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _COLUMNS: Final[dict[str, np.dtype[Any]]] = {
     "raw": np.dtype("<u4"),
@@ -84,11 +90,19 @@ class TensorRecord:
     nbytes: int
     blocks: Blocks | None = None
     """The boxes that it is stored in, one after the other; None where it is stored as one."""
+    recipe: Recipe | None = None
+    """How its bytes follow from other tensors; it has no pieces then."""
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells, with the ids of its pieces, whether two tensors are equal; for digests."""
+        """What tells, with the ids of its pieces, whether two tensors are equal; for digests.
+
+        That of a tensor with a recipe holds places of its sources: it tells within one manifest,
+        or between manifests of the same tensors.
+        """
         plain = (self.dtype, self.shape, self.order, self.nbytes)
+        if self.recipe is not None:
+            return (*plain, self.recipe.encode(0))
         return plain if self.blocks is None else (*plain, self.blocks.encode())
 
 
@@ -150,6 +164,13 @@ class Manifest:
     """Per tensor, and one more at the end: place of its first piece in `pieces`."""
     pieces: PieceTable
 
+    @property
+    def sources(self) -> frozenset[int]:
+        """Places of the tensors that recipes name; such a one may be hidden, or visible too."""
+        return frozenset(
+            source for record in self.tensors if record.recipe for source in record.recipe.sources
+        )
+
 
 def encode(manifest: Manifest) -> bytes:
     """Return the stored form of a manifest.
@@ -185,11 +206,15 @@ def encode(manifest: Manifest) -> bytes:
     blocks = [(n, r.blocks.encode()) for n, r in enumerate(manifest.tensors) if r.blocks]
     if blocks:
         body["blocks"] = blocks
+    recipes = [r.recipe.encode(n) for n, r in enumerate(manifest.tensors) if r.recipe]
+    if recipes:
+        body["recipes"] = recipes
+    flags = (FLAG_BLOCKS if blocks else 0) | (FLAG_RECIPES if recipes else 0)
     raw = msgspec.msgpack.encode(body)
     if len(raw) > limits.MANIFEST_RAW_BYTES_MAX:
         msg = f"a manifest of {len(raw)} bytes; {limits.MANIFEST_RAW_BYTES_MAX} is the limit"
         raise LimitError(msg, hint="use a larger chunk size: ckptstore init --chunk-size")
-    data = framing.encode_frame(MAGIC, raw, flags=FLAG_BLOCKS if blocks else 0)
+    data = framing.encode_frame(MAGIC, raw, flags=flags)
     try:
         decode(data, where="of this save", version=manifest.version)
     except CorruptObjectError as error:
@@ -224,6 +249,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     inner: bytes
     slab: bytes
     blocks: Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
+    recipes: Annotated[list[Stored], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
 
 
 # Made once, on import: msgspec 0.22 crashes (a NULL pointer) when several threads decode the first
@@ -259,8 +285,11 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         raise _corrupt(where, f"it describes version {body.version[:40]!r}, not {version}")
     if not limits.CHUNK_BYTES_MIN <= body.chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
         raise _corrupt(where, f"chunk size {body.chunk_bytes}")
-    if bool(body.blocks) != bool(framing.frame_flags(data) & FLAG_BLOCKS):
+    flags = framing.frame_flags(data)
+    if bool(body.blocks) != bool(flags & FLAG_BLOCKS):
         raise _corrupt(where, "the flag of blocks is not what the record holds")
+    if bool(body.recipes) != bool(flags & FLAG_RECIPES):
+        raise _corrupt(where, "the flag of recipes is not what the record holds")
     pieces = _table(body, where)
     tensors, first = _tensors(body, pieces, where)
     return Manifest(
@@ -372,9 +401,11 @@ def _tensors(
         first.append(first[-1] + count)
     if first[-1] != len(pieces):
         raise _corrupt(where, f"{first[-1]} pieces named, {len(pieces)} listed")
+    _add_recipes(body, records, where)
     sums = np.concatenate(([0], np.cumsum(pieces.raw, dtype=np.uint64)))
     for place, record in enumerate(records):
-        if int(sums[first[place + 1]] - sums[first[place]]) != record.nbytes:
+        own_bytes = 0 if record.recipe else record.nbytes
+        if int(sums[first[place + 1]] - sums[first[place]]) != own_bytes:
             raise _corrupt(where, f"the pieces of tensor {place} do not add up to its bytes")
     counts = [last - start for start, last in itertools.pairwise(first)]
     items = np.array([ITEM_BYTES.get(record.dtype, 1) for record in records], np.int64)
@@ -384,6 +415,20 @@ def _tensors(
         rows = range(first[place], first[place + 1])
         _check_blocks(records[place], sums[rows.start : rows.stop + 1] - sums[rows.start], where)
     return tuple(records), tuple(first)
+
+
+def _add_recipes(body: _Body, records: list[TensorRecord], where: str) -> None:
+    """Give each tensor the recipe that it has; all of them can be followed."""
+    last = -1
+    for stored in body.recipes:
+        place, recipe = stored[0], Recipe.decode(stored)
+        if recipe is None or not last < place < len(records):
+            raise _corrupt(where, f"the recipe of tensor {place} is none")
+        records[place] = replace(records[place], recipe=recipe)
+        last = place
+    for place, *_ in body.recipes:
+        if problem := recipe_problem(place, records):
+            raise _corrupt(where, f"tensor {place} follows from {problem}")
 
 
 def _blocks(body: _Body, where: str) -> dict[int, Blocks]:
