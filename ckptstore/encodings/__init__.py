@@ -1,1 +1,1 @@
-"""Encodings: how tensors are stored in fewer bytes than they take in memory."""
+"""Forms in which a float tensor takes fewer bytes, and what restores it; NumPy alone, no torch."""

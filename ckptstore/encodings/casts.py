@@ -1,0 +1,186 @@
+"""Float formats as bits: how an element of one becomes an element of another, on any machine alike.
+
+Rounding is to nearest, ties to even; infinities and the sign of zero are kept. Where a NaN has to
+be made anew it is the quiet one of its sign, since processors differ in what else they keep of it.
+``float64`` becomes a narrower type by way of ``float32``, as in torch. What is too large becomes
+infinite, and in ``float8_e4m3fn``, which has no infinity, its largest value. All of it is as in
+torch 2.13, bit for bit, NaN apart (older ones make NaN of what is too large for
+``float8_e4m3fn``).
+
+Sources: the layouts of float16, float32 and float64 are IEEE 754-2008; bfloat16 is the upper half
+of a float32; the two of 8 bits are of Micikevicius et al. 2022, "FP8 formats for deep learning",
+arXiv:2209.05433, table 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["FLOATS", "from_float32", "raw_dtype", "recast", "to_float32", "to_float64"]
+
+Raw = npt.NDArray[Any]
+"""Elements as unsigned integers of their width."""
+
+FLOATS: Final[Mapping[str, int]] = {
+    "float64": 8,
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+}
+"""Bytes of an element of each format that there are casts for, by torch's name."""
+
+_RAW: Final = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+
+_QUIET: Final = {
+    "bfloat16": np.uint16(0x7FC0),
+    "float16": np.uint16(0x7E00),
+    "float64": np.uint64(0x7FF8 << 48),
+}
+"""The quiet NaN without a sign."""
+_ABS32: Final = np.uint32(0x7FFF_FFFF)
+_INF32: Final = np.uint32(0x7F80_0000)
+
+
+def raw_dtype(dtype: str) -> np.dtype[Any]:
+    """Return the unsigned integer that holds an element of a format; little-endian."""
+    return _RAW[FLOATS[dtype]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mini:
+    """A format of 8 bits."""
+
+    mantissa_bits: int
+    bias: int
+    """Of the exponent."""
+    top: int
+    """The code of the largest finite value, without its sign."""
+    over: int
+    """What becomes of what is larger, and of an infinity."""
+    infinity: int | None
+    """The code of an infinity."""
+
+
+_MINIS: Final[Mapping[str, _Mini]] = {
+    "float8_e4m3fn": _Mini(mantissa_bits=3, bias=7, top=0x7E, over=0x7E, infinity=None),
+    "float8_e5m2": _Mini(mantissa_bits=2, bias=15, top=0x7B, over=0x7C, infinity=0x7C),
+}
+_NAN8: Final = 0x7F
+
+
+def _widened(mini: _Mini) -> npt.NDArray[np.float32]:
+    """Return the value of each of the 256 codes."""
+    values = []
+    for code in range(256):
+        size = code & 0x7F
+        exponent, mantissa = divmod(size, 1 << mini.mantissa_bits)
+        fraction = mantissa / (1 << mini.mantissa_bits)
+        if size <= mini.top:
+            first = 1.0 if exponent else 0.0
+            value = (first + fraction) * 2.0 ** (max(exponent, 1) - mini.bias)
+        else:
+            value = np.inf if size == mini.infinity else np.nan
+        values.append(-value if code & 0x80 else value)
+    return np.array(values, np.float32)
+
+
+_WIDENED: Final = {name: _widened(mini) for name, mini in _MINIS.items()}
+
+
+def to_float32(dtype: str, raw: Raw) -> npt.NDArray[np.float32]:
+    """Return elements of a format as float32; exact but for float64."""
+    if dtype == "float32":
+        return raw.view(np.float32)
+    if dtype == "bfloat16":
+        wide = raw.astype(np.uint32)
+        wide <<= np.uint32(16)
+        return wide.view(np.float32)
+    if dtype in _MINIS:
+        return _WIDENED[dtype][raw]
+    narrow = raw.view(np.float16 if dtype == "float16" else np.float64)
+    with np.errstate(all="ignore"):  # what becomes of NaN, and of what is too large, is defined
+        return _quiet(narrow.astype(np.float32))
+
+
+def to_float64(dtype: str, raw: Raw) -> npt.NDArray[np.float64]:
+    """Return elements of a format as float64; exact."""
+    if dtype == "float64":
+        return raw.view(np.float64)
+    with np.errstate(all="ignore"):
+        return to_float32(dtype, raw).astype(np.float64)
+
+
+def from_float32(dtype: str, values: npt.NDArray[np.float32]) -> Raw:
+    """Return the elements of a format that are nearest to values."""
+    if dtype == "float32":
+        return values.view(np.uint32)
+    with np.errstate(all="ignore"):
+        if dtype in _MINIS:
+            return _to_mini(_MINIS[dtype], values)
+        if dtype == "bfloat16":
+            found = _to_bfloat16(values)
+        elif dtype == "float16":
+            found = values.astype(np.float16).view(np.uint16)
+        else:
+            found = values.astype(np.float64).view(np.uint64)
+    missing = np.isnan(values)
+    if missing.any():
+        found[missing] = _signs(values[missing], 8 * FLOATS[dtype]) | _QUIET[dtype]
+    return found
+
+
+def recast(source: str, target: str, raw: Raw) -> Raw:
+    """Return elements of one format as elements of another."""
+    return raw if source == target else from_float32(target, to_float32(source, raw))
+
+
+def _signs(values: npt.NDArray[np.float32], bits: int) -> Raw:
+    """Return the sign of each value, where an element of so many bits has it."""
+    signs: Raw = np.signbit(values).astype(_RAW[bits // 8])
+    signs <<= signs.dtype.type(bits - 1)
+    return signs
+
+
+def _quiet(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """Make every NaN, in place, the quiet one of its sign."""
+    missing = np.isnan(values)
+    if missing.any():
+        bits = values.view(np.uint32)
+        bits[missing] = _signs(values[missing], 32) | np.uint32(0x7FC0_0000)
+    return values
+
+
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> Raw:
+    bits = values.view(np.uint32)
+    even = bits >> np.uint32(16)
+    even &= np.uint32(1)
+    even += np.uint32(0x7FFF)
+    even += bits  # wraps for some NaN only
+    even >>= np.uint32(16)
+    return even.astype(np.uint16)
+
+
+def _to_mini(mini: _Mini, values: npt.NDArray[np.float32]) -> Raw:
+    """Round magnitudes as integers; those below the least normal one by an addition that aligns."""
+    size = values.view(np.uint32) & _ABS32
+    shift = 23 - mini.mantissa_bits
+    even = (size >> np.uint32(shift)) & np.uint32(1)
+    normal = (size + even + np.uint32((1 << (shift - 1)) - 1)) >> np.uint32(shift)
+    normal -= np.uint32((127 - mini.bias) << mini.mantissa_bits)  # wraps for small ones: not used
+    # The last bit of this number weighs as much as the least denormal: the sum is rounded to it.
+    aligned = np.float32(2.0 ** (1 - mini.bias - mini.mantissa_bits + 23))
+    small = (size.view(np.float32) + aligned).view(np.uint32) - aligned.view(np.uint32)
+    is_small = size < np.uint32((128 - mini.bias) << 23)
+    code = np.where(is_small, small, normal)
+    code = np.where(~is_small & (code > np.uint32(mini.top)), np.uint32(mini.over), code)
+    code = np.where(size > _INF32, np.uint32(_NAN8), code)
+    found = code.astype(np.uint8)
+    found |= _signs(values, 8)
+    return found
