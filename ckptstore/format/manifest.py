@@ -22,6 +22,8 @@ blocks      only where a tensor is stored in boxes (see ``blocks``; flag ``BLOCK
             per such tensor ``[place in tensors, bytes]``; per box its offsets and its sizes, u64
 recipes     only where a tensor follows from others and has no pieces (see ``recipes``; flag
             ``RECIPES``): per such tensor what :meth:`Recipe.encode` returns, in order of places
+base        only where a piece is a delta (see ``bases``; flag ``BASES``): u32 per piece, the row of
+            the piece that it refers to, or 2**32 - 1; the last of ``tensors`` then stands for those
 =========== ============================================================================
 
 Columns are little-endian and compress well, so that a piece costs some 45 bytes and a version is
@@ -43,12 +45,13 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
-from ckptstore.format import framing
+from ckptstore.format import bases, framing
 from ckptstore.format.blocks import Blocks, tiling_problem
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.recipes import Recipe, Stored, recipe_problem
 
 __all__ = [
+    "FLAG_BASES",
     "FLAG_BLOCKS",
     "FLAG_RECIPES",
     "MAGIC",
@@ -65,7 +68,9 @@ FLAG_BLOCKS: Final = 1
 """A tensor is stored in boxes: a reader that does not know how would take them for rows."""
 FLAG_RECIPES: Final = 2
 """A tensor follows from others: a reader that does not know how would take it for empty."""
-_FLAGS: Final = FLAG_BLOCKS | FLAG_RECIPES
+FLAG_BASES: Final = 4
+"""A piece is stored as its difference to another one."""
+_FLAGS: Final = FLAG_BLOCKS | FLAG_RECIPES | FLAG_BASES
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
 _COLUMNS: Final[dict[str, np.dtype[Any]]] = {
     "raw": np.dtype("<u4"),
@@ -109,6 +114,8 @@ class TensorRecord:
 class PieceTable:
     """Where the pieces of a version lie: one row per piece, in the order of the tensors.
 
+    Behind them come the pieces that deltas refer to, if there are any.
+
     Attributes
     ----------
     ids
@@ -121,9 +128,12 @@ class PieceTable:
         ``uint64[pieces]``, bytes.
     packs
         Ids of packs, 32 hex digits each.
+    base
+        ``uint32[pieces]``; the row that a delta refers to, ``NO_BASE`` for what is none. None where
+        nothing is a delta.
     """
 
-    __slots__ = ("ids", "inner", "offset", "pack", "packs", "raw", "slab", "stored")
+    __slots__ = ("base", "ids", "inner", "offset", "pack", "packs", "raw", "slab", "stored")
 
     def __init__(
         self,
@@ -136,7 +146,9 @@ class PieceTable:
         inner: npt.NDArray[np.uint32],
         slab: npt.NDArray[np.uint32],
         packs: Sequence[str],
+        base: npt.NDArray[np.uint32] | None = None,
     ) -> None:
+        self.base = base
         self.ids = ids
         self.raw = raw
         self.pack = pack
@@ -147,8 +159,36 @@ class PieceTable:
         self.packs = tuple(packs)
 
     def __len__(self) -> int:
-        """Return the number of pieces."""
+        """Return the number of pieces, those that deltas refer to among them."""
         return len(self.raw)
+
+    def base_of(self, row: int) -> int | None:
+        """Return the row that a delta refers to; None for a piece that is stored by itself."""
+        if self.base is None or (base := int(self.base[row])) == bases.NO_BASE:
+            return None
+        return base
+
+    def take(self, rows: npt.NDArray[Any] | Sequence[int]) -> PieceTable:
+        """Return some rows, over the packs that they are in and no others.
+
+        Parameters
+        ----------
+        rows
+            Pieces of tensors; what they refer to comes along, behind them.
+        """
+        chosen, base = bases.taking(self.base, rows)
+        used, pack = np.unique(self.pack[chosen], return_inverse=True)
+        return PieceTable(
+            ids=self.ids[chosen],
+            raw=self.raw[chosen],
+            pack=pack.astype(np.uint32),
+            offset=self.offset[chosen],
+            stored=self.stored[chosen],
+            inner=self.inner[chosen],
+            slab=self.slab[chosen],
+            packs=[self.packs[int(place)] for place in used],
+            base=base,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +203,7 @@ class Manifest:
     first: tuple[int, ...]
     """Per tensor, and one more at the end: place of its first piece in `pieces`."""
     pieces: PieceTable
+    """From row ``first[-1]`` on: what deltas refer to."""
 
     @property
     def sources(self) -> frozenset[int]:
@@ -182,19 +223,23 @@ def encode(manifest: Manifest) -> bytes:
     LimitError
         If a reader would refuse it, for its size or for anything else.
     """
-    dtypes = sorted({record.dtype for record in manifest.tensors})
-    roles = sorted({record.role for record in manifest.tensors})
+    tensors = [*manifest.tensors, *_bases_record(manifest)]
+    dtypes = sorted({record.dtype for record in tensors})
+    roles = sorted({record.role for record in tensors})
     dtype_at = {name: place for place, name in enumerate(dtypes)}
     role_at = {name: place for place, name in enumerate(roles)}
-    counts = [b - a for a, b in zip(manifest.first, manifest.first[1:], strict=False)]
     table = manifest.pieces
+    borders = (
+        manifest.first if len(tensors) == len(manifest.tensors) else (*manifest.first, len(table))
+    )
+    counts = [last - start for start, last in itertools.pairwise(borders)]
     body: dict[str, Any] = {
         "version": manifest.version,
         "chunk_bytes": manifest.chunk_bytes,
         "skeleton": manifest.skeleton,
         "tensors": [
             [dtype_at[r.dtype], role_at[r.role], r.shape, r.order, r.nbytes, count]
-            for r, count in zip(manifest.tensors, counts, strict=True)
+            for r, count in zip(tensors, counts, strict=True)
         ],
         "dtypes": dtypes,
         "roles": roles,
@@ -210,6 +255,9 @@ def encode(manifest: Manifest) -> bytes:
     if recipes:
         body["recipes"] = recipes
     flags = (FLAG_BLOCKS if blocks else 0) | (FLAG_RECIPES if recipes else 0)
+    if table.base is not None:
+        body["base"] = table.base.astype("<u4", copy=False).tobytes()
+        flags |= FLAG_BASES
     raw = msgspec.msgpack.encode(body)
     if len(raw) > limits.MANIFEST_RAW_BYTES_MAX:
         msg = f"a manifest of {len(raw)} bytes; {limits.MANIFEST_RAW_BYTES_MAX} is the limit"
@@ -221,6 +269,17 @@ def encode(manifest: Manifest) -> bytes:
         msg = f"no version can be written that would not load: {error.message}"
         raise LimitError(msg) from error
     return data
+
+
+def _bases_record(manifest: Manifest) -> list[TensorRecord]:
+    """Return the record that stands for what deltas refer to; none where nothing is a delta."""
+    if manifest.pieces.base is None:
+        return []
+    return [_bases_of(int(manifest.pieces.raw[manifest.first[-1] :].sum(dtype=np.uint64)))]
+
+
+def _bases_of(size: int) -> TensorRecord:
+    return TensorRecord(dtype="uint8", shape=(size,), order=None, role=bases.ROLE, nbytes=size)
 
 
 _Dims = Annotated[tuple[int, ...], msgspec.Meta(max_length=limits.TENSOR_DIMS_MAX)]
@@ -250,6 +309,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True):
     slab: bytes
     blocks: Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
     recipes: Annotated[list[Stored], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
+    base: bytes = b""
 
 
 # Made once, on import: msgspec 0.22 crashes (a NULL pointer) when several threads decode the first
@@ -290,8 +350,12 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         raise _corrupt(where, "the flag of blocks is not what the record holds")
     if bool(body.recipes) != bool(flags & FLAG_RECIPES):
         raise _corrupt(where, "the flag of recipes is not what the record holds")
+    if bool(body.base) != bool(flags & FLAG_BASES):
+        raise _corrupt(where, "the flag of bases is not what the record holds")
     pieces = _table(body, where)
     tensors, first = _tensors(body, pieces, where)
+    if body.base:
+        tensors, first = _without_bases(tensors, first, pieces, where)
     return Manifest(
         version=body.version,
         chunk_bytes=body.chunk_bytes,
@@ -364,6 +428,10 @@ def _table(body: _Body, where: str) -> PieceTable:
         if over:
             raise _corrupt(where, "a piece points outside its pack or chunk")
     ids = np.frombuffer(body.ids, np.uint8).reshape(count, 32)
+    if body.base:
+        if len(body.base) != 4 * count:
+            raise _corrupt(where, f"column base has {len(body.base)} bytes for {count} pieces")
+        columns["base"] = np.frombuffer(body.base, np.dtype("<u4"))
     return PieceTable(ids=ids, packs=packs, **columns)
 
 
@@ -415,6 +483,22 @@ def _tensors(
         rows = range(first[place], first[place + 1])
         _check_blocks(records[place], sums[rows.start : rows.stop + 1] - sums[rows.start], where)
     return tuple(records), tuple(first)
+
+
+def _without_bases(
+    tensors: tuple[TensorRecord, ...], first: tuple[int, ...], pieces: PieceTable, where: str
+) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
+    """Return the tensors without the record of the bases, which the last one must be."""
+    problem = "the last tensor does not stand for the bases"
+    if tensors and tensors[-1] == _bases_of(tensors[-1].nbytes) and pieces.base is not None:
+        problem = "a recipe that is made of bases"
+        if not any(len(tensors) - 1 in r.recipe.sources for r in tensors if r.recipe):
+            problem = bases.bases_problem(
+                pieces.base, pieces.raw, pieces.inner, pieces.slab, own=first[-2], ids=pieces.ids
+            )
+    if problem:
+        raise _corrupt(where, f"deltas: {problem}")
+    return tensors[:-1], first[:-1]
 
 
 def _add_recipes(body: _Body, records: list[TensorRecord], where: str) -> None:
