@@ -1,0 +1,58 @@
+"""Sections of saves and loads on a disk and on S3."""
+
+from __future__ import annotations
+
+from benchmarks.measure import Result
+from benchmarks.sections.pieces import listing_time, seconds, share, table, timed, titled
+
+__all__ = ["local", "s3"]
+
+
+def local(result: Result) -> list[str]:
+    """Return the tables of saves and loads on a local disk."""
+    blocks = []
+    saves = result.tables["save"]
+    blocks.append(
+        titled("Save", timed(saves, {"vs torch.save": "torch.save"}, {"stored/raw": share}))
+    )
+    for name in ("load, warm cache", "load, cold cache"):
+        bases = {"vs torch.load": "torch.load, new", "vs DCP": "DCP, into"}
+        blocks.append(titled(f"Whole {name}", timed(result.tables[name], bases, {})))
+    blocks.append(titled("One row of a large tensor, cold cache", _one_row(result)))
+    blocks.append(titled("Peak extra memory of a save", _peaks(result)))
+    blocks.append(titled("`ckptstore ls`", listing_time(result.facts["ls"])))
+    return blocks
+
+
+def _one_row(result: Result) -> str:
+    lines = []
+    for one in result.tables["one row"]:
+        if one.seconds:
+            read = f"{one.numbers['read_bytes'] / 1e6:.2f} MB"
+            lines.append([one.name, *seconds(one), read, ""])
+        else:
+            lines.append([one.name, "", "", "", one.error])
+    return table(["", "median", "min-max", "read from the disk", "note"], lines)
+
+
+def _peaks(result: Result) -> str:
+    lines = []
+    for one in result.tables["peak memory of a save"]:
+        extra = f"{one.numbers['extra_bytes'] / 2**20:.0f} MiB" if one.numbers else ""
+        lines.append([one.name, extra, one.error])
+    return table(["", "extra memory", "note"], lines)
+
+
+def s3(result: Result) -> list[str]:
+    """Return the tables of saves to S3 and loads from it."""
+    saves = timed(
+        result.tables["save"],
+        {"vs s3fs": "s3fs, torch.save", "vs boto3": "boto3 fileobj, torch.save"},
+        {"stored/raw": share},
+    )
+    loads = timed(
+        result.tables["load"],
+        {"vs s3fs": "s3fs, torch.save, new", "vs boto3": "boto3 fileobj, torch.save, new"},
+        {},
+    )
+    return [titled("Save to S3", saves), titled("Whole load from S3", loads)]
