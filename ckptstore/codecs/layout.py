@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Layout", "join", "layout_of", "plane_bytes", "split"]
+__all__ = ["ITEM_BYTES", "Layout", "join", "layout_of", "plane_bytes", "split"]
 
 U8 = npt.NDArray[np.uint8]
 
@@ -43,7 +43,7 @@ class Layout(IntEnum):
     """8-byte elements as byte planes, lowest first."""
 
 
-_ITEM_BYTES = {
+ITEM_BYTES = {
     Layout.BYTES: 1,
     Layout.FLOAT32: 4,
     Layout.FLOAT16: 2,
@@ -52,6 +52,7 @@ _ITEM_BYTES = {
     Layout.BYTES4: 4,
     Layout.BYTES8: 8,
 }
+"""Bytes of one element, by layout."""
 
 # By torch's name of the dtype; what is not here has no planes (one byte, or no better choice).
 _BY_DTYPE = {
@@ -84,7 +85,7 @@ def plane_bytes(layout: Layout, raw_bytes: int) -> tuple[int, ...]:
     ValueError
         If `raw_bytes` is not a whole number of elements.
     """
-    item = _ITEM_BYTES[layout]
+    item = ITEM_BYTES[layout]
     count, rest = divmod(raw_bytes, item)
     if rest:
         msg = f"{raw_bytes} bytes are not a whole number of {item}-byte elements"
@@ -110,7 +111,7 @@ def split(layout: Layout, raw: memoryview) -> list[U8]:
         bits = np.frombuffer(raw, np.dtype("<u8"))
         turned = (bits << np.uint64(1)) | (bits >> np.uint64(63))
         return [np.ascontiguousarray(turned.view(np.uint8)[k::8]) for k in range(7, -1, -1)]
-    item = _ITEM_BYTES[layout]
+    item = ITEM_BYTES[layout]
     octets = np.frombuffer(raw, np.uint8)
     return [np.ascontiguousarray(octets[k::item]) for k in range(item)]
 

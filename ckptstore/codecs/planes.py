@@ -17,7 +17,7 @@ from ckptstore.codecs.base import CodecError, Part
 from ckptstore.codecs.layout import Layout
 from ckptstore.codecs.zstd import compress, decompress
 
-__all__ = ["Planes"]
+__all__ = ["Planes", "read_planes", "stored_planes"]
 
 _COMPRESSED = 1 << 31
 # A plane is stored compressed only if it shrinks below this share: less is not worth the time to
@@ -48,41 +48,60 @@ class Planes:
 
     def encode(self, raw: memoryview, layout: Layout) -> Sequence[Part]:
         """Return the table of lengths and the planes."""
-        planes = layouts.split(layout, raw)
-        lengths: list[int] = []
-        parts: list[Part] = []
-        for plane in planes:
-            frame = compress(plane.data) if _promising(plane) else b""
-            if 0 < len(frame) < _WORTH * plane.nbytes:
-                lengths.append(len(frame) | _COMPRESSED)
-                parts.append(frame)
-            else:
-                lengths.append(plane.nbytes)
-                parts.append(plane.data)
-        return (struct.pack(f"<{len(lengths)}I", *lengths), *parts)
+        return stored_planes(layouts.split(layout, raw))
 
     def decode(self, stored: memoryview, layout: Layout, out: memoryview) -> None:
         """Join the planes again; see :class:`ckptstore.codecs.base.Codec`."""
         try:
             due = layouts.plane_bytes(layout, len(out))
-            lengths = struct.unpack_from(f"<{len(due)}I", stored)
-        except (ValueError, struct.error) as error:
-            msg = f"no table of planes: {error}"
+        except ValueError as error:
+            msg = f"no planes: {error}"
             raise CodecError(msg) from error
-        at = 4 * len(due)
-        planes: list[Part] = []
-        for length, bytes_due in zip(lengths, due, strict=True):
-            end = at + (length & ~_COMPRESSED)
-            part = stored[at:end]
-            if length & _COMPRESSED:
-                planes.append(decompress(part, bytes_due))
-            elif length == len(part) == bytes_due:
-                planes.append(part)
-            else:
-                msg = f"a plane of {length} bytes where {bytes_due} are due"
-                raise CodecError(msg)
-            at = end
-        if at != len(stored):
-            msg = f"planes end at byte {at} of {len(stored)}"
+        layouts.join(layout, read_planes(stored, due), out)
+
+
+def stored_planes(planes: Sequence[npt.NDArray[np.uint8]]) -> Sequence[Part]:
+    """Return the table of lengths and the planes, each compressed where that pays."""
+    lengths: list[int] = []
+    parts: list[Part] = []
+    for plane in planes:
+        frame = compress(plane.data) if _promising(plane) else b""
+        if 0 < len(frame) < _WORTH * plane.nbytes:
+            lengths.append(len(frame) | _COMPRESSED)
+            parts.append(frame)
+        else:
+            lengths.append(plane.nbytes)
+            parts.append(plane.data)
+    return (struct.pack(f"<{len(lengths)}I", *lengths), *parts)
+
+
+def read_planes(stored: memoryview, due: Sequence[int]) -> list[Part]:
+    """Return the planes of these lengths that :func:`stored_planes` stored.
+
+    Raises
+    ------
+    CodecError
+        If `stored` holds something else.
+    """
+    try:
+        lengths = struct.unpack_from(f"<{len(due)}I", stored)
+    except struct.error as error:
+        msg = f"no table of planes: {error}"
+        raise CodecError(msg) from error
+    at = 4 * len(due)
+    planes: list[Part] = []
+    for length, bytes_due in zip(lengths, due, strict=True):
+        end = at + (length & ~_COMPRESSED)
+        part = stored[at:end]
+        if length & _COMPRESSED:
+            planes.append(decompress(part, bytes_due))
+        elif length == len(part) == bytes_due:
+            planes.append(part)
+        else:
+            msg = f"a plane of {length} bytes where {bytes_due} are due"
             raise CodecError(msg)
-        layouts.join(layout, planes, out)
+        at = end
+    if at != len(stored):
+        msg = f"planes end at byte {at} of {len(stored)}"
+        raise CodecError(msg)
+    return planes
