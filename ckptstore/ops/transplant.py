@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
+from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import read_content
 from ckptstore.checkpoint.manifests import Manifests
@@ -31,7 +32,7 @@ from ckptstore.objects.packs import Placed
 from ckptstore.objects.reader import Want
 from ckptstore.repo import Repo
 
-__all__ = ["ORIGIN_KEY", "Landed", "transplant"]
+__all__ = ["ORIGIN_KEY", "Foreseen", "Landed", "foresee", "transplant"]
 
 ORIGIN_KEY: Final = "forked_from"
 """Where the metadata of a version that came from another store says which one it was."""
@@ -44,6 +45,22 @@ class Landed:
     manifest: Manifest
     roles: Mapping[str, RoleBytes]
     receipt: Mapping[str, float]
+    rows: tuple[int, ...]
+    """Rows of its pieces that travelled."""
+    owners: tuple[int, ...]
+    """For each of them the tensor's index."""
+    chunks_count: int
+    chunk_bytes: int
+    """Stored bytes of the chunks that travelled, headers included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """What would travel."""
+
+    chunks_count: int
+    chunk_bytes: int
+    """Stored bytes, headers included."""
 
 
 def transplant(
@@ -55,6 +72,8 @@ def transplant(
     source_id: str,
     without: Collection[str],
     progress: ProgressCallback,
+    near: Sequence[str] = (),
+    target_backend: Backend | None = None,
 ) -> Landed:
     """Bring what `manifest` needs to `target`; return the manifest as it is to be written there.
 
@@ -64,6 +83,10 @@ def transplant(
         The version that it is taken from: its other descendants in `target` are looked at first.
     without
         Packs of `target` that may not be shared.
+    near
+        Versions of `target` that are looked at before all others.
+    target_backend
+        What chunks are written through, in place of the target's own backend.
 
     Raises
     ------
@@ -73,7 +96,7 @@ def transplant(
         One of the storages failed.
     """
     began = target.environment.monotonic()
-    found = _find(manifest.pieces, target, target_cache, source_id, without)
+    found = _find(manifest.pieces, target, target_cache, source_id, without, near)
     missing = [row for row, place in enumerate(found) if place is None]
     labels = read_content(manifest).labels
     owners = np.repeat(np.arange(len(manifest.tensors)), np.diff(manifest.first))
@@ -81,7 +104,7 @@ def transplant(
         manifest.pieces,
         [Want(row=row, out=None, label=labels[int(owners[row])]) for row in missing],
         source=source.backend,
-        target=target.backend,
+        target=target_backend or target.backend,
         environment=target.environment,
         options=target.options,
         progress=progress,
@@ -95,18 +118,57 @@ def transplant(
             "pack_bytes": float(copied.pack_bytes),
             "packs_count": float(copied.packs_count),
         },
+        rows=tuple(missing),
+        owners=tuple(owners[missing].tolist()),
+        chunks_count=len(copied.places),
+        chunk_bytes=sum(
+            CHUNK_HEADER_BYTES + place.stored_bytes for place in copied.places.values()
+        ),
     )
 
 
+def foresee(
+    manifest: Manifest,
+    *,
+    target: Repo,
+    target_cache: Manifests,
+    source_id: str,
+    near: Sequence[str],
+    planned: set[bytes],
+) -> Foreseen:
+    """Count what :func:`transplant` would copy; reads manifests of the target, nothing else.
+
+    Parameters
+    ----------
+    planned
+        Ids of pieces that travel before, for versions that are copied earlier; is added to.
+    """
+    table = manifest.pieces
+    found = _find(table, target, target_cache, source_id, (), near)
+    chunks: dict[tuple[int, int], int] = {}
+    for row, place in enumerate(found):
+        piece = table.ids[row].tobytes()
+        if place is None and piece not in planned:
+            planned.add(piece)
+            chunks[int(table.pack[row]), int(table.offset[row])] = int(table.stored[row])
+    total = sum(chunks.values()) + CHUNK_HEADER_BYTES * len(chunks)
+    return Foreseen(chunks_count=len(chunks), chunk_bytes=total)
+
+
 def _find(
-    table: PieceTable, target: Repo, cache: Manifests, source_id: str, without: Collection[str]
+    table: PieceTable,
+    target: Repo,
+    cache: Manifests,
+    source_id: str,
+    without: Collection[str],
+    near: Sequence[str],
 ) -> list[Location | None]:
     """Return where each piece lies in the target already, or None."""
     found: list[Location | None] = [None] * len(table)
     left = list(range(len(table)))
     catalog = target.catalog
     looked = 0
-    for version in _candidates(catalog, source_id):
+    for version in _candidates(catalog, source_id, near):
         if not left or looked > limits.TRANSPLANT_PIECES_MAX:
             break
         try:
@@ -123,16 +185,18 @@ def _find(
     return found
 
 
-def _candidates(catalog: Catalog, source_id: str) -> Iterator[Version]:
+def _candidates(catalog: Catalog, source_id: str, near: Sequence[str]) -> Iterator[Version]:
     """Yield live versions whose pieces are at hand, the likeliest first."""
+    first = {version_id: place for place, version_id in enumerate(near)}
     live = [v for v in catalog.versions(newest_first=True) if v.level != "record" and not v.damaged]
     heads = {info.head for info in catalog.runs()}
 
-    def rank(version: Version) -> tuple[bool, bool, bool]:
+    def rank(version: Version) -> tuple[int, bool, bool, bool]:
         origin = version.metadata.get(ORIGIN_KEY)
         lineage = isinstance(origin, Mapping)
         same = isinstance(origin, Mapping) and origin.get("version") == source_id
-        return (not same, not lineage, version.id not in heads)
+        place = first.get(version.id, len(first))
+        return (place, not same, not lineage, version.id not in heads)
 
     yield from sorted(live, key=rank)
 
