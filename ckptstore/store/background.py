@@ -12,6 +12,7 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.events import Events, Observer, SaveEvent
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.store import restarts
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
@@ -173,6 +174,7 @@ class Background:
             self._events.emit(self._event(request, error=error), raised=True)
             raise
         self._events.emit(self._event(request, version=version))
+        restarts.saved(self._repo, version.run, version.step, version.id)
         return version
 
     def _event(

@@ -11,6 +11,7 @@ from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import RunInfo, Version
+from ckptstore.store import restarts
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
@@ -226,7 +227,12 @@ class Run:
             progress=progress,
         )
         saver = self._store._saver
-        return saver.save(state, request, began=began, if_busy=if_busy, stage=stage, retain=retain)
+        pending = saver.save(
+            state, request, began=began, if_busy=if_busy, stage=stage, retain=retain
+        )
+        if not pending.skipped:
+            restarts.saved(self._store.repo, self.name, pending.step, pending.version_id)
+        return pending
 
     def _check_policy(self, catalog: Catalog) -> None:
         """Raise before a save that is to be followed by retention, if that could only fail."""

@@ -17,6 +17,7 @@ from ckptstore.events import Events, ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.repo import open_repo
+from ckptstore.store import restarts
 from ckptstore.store.background import Background
 from ckptstore.store.checking import Checking
 from ckptstore.store.retaining import Retaining
@@ -261,6 +262,7 @@ class Store(Background, Checking, Retaining):
         from ckptstore.checkpoint.content import read_content
         from ckptstore.checkpoint.lazy import LazyVersion
 
+        restarts.chosen(self._repo, version.run)
         return LazyVersion(self._repo, version, read_content(self._manifests.load(version)))
 
     def log(self, *, first: int = 1) -> list[Commit]:
@@ -491,8 +493,10 @@ class Store(Background, Checking, Retaining):
         source = self.resolve(ref)
         if store is None or store._repo is self._repo:
             fork(self._repo, self._manifests, source, request)
+            restarts.chosen(self._repo, new_run)
             return self.run(new_run)
         fork_into(store._repo, store._manifests, self._repo, self._manifests, source, request)
+        restarts.chosen(store._repo, new_run)
         return store.run(new_run)
 
     def rollback(self, ref: str, *, reason: str = "") -> Version:
@@ -500,6 +504,7 @@ class Store(Background, Checking, Retaining):
         from ckptstore.ops.rollback import rollback
 
         version = self.resolve(ref)
+        restarts.chosen(self._repo, version.run)
         return rollback(self._repo, version.run, version.id, reason=reason).target
 
     # --- maintenance --------------------------------------------------------------------------

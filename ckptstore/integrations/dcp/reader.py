@@ -24,7 +24,7 @@ from ckptstore.integrations.arguments import check_run
 from ckptstore.integrations.dcp.layout import Entry, entries_of, metadata_of
 from ckptstore.integrations.dcp.plain import pickled
 from ckptstore.model import Version
-from ckptstore.store import Run, Store
+from ckptstore.store import Run, Store, restarts
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.memory import as_elements, dtype_named
 
@@ -143,6 +143,7 @@ class CkptStoreReader(StorageReader):
         return metadata_of(version, self._opened.entries)
 
     def _open(self, version: Version) -> _Opened:
+        restarts.chosen(self._store.repo, version.run)
         content = read_content(self._store._manifests.load(version))
         return _Opened(version=version, content=content, entries=entries_of(content))
 

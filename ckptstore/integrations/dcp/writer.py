@@ -30,7 +30,7 @@ from ckptstore.integrations.dcp.plain import from_planner
 from ckptstore.integrations.dcp.plans import balance, offers
 from ckptstore.model import Version
 from ckptstore.repo import open_on
-from ckptstore.store import Run, Store
+from ckptstore.store import Run, Store, restarts
 from ckptstore.tensors.adapters import TypeAdapter
 
 __all__ = ["CkptStoreWriter"]
@@ -116,7 +116,9 @@ class CkptStoreWriter(StorageWriter):
             "adapters": self._adapters,
         }
         store = (self._repo.backend, self._repo.options)
-        return _in_another_process, (*store, self._run.name, dict(self._run._directions), words)
+        run = (self._run.name, dict(self._run._directions))
+        resumed = restarts.is_chosen(self._repo, self._run.name)
+        return _in_another_process, (*store, *run, resumed, words)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Take the step of the next save; called by torch on every rank if there is one.
@@ -264,6 +266,7 @@ class CkptStoreWriter(StorageWriter):
             roles=self._roles,
             receipt={"ranks_s": waited},
         )
+        restarts.saved(self._repo, self.version.run, self.version.step, self.version.id)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=f"{self.version.run}@{self.version.step}", save_id=self.version.id
         )
@@ -288,10 +291,13 @@ def _in_another_process(
     options: Options,
     run: str,
     directions: Mapping[str, str],
+    resumed: bool,
     words: Any,  # noqa: ANN401
 ) -> CkptStoreWriter:
     """Return a writer on a store that is opened here; it is closed with the process."""
     store = Store(open_on(backend, options=options))
+    if resumed:
+        restarts.chosen(store.repo, run)
     return CkptStoreWriter(store.run(run, metrics=directions), **words)
 
 

@@ -1,0 +1,72 @@
+"""Notices a training that was begun again without being resumed, and says so once.
+
+Nothing is wrong with the store then: a step that was saved before gets a further version. But the
+run goes on from the new, untrained state, and what it was before is only history. A process whose
+first save of a run goes back in steps, and that has loaded nothing of the run, has most likely
+forgotten to load.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.errors import VersionNotFoundError
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["chosen", "is_chosen", "saved"]
+
+_log = logging.getLogger("ckptstore")
+
+_chosen: dict[str, set[str]] = {}
+"""By store, the runs that this process knows how to go on with; a forked child knows them too.
+
+Of the process and not of a store that is opened: who opens it once to load and once to save has
+loaded.
+"""
+
+
+def chosen(repo: Repo, run: str) -> None:
+    """Note that this process has loaded from a run, made it, or decided what its head is."""
+    _chosen.setdefault(repo.superblock.store_id, set()).add(run)
+
+
+def is_chosen(repo: Repo, run: str) -> bool:
+    """Return whether a save of the run would not be looked at."""
+    return run in _chosen.get(repo.superblock.store_id, ())
+
+
+def saved(repo: Repo, run: str, step: int, version: str) -> None:
+    """Look at a save, which need not be committed yet; warn if it is a first one and goes back.
+
+    Parameters
+    ----------
+    version
+        Its id.
+    """
+    if is_chosen(repo, run):
+        return
+    chosen(repo, run)
+    before = _before(repo.log.catalog, run, version)
+    if before is not None and step <= before.step:
+        _log.warning(
+            "run %s: step %d is saved after step %d, and this process has loaded nothing of the "
+            "run: was it started again without being resumed? To go on, load before the first "
+            "save: state = run.load(). To train again from an earlier version: run.rollback(...). "
+            "For another training: a run of another name, or store.fork(...)",
+            run,
+            step,
+            before.step,
+        )
+
+
+def _before(catalog: Catalog, run: str, version: str) -> Version | None:
+    """Return the version of the run that a save continues; None if there is none."""
+    if not catalog.has_run(run):
+        return None
+    try:
+        parent = catalog.version(version).parent
+    except VersionNotFoundError:  # it is under way
+        return catalog.head(run)
+    return catalog.version(parent) if parent else None  # one that was deleted is known too
