@@ -126,10 +126,11 @@ def writer_identity() -> str:
     return f"{user}@{socket.gethostname()} {os.getpid()}"
 
 
-CodecChoice = Literal["auto", "raw", "zstd"]
-CODEC_CHOICES: Final = ("auto", "raw", "zstd")
+CodecChoice = Literal["auto", "raw", "zstd", "delta"]
+CODEC_CHOICES: Final = ("auto", "raw", "zstd", "delta")
 """``auto``: planes for floats and integers, zstd for bytes, raw where neither pays;
-``raw``: never compress; ``zstd``: zstd without planes, raw where it does not pay."""
+``raw``: never compress; ``zstd``: zstd without planes, raw where it does not pay; ``delta``: as
+``auto``, or the difference to the version before, where that is smaller."""
 
 
 def check_choice(choice: str) -> CodecChoice:
@@ -162,7 +163,11 @@ class Options:
     workers: int = field(default_factory=workers_default)
     """Threads that hash, encode and decode."""
     codec: str = "auto"
-    """``auto`` (planes+zstd where it pays), ``raw``, or ``zstd``."""
+    """``auto`` (planes+zstd where it pays), ``raw``, ``zstd``, or ``delta`` (the difference to the
+    version before where that is smaller)."""
+    base_bytes: int = limits.BASE_BYTES_DEFAULT
+    """Host memory for what the next save takes differences to, in bytes, with codec ``delta``: kept
+    from one save to the next, so that it is not read again. 0 keeps nothing."""
     read_only: bool = False
     """Refuse every write."""
     single_writer: bool = False
@@ -185,6 +190,8 @@ class Options:
             value = getattr(self, name)
             if value is not None or name != "staging_bytes":
                 object.__setattr__(self, name, _positive(name, value))
+        if self.base_bytes != 0:
+            object.__setattr__(self, "base_bytes", _positive("base_bytes", self.base_bytes))
 
 
 def _positive(name: str, value: object) -> int:

@@ -45,6 +45,10 @@ DERIVED_BYTES_MIN: Final = 1 * KIB
 # Host memory that one save or load may hold for chunks in flight. Source: a save may
 # take 400 MiB at its peak in all; leaves room for three 64 MiB packs on object stores.
 HOST_BYTES_DEFAULT: Final = 256 * MIB
+# Host memory that a store keeps between saves for the pieces that deltas refer to. Source: a store
+# that is used with codec delta may hold as much between saves as during one; what does not find
+# room is read again, one range of 4 MiB a piece.
+BASE_BYTES_DEFAULT: Final = 256 * MIB
 # Threads that hash, encode and decode. Source: each stage releases the GIL; more than 8 saturate
 # memory bandwidth on the machines measured by peers in published figures.
 WORKERS_MAX: Final = 8

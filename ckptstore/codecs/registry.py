@@ -7,22 +7,46 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.codecs.base import Codec, CodecError, Part
+from ckptstore.codecs.delta import Delta
 from ckptstore.codecs.layout import Layout
 from ckptstore.codecs.planes import Planes
 from ckptstore.codecs.raw import Raw
 from ckptstore.codecs.zstd import Zstd
 from ckptstore.config import CODEC_CHOICES, CodecChoice, check_choice
 
-__all__ = ["CODECS", "CODEC_CHOICES", "CodecChoice", "Encoded", "check_choice", "decode", "encode"]
+__all__ = [
+    "CODECS",
+    "CODEC_CHOICES",
+    "DELTA",
+    "Base",
+    "CodecChoice",
+    "Encoded",
+    "check_choice",
+    "decode",
+    "encode",
+    "is_known",
+]
 
 _RAW = Raw()
 _ZSTD = Zstd()
 _PLANES = Planes()
 CODECS: Final[dict[int, Codec]] = {codec.code: codec for codec in (_RAW, _ZSTD, _PLANES)}
+"""Those that need nothing but the chunk."""
+DELTA: Final = Delta()
+"""The one that needs another piece besides; see :class:`Base`."""
 
 # A chunk is stored encoded only below this share of its raw bytes. Source: raw chunks are read
 # straight into the tensor, which is worth more than 2% of the bytes on every storage measured.
 _WORTH: Final = 0.98
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The piece that a delta refers to, in memory."""
+
+    piece_id: bytes
+    """BLAKE3-256 of `data`."""
+    data: memoryview
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +60,12 @@ class Encoded:
 
 
 def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:
-    """Return the smallest form of a chunk among those that `choice` allows."""
+    """Return the smallest form of a chunk among those that `choice` allows and that need no base.
+
+    For deltas see :mod:`ckptstore.objects.deltas`.
+    """
     if choice != "raw" and len(raw) > 0:
-        planes = choice == "auto" and layout is not Layout.BYTES
+        planes = choice != "zstd" and layout is not Layout.BYTES
         codec: Codec = _PLANES if planes else _ZSTD
         used = layout if planes else Layout.BYTES
         parts = codec.encode(raw, used)
@@ -48,17 +75,34 @@ def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:
     return Encoded(codec=_RAW.code, layout=Layout.BYTES, parts=(raw,), stored_bytes=len(raw))
 
 
-def decode(codec: int, layout: int, stored: memoryview, out: memoryview) -> None:
+def is_known(codec: int, layout: int) -> bool:
+    """Say whether this ckptstore can decode chunks whose headers name `codec` and `layout`."""
+    return (codec in CODECS or codec == DELTA.code) and layout in set(Layout)
+
+
+def decode(
+    codec: int, layout: int, stored: memoryview, out: memoryview, *, base: Base | None = None
+) -> None:
     """Fill `out` from a stored chunk whose header names `codec` and `layout`.
+
+    Parameters
+    ----------
+    base
+        What the manifest says that it refers to. `out` may be the memory of its bytes.
 
     Raises
     ------
     CodecError
-        If either is unknown, or the bytes are not of that codec.
+        If either is unknown, the bytes are not of that codec, or there is a base and no delta or
+        a delta and no base.
     """
-    try:
-        known, planes = CODECS[codec], Layout(layout)
-    except (KeyError, ValueError) as error:
+    if not is_known(codec, layout):
         msg = f"unknown codec {codec} or layout {layout}"
-        raise CodecError(msg) from error
-    known.decode(stored, planes, out)
+        raise CodecError(msg)
+    if (codec == DELTA.code) != (base is not None):
+        msg = "a delta without a base" if base is None else "a base, and a chunk that is no delta"
+        raise CodecError(msg)
+    if base is None:
+        CODECS[codec].decode(stored, Layout(layout), out)
+    else:
+        DELTA.decode(stored, Layout(layout), out, base_id=base.piece_id, base=base.data)

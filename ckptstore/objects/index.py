@@ -1,4 +1,4 @@
-"""Which pieces are known already, and where: the lookup behind sharing."""
+"""Which pieces are known already, and where: the lookup behind sharing; and tables of places."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.format.bases import NO_BASE
 from ckptstore.format.manifest import PieceTable
 
-__all__ = ["KnownPieces", "Location"]
+__all__ = ["Base", "KnownPieces", "Location", "TableBuilder", "base_of", "location_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,96 @@ class Location:
     """Where the piece begins in the decoded chunk, in bytes."""
     slab_bytes: int
     """Length of the decoded chunk."""
+    base: Base | None = None
+    """What the chunk refers to, if it is a delta."""
+
+    @property
+    def packs(self) -> tuple[str, ...]:
+        """Return the packs that are needed to have the piece."""
+        return (self.pack,) if self.base is None else (self.pack, self.base.location.pack)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The piece that a delta refers to: as long as the piece itself, and no delta."""
+
+    piece_id: bytes
+    location: Location
+
+
+def location_of(table: PieceTable, row: int) -> Location:
+    """Return where the piece in one row lies, and what it refers to if it is a delta."""
+    base = table.base_of(row)
+    return Location(
+        pack=table.packs[int(table.pack[row])],
+        offset=int(table.offset[row]),
+        stored_bytes=int(table.stored[row]),
+        inner=int(table.inner[row]),
+        slab_bytes=int(table.slab[row]),
+        base=None if base is None else base_of(table, base),
+    )
+
+
+def base_of(table: PieceTable, row: int) -> Base:
+    """Return the piece in one row as what a delta refers to; it is none itself."""
+    return Base(piece_id=table.ids[row].tobytes(), location=location_of(table, row))
+
+
+class TableBuilder:
+    """Makes a table row by row, and puts what the deltas refer to behind the rows.
+
+    Parameters
+    ----------
+    ids, raw
+        Columns of the rows that are to come; see :class:`PieceTable`.
+    """
+
+    def __init__(self, ids: npt.NDArray[np.uint8], raw: npt.NDArray[np.uint32]) -> None:
+        count = len(raw)
+        self._ids, self._raw = ids, raw
+        self._packs: dict[str, int] = {}
+        self._rows: list[tuple[int, int, int, int, int]] = [(0, 0, 0, 0, 0)] * count
+        self._base = np.full(count, NO_BASE, np.uint32)
+        self._bases: dict[bytes, tuple[int, Base]] = {}
+        """By id: its place among the bases, and where it lies."""
+        self._lengths: list[int] = []
+
+    def put(self, row: int, place: Location) -> None:
+        """Say where the piece of a row lies. Of several places of one base the first counts."""
+        self._rows[row] = self._columns(place)
+        base = place.base
+        if base is not None:
+            if base.piece_id not in self._bases:
+                self._bases[base.piece_id] = (len(self._bases), base)
+                self._lengths.append(int(self._raw[row]))
+            self._base[row] = len(self._raw) + self._bases[base.piece_id][0]
+
+    def build(self) -> PieceTable:
+        """Return the table; every row must have been put."""
+        bases = [base for _, base in self._bases.values()]
+        rows = [*self._rows, *(self._columns(base.location) for base in bases)]
+        columns = np.array(rows, np.uint64).reshape(-1, 5)
+        ids, raw, column = self._ids, self._raw, None
+        if bases:
+            more = np.frombuffer(b"".join(base.piece_id for base in bases), np.uint8)
+            ids = np.concatenate((ids, more.reshape(-1, 32)))
+            raw = np.concatenate((raw, np.array(self._lengths, np.uint32)))
+            column = np.concatenate((self._base, np.full(len(bases), NO_BASE, np.uint32)))
+        return PieceTable(
+            ids=ids,
+            raw=raw,
+            pack=columns[:, 0].astype(np.uint32),
+            offset=columns[:, 1],
+            stored=columns[:, 2].astype(np.uint32),
+            inner=columns[:, 3].astype(np.uint32),
+            slab=columns[:, 4].astype(np.uint32),
+            packs=list(self._packs),
+            base=column,
+        )
+
+    def _columns(self, place: Location) -> tuple[int, int, int, int, int]:
+        pack = self._packs.setdefault(place.pack, len(self._packs))
+        return pack, place.offset, place.stored_bytes, place.inner, place.slab_bytes
 
 
 class KnownPieces:
@@ -55,7 +146,7 @@ class KnownPieces:
         """
         for table in self._tables:
             location = table.find(piece_id, raw_bytes)
-            if location is not None and location.pack not in self._without:
+            if location is not None and self._without.isdisjoint(location.packs):
                 return location
         return None
 
@@ -78,12 +169,6 @@ class _Sorted:
         while at < len(self._keys) and self._keys[at] == key:
             row = int(self._order[at])
             if table.ids[row].tobytes() == piece_id and int(table.raw[row]) == raw_bytes:
-                return Location(
-                    pack=table.packs[int(table.pack[row])],
-                    offset=int(table.offset[row]),
-                    stored_bytes=int(table.stored[row]),
-                    inner=int(table.inner[row]),
-                    slab_bytes=int(table.slab[row]),
-                )
+                return location_of(table, row)
             at += 1
         return None
