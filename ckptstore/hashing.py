@@ -16,6 +16,7 @@ from blake3 import blake3
 __all__ = [
     "DIGEST_BYTES",
     "DIGEST_HEX_CHARS",
+    "Hasher",
     "blake3_digest",
     "blake3_hex",
     "blake3_of",
@@ -46,6 +47,23 @@ def blake3_of(parts: Iterable[Buffer]) -> bytes:
     for part in parts:
         hasher.update(part)
     return hasher.digest()
+
+
+class Hasher:
+    """BLAKE3-256 of bytes that come one after another. One thread at a time."""
+
+    __slots__ = ("_hasher",)
+
+    def __init__(self) -> None:
+        self._hasher = blake3()
+
+    def update(self, data: Buffer) -> None:
+        """Take what comes next."""
+        self._hasher.update(data)
+
+    def digest(self) -> bytes:
+        """Return the digest of all that came, 32 bytes."""
+        return self._hasher.digest()
 
 
 def xxh3_64(data: Buffer) -> int:

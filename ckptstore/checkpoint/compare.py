@@ -10,13 +10,12 @@ import torch
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.lazy import LazyTensor
-from ckptstore.checkpoint.load import Part
+from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
-from ckptstore.objects.reader import read_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.memory import dtype_named
 
@@ -195,9 +194,9 @@ def _groups(
         item = ITEM_BYTES[record.dtype]
         count = record.nbytes // item
         step = _WINDOW_ELEMENTS
-        if manifest.first[index + 1] - manifest.first[index] > 1:  # end where a piece ends
-            piece = int(manifest.pieces.raw[manifest.first[index]]) // item
-            step = max(1, step // piece) * piece
+        ends = piece_ends(manifest, index)
+        if len(ends) > 1:  # end where a piece ends
+            step = max(1, step // int(ends[0])) * int(ends[0])
         for start in range(0, count, step):
             stop = min(start + step, count)
             if filled and filled + stop - start > _WINDOW_ELEMENTS:
@@ -214,25 +213,19 @@ def _read(
 ) -> Iterator[tuple[_Window, torch.Tensor, torch.Tensor]]:
     sides: list[list[torch.Tensor]] = []
     for side, content in enumerate(contents):
-        parts: list[Part] = []
+        ranges: list[Range] = []
         tensors: list[torch.Tensor] = []
         for window in group:
             leaf = _both(pairs[window.place])[side]
             record = content.manifest.tensors[leaf.index]
             item = ITEM_BYTES[record.dtype]
             memory = bytearray((window.stop - window.start) * item)
-            parts.append(Part(content, leaf.index, window.start * item, memoryview(memory)))
+            start = window.start * item
+            out = memoryview(memory)
+            ranges.append(Range(index=leaf.index, start=start, nbytes=len(out), out=out))
             raw = torch.frombuffer(memory, dtype=torch.uint8)
             tensors.append(raw.view(_real(record.dtype)))
-        read_pieces(
-            content.manifest.pieces,
-            [want for part in parts for want in part.wants],
-            backend=repo.backend,
-            options=repo.options,
-            progress=silent,
-        )
-        for part in parts:
-            part.finish()
+        read_ranges(content, ranges, backend=repo.backend, options=repo.options)
         sides.append(tensors)
     yield from zip(group, *sides, strict=True)
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ckptstore.checkpoint.content import Content, TensorInfo
-from ckptstore.checkpoint.load import LoadRequest, Part, load_state
+from ckptstore.checkpoint.load import LoadRequest, load_state
+from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import TensorIndexError
 from ckptstore.events import ProgressCallback, silent
@@ -22,7 +23,6 @@ from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, Pattern, find_path, path_text
 from ckptstore.format.skeleton import Leaf, prune
 from ckptstore.model import Version
-from ckptstore.objects.reader import read_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.restore import Destination, MapLocation
@@ -339,12 +339,9 @@ class LazyTensor:
         """Fill `out` with the tensor's bytes from `start` on."""
         if not len(out):
             return
-        part = Part(self._content, self._leaf.index, start, out)
-        read_pieces(
-            self._content.manifest.pieces,
-            part.wants,
+        read_ranges(
+            self._content,
+            [Range(index=self._leaf.index, start=start, nbytes=len(out), out=out)],
             backend=self._repo.backend,
             options=self._repo.options,
-            progress=silent,
         )
-        part.finish()

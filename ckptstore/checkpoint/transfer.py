@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from ckptstore.checkpoint.content import Content
-from ckptstore.checkpoint.load import wants_of
+from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern, path_text
 from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
-from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.memory import dtype_named, dtype_text
 from ckptstore.tensors.restore import Restorer
@@ -337,16 +336,12 @@ def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:
     restorer = Restorer(
         ["l", *(job.leaf.node for job in batch)], content.manifest.tensors, into=exact or None
     )
-    wants: list[Want] = []
     destinations = [(index, restorer.destination(index)) for index in restorer.needed]
-    for index, destination in destinations:
-        wants.extend(wants_of(content, index, destination.view))
-    read_pieces(
-        content.manifest.pieces,
-        wants,
+    read_ranges(
+        content,
+        [Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations],
         backend=repo.backend,
         options=repo.options,
-        progress=silent,
     )
     for _, destination in destinations:
         destination.finish()

@@ -95,11 +95,9 @@ class Recipe:
             Of the tensor among those of the manifest.
         """
         code = 0 if self.kind == "cast" else list(CODES).index(self.code)
-        if self.exact:
-            digests, errors = self.digest, ()
-        else:
-            digests = self.digest + self.given
-            errors = (self.max_abs, self.rel_l2, self.max_abs_bound, self.rel_l2_bound)
+        digests = self.digest if self.exact else self.digest + self.given
+        bounds = (self.max_abs_bound, self.rel_l2_bound)
+        errors = () if self.exact else (self.max_abs, self.rel_l2, *bounds)
         return place, _KINDS.index(self.kind), self.sources, code, self.block, digests, errors
 
     @classmethod

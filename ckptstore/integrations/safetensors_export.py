@@ -19,8 +19,8 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.load import wants_of
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
 from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import gather
@@ -28,7 +28,6 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.integrations.safetensors_plan import FileTensor, encode_header, plan_file
 from ckptstore.model import Version
-from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.repo import Repo
 from ckptstore.store import Store
 
@@ -137,16 +136,15 @@ class _Segment:
 
 def _segments(content: Content, index: int) -> Iterator[_Segment]:
     """Yield a tensor in parts of at most the window, or one piece where that is larger."""
-    first = content.manifest.first
-    start = size = 0
-    for row in range(first[index], first[index + 1]):
-        piece = int(content.manifest.pieces.raw[row])
-        if size and size + piece > limits.EXPORT_WINDOW_BYTES:
-            yield _Segment(index=index, start=start, nbytes=size)
-            start, size = start + size, 0
-        size += piece
-    if size:
-        yield _Segment(index=index, start=start, nbytes=size)
+    item = ITEM_BYTES[content.manifest.tensors[index].dtype]
+    start = stop = 0
+    for end in (piece_ends(content.manifest, index) * item).tolist():
+        if stop > start and end - start > limits.EXPORT_WINDOW_BYTES:
+            yield _Segment(index=index, start=start, nbytes=stop - start)
+            start = stop
+        stop = end
+    if stop > start:
+        yield _Segment(index=index, start=start, nbytes=stop - start)
 
 
 def _write_data(
@@ -199,13 +197,13 @@ class _Writer:
     def flush(self) -> None:
         """Write what was collected."""
         memory = memoryview(bytearray(self._batch_bytes))
-        wants: list[Want] = []
+        ranges: list[Range] = []
         at = 0
-        for segment in self._batch:
-            out = memory[at : at + segment.nbytes]
-            wants += self._wants(segment, out)
-            at += segment.nbytes
-        self._read(wants)
+        for part in self._batch:
+            out = memory[at : at + part.nbytes]
+            ranges.append(Range(index=part.index, start=part.start, nbytes=part.nbytes, out=out))
+            at += part.nbytes
+        self._read(ranges)
         self._file.write(memory)
         self._done += self._batch_bytes
         self._batch, self._batch_bytes = [], 0
@@ -214,7 +212,7 @@ class _Writer:
         """Write a tensor that does not lie in the store as in the file."""
         record = self._content.manifest.tensors[item.index]
         memory = memoryview(bytearray(record.nbytes))
-        self._read(list(wants_of(self._content, item.index, memory)))
+        self._read([Range(index=item.index, start=0, nbytes=len(memory), out=memory)])
         if record.blocks is not None:
             stored, memory = memory, memoryview(bytearray(record.nbytes))
             gather(record.blocks, record.shape, ITEM_BYTES[record.dtype], stored, memory)
@@ -230,28 +228,17 @@ class _Writer:
         self._file.write(np.ascontiguousarray(array).tobytes())
         self._done += item.nbytes
 
-    def _wants(self, segment: _Segment, out: memoryview) -> Iterator[Want]:
-        first = self._content.manifest.first
-        label = self._content.labels[segment.index]
-        at = 0
-        for row in range(first[segment.index], first[segment.index + 1]):
-            size = int(self._content.manifest.pieces.raw[row])
-            inside = at - segment.start
-            if 0 <= inside < segment.nbytes:
-                yield Want(row=row, out=out[inside : inside + size], label=label)
-            at += size
-
-    def _read(self, wants: Sequence[Want]) -> None:
+    def _read(self, ranges: Sequence[Range]) -> None:
         base = self._done
 
         def step(part: Progress) -> None:
             done = min(base + part.done, self._total)
             self._progress(Progress(stage="export", done=done, total=self._total))
 
-        if wants:
-            read_pieces(
-                self._content.manifest.pieces,
-                wants,
+        if ranges:
+            read_ranges(
+                self._content,
+                ranges,
                 backend=self._repo.backend,
                 options=self._repo.options,
                 progress=step,

@@ -1,0 +1,342 @@
+"""Ranges of tensors: read from the pieces that hold them, or made from what they follow from.
+
+The one place that knows both. A tensor in pieces is decoded straight into its destination. One with
+a recipe (:mod:`ckptstore.format.recipes`) is made step by step, a step being a piece of its first
+source: what it needs of the sources is read, many steps at a time, turned into elements in
+the destination, and dropped. Where all of a tensor is made, its bytes must have the digest that the
+recipe names. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptstore.backends.base import Backend
+from ckptstore.checkpoint.content import Content
+from ckptstore.config import Options
+from ckptstore.encodings.decoding import decode_elements
+from ckptstore.errors import CorruptTensorError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import Manifest
+from ckptstore.hashing import Hasher
+from ckptstore.objects.reader import Want, read_pieces
+
+__all__ = ["Range", "piece_ends", "read_ranges"]
+
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Some consecutive elements of one tensor, and the memory that they go to."""
+
+    index: int
+    """The tensor's record."""
+    start: int
+    """The first byte, in stored order; that of an element."""
+    nbytes: int
+    """How many bytes; whole elements."""
+    out: memoryview | None
+    """Writable, C-contiguous, `nbytes` long; None to check what is read and drop it."""
+
+
+def read_ranges(
+    content: Content,
+    ranges: Sequence[Range],
+    *,
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback = silent,
+) -> None:
+    """Fill the memory of some ranges; every byte that is read is checked.
+
+    Host memory beyond the destinations, and beyond whole pieces at the ends of ranges, stays
+    within ``options.host_bytes`` (one piece of each source at least). A tensor that others follow
+    from, and that is asked for whole too, is read once.
+
+    Raises
+    ------
+    CorruptTensorError
+        A piece that is needed is damaged, or a tensor that is made whole is not what its recipe
+        names; names the tensor.
+    StorageError
+        The storage failed.
+    """
+    records = content.manifest.tensors
+    stored = [one for one in ranges if records[one.index].recipe is None]
+    total = sum(one.nbytes for one in ranges)
+    done = sum(one.nbytes for one in stored)
+    if stored:
+        parts = [_Part(content, one.index, one.start, one.nbytes, one.out) for one in stored]
+        read_pieces(
+            content.manifest.pieces,
+            [want for part in parts for want in part.wants],
+            backend=backend,
+            options=options,
+            progress=lambda step: progress(
+                Progress(stage=step.stage, done=min(step.done, done), total=total)
+            ),
+        )
+        for part in parts:
+            part.finish()
+    made = [one for one in ranges if records[one.index].recipe is not None]
+    if made:
+        ready = {
+            one.index: one.out
+            for one in stored
+            if one.out is not None and one.nbytes == records[one.index].nbytes
+        }
+        _Making(content, ready, backend, options, progress, done=done, total=total).run(made)
+
+
+def piece_ends(manifest: Manifest, index: int) -> np.ndarray:
+    """Return where the pieces end that a tensor is read from, in elements of the tensor.
+
+    Of one with a recipe these are the pieces of its first source, which has as many elements.
+
+    Returns
+    -------
+    numpy.ndarray
+        ``int64[pieces]``; empty for an empty tensor.
+    """
+    recipe = manifest.tensors[index].recipe
+    place = recipe.sources[0] if recipe else index
+    raw = manifest.pieces.raw[manifest.first[place] : manifest.first[place + 1]]
+    ends: np.ndarray = np.cumsum(raw, dtype=np.int64) // ITEM_BYTES[manifest.tensors[place].dtype]
+    return ends
+
+
+class _Part:
+    """Some consecutive bytes of a tensor in pieces, to be read together with others."""
+
+    def __init__(
+        self, content: Content, index: int, start: int, nbytes: int, out: memoryview | None
+    ) -> None:
+        manifest = content.manifest
+        self.wants: list[Want] = []
+        """What must be read for them; whole pieces, some into memory of their own."""
+        self.edge_bytes = 0
+        """Memory of pieces of which only a part is wanted."""
+        self._edges: list[tuple[memoryview, int]] = []
+        self._start, self._out = start, out
+        end = start + nbytes
+        first, last = manifest.first[index], manifest.first[index + 1]
+        ends = np.cumsum(manifest.pieces.raw[first:last], dtype=np.int64)
+        row = first + int(np.searchsorted(ends, start, "right"))
+        at = int(ends[row - first - 1]) if row > first else 0
+        while at < end and nbytes:
+            size = int(manifest.pieces.raw[row])
+            memory = None
+            if out is not None and start <= at and at + size <= end:
+                memory = out[at - start : at - start + size]
+            elif out is not None:
+                memory = memoryview(bytearray(size))
+                self.edge_bytes += size
+                self._edges.append((memory, at))
+            self.wants.append(Want(row=row, out=memory, label=content.labels[index]))
+            at += size
+            row += 1
+
+    def finish(self) -> None:
+        """Bring what was read to where it goes; every want must have been read."""
+        for memory, at in self._edges:
+            assert self._out is not None  # noqa: S101  # for the type checker: edges go somewhere
+            low = max(at, self._start)
+            high = min(at + len(memory), self._start + len(self._out))
+            self._out[low - self._start : high - self._start] = memory[low - at : high - at]
+        self._edges.clear()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Scales:
+    """Scales of consecutive blocks, in memory once they are read."""
+
+    first: int
+    """The first block."""
+    stop: int
+    memory: memoryview
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """Elements that are made at once."""
+
+    whole: Range
+    """What they are a part of."""
+    low: int
+    high: int
+    """The first element in the tensor, and the one after the last."""
+    codes: memoryview
+    """Of the first source; filled when the step's parts are read."""
+    scales: _Scales | None
+    parts: list[_Part]
+    """What is to be read first; nothing where the source is in memory."""
+    held_bytes: int
+    """Host memory that it takes."""
+    last: bool
+    """Whether the range ends with it."""
+
+
+class _Making:
+    """One call's tensors with recipes; owned by one thread."""
+
+    def __init__(
+        self,
+        content: Content,
+        ready: dict[int, memoryview],
+        backend: Backend,
+        options: Options,
+        progress: ProgressCallback,
+        *,
+        done: int,
+        total: int,
+    ) -> None:
+        self._content = content
+        self._ready = ready
+        self._backend = backend
+        # Half for the threads that fetch; of the rest a quarter at most for scales, which stay.
+        self._options = replace(options, host_bytes=max(1, options.host_bytes // 2))
+        self._room = max(1, options.host_bytes * 3 // 8)
+        self._scales_room = max(_SCALE_BYTES, options.host_bytes // 8)
+        self._progress = progress
+        self._done, self._total = done, total
+        self._hasher = Hasher()
+
+    def run(self, ranges: Sequence[Range]) -> None:
+        """Make all of them, in their order."""
+        group: list[_Step] = []
+        held = 0
+        with ThreadPoolExecutor(self._options.workers, "ckptstore-decode") as pool:
+            for one in ranges:
+                for step in self._steps(one):
+                    if group and held + step.held_bytes > self._room:
+                        self._make(group, pool)
+                        group, held = [], 0
+                    group.append(step)
+                    held += step.held_bytes
+                if one.nbytes == 0:
+                    self._check(one, Hasher())
+            self._make(group, pool)
+
+    def _steps(self, one: Range) -> Iterator[_Step]:
+        """Yield the steps of one range; what they read is planned, and its memory taken."""
+        manifest = self._content.manifest
+        record = manifest.tensors[one.index]
+        recipe = record.recipe
+        assert recipe is not None  # noqa: S101  # for the type checker: that is why it is here
+        source = recipe.sources[0]
+        item, own = ITEM_BYTES[record.dtype], ITEM_BYTES[manifest.tensors[source].dtype]
+        low, stop = one.start // item, (one.start + one.nbytes) // item
+        ends = piece_ends(manifest, one.index)
+        row = int(np.searchsorted(ends, low, "right"))
+        scales: _Scales | None = None
+        while low < stop:
+            high = min(int(ends[row]), stop)
+            parts: list[_Part] = []
+            held = 0 if one.out is not None else (high - low) * item
+            if source in self._ready:
+                codes = self._ready[source][low * own : high * own]
+            else:
+                codes = memoryview(bytearray((high - low) * own))
+                parts.append(_Part(self._content, source, low * own, len(codes), codes))
+                held += len(codes)
+            if recipe.block and (scales is None or -(-high // recipe.block) > scales.stop):
+                scales = self._scales(recipe.sources[1], recipe.block, low, high, stop)
+                start, size = scales.first * _SCALE_BYTES, len(scales.memory)
+                parts.append(_Part(self._content, recipe.sources[1], start, size, scales.memory))
+                held += size
+            held += sum(part.edge_bytes for part in parts)
+            last = high == stop
+            yield _Step(
+                whole=one,
+                low=low,
+                high=high,
+                codes=codes,
+                scales=scales,
+                parts=parts,
+                held_bytes=held,
+                last=last,
+            )
+            low, row = high, row + 1
+
+    def _scales(self, index: int, block: int, low: int, high: int, stop: int) -> _Scales:
+        """Return memory for scales from that of element `low` on: as many as there is room for."""
+        first = low // block
+        needed, wanted = -(-high // block), -(-stop // block)
+        last = max(needed, min(wanted, first + self._scales_room // _SCALE_BYTES))
+        if last < wanted:  # end where a piece ends, so that none is read twice
+            ends = piece_ends(self._content.manifest, index)
+            place = int(np.searchsorted(ends, last, "right"))
+            last = max(needed, int(ends[place - 1]) if place else 0)
+        memory = memoryview(bytearray((last - first) * _SCALE_BYTES))
+        return _Scales(first=first, stop=last, memory=memory)
+
+    def _make(self, group: Sequence[_Step], pool: ThreadPoolExecutor) -> None:
+        """Read what some steps need, make them, and check the tensors that end with one."""
+        parts = [part for step in group for part in step.parts]
+        if parts:
+            read_pieces(
+                self._content.manifest.pieces,
+                [want for part in parts for want in part.wants],
+                backend=self._backend,
+                options=self._options,
+                progress=silent,
+            )
+        for part in parts:
+            part.finish()
+        for step, made in zip(group, pool.map(self._decode, group), strict=True):
+            record = self._content.manifest.tensors[step.whole.index]
+            if step.whole.nbytes == record.nbytes:
+                self._hasher.update(made)
+                if step.last:
+                    self._check(step.whole, self._hasher)
+                    self._hasher = Hasher()
+            self._done += len(made)
+            self._progress(Progress(stage="read", done=self._done, total=self._total))
+
+    def _decode(self, step: _Step) -> memoryview:
+        """Make the elements of a step; return their bytes."""
+        record = self._content.manifest.tensors[step.whole.index]
+        recipe = record.recipe
+        assert recipe is not None  # noqa: S101  # for the type checker: steps are of such
+        item = ITEM_BYTES[record.dtype]
+        if step.whole.out is None:
+            out = memoryview(bytearray((step.high - step.low) * item))
+        else:
+            out = step.whole.out[
+                step.low * item - step.whole.start : step.high * item - step.whole.start
+            ]
+        scales = None
+        if step.scales is not None:
+            scales = step.scales.memory[
+                (step.low // recipe.block - step.scales.first) * _SCALE_BYTES :
+            ]
+        decode_elements(
+            recipe.kind,
+            recipe.code,
+            recipe.block,
+            record.dtype,
+            self._content.manifest.tensors[recipe.sources[0]].dtype,
+            step.low,
+            step.codes,
+            scales,
+            out,
+        )
+        return out
+
+    def _check(self, one: Range, made: Hasher) -> None:
+        """Compare the digest of a tensor that was made whole."""
+        record = self._content.manifest.tensors[one.index]
+        if one.nbytes != record.nbytes or record.recipe is None:
+            return
+        if made.digest() != record.recipe.digest:
+            label = self._content.labels[one.index]
+            msg = f"tensor {label}: what its {record.recipe.kind} gives has another digest"
+            raise CorruptTensorError(
+                msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
+            )
