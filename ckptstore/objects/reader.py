@@ -2,7 +2,8 @@
 
 Every chunk is checked twice: its stored bytes against the checksum in its header before a decoder
 sees them, and each piece against its id after decoding. A chunk that was stored raw is read
-straight into the destination and its id checked there.
+straight into the destination and its id checked there. What deltas refer to is fetched a span at a
+time, as the deltas are, and decoded where the delta is then applied: in the destination.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import numpy.typing as npt
 
 from ckptstore.backends.base import Backend, Capabilities
 from ckptstore.codecs.base import CodecError
-from ckptstore.codecs.registry import decode
+from ckptstore.codecs.registry import Base, decode
 from ckptstore.config import Options
 from ckptstore.errors import (
     CkptStoreError,
@@ -164,7 +165,8 @@ def read_pieces(
         on_failure=on_failure,
         total=int(sum(int(table.raw[want.row]) for want in wants)),
     )
-    per_thread = 2 * capabilities.read_bytes_max
+    # A span, the slab of a chunk, and as much again for what deltas refer to.
+    per_thread = (2 if table.base is None else 4) * capabilities.read_bytes_max
     threads = max(options.workers, capabilities.concurrency)
     threads = max(1, min(threads, options.host_bytes // per_thread, len(spans)))
     run.work(iter(spans), threads)
@@ -220,19 +222,107 @@ class _Reading:
                 return
             self._failed(span.pack, span.chunks[0], error)
             return
+        deltas: dict[int, list[_Delta]] = {}
         for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
+            base = self.table.base_of(chunk.wants[0].row)
             try:
-                self._chunk(span.pack, chunk, header, body, scratch)
+                if base is None:
+                    self._chunk(span.pack, chunk, header, body, scratch)
+                else:
+                    parsed = _checked(chunk, header, body)
+                    deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
             except CorruptObjectError as error:
                 self._failed(span.pack, chunk, error)
+        if deltas:
+            self._deltas(deltas, scratch)
         self._advance(span)
 
-    def _fetch(self, span: Span, scratch: _Scratch) -> tuple[list[memoryview], list[memoryview]]:
+    def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _Scratch) -> None:
+        """Fetch what deltas refer to, and apply each of them."""
+        wants = [Want(row=row, out=None, label="") for row in deltas]
+        for span in plan_spans(self.table, wants, self.backend.capabilities):
+            self._bases(span, deltas, scratch)
+
+    def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _Scratch) -> None:
+        try:
+            headers, bodies = self._fetch(span, scratch, for_bases=True)
+        except (CorruptObjectError, NotFoundError) as error:
+            if len(span.chunks) > 1:
+                for chunk in span.chunks:
+                    self._bases(Span(pack=span.pack, chunks=(chunk,)), deltas, scratch)
+                return
+            for want in span.chunks[0].wants:
+                self._base_lost(span, deltas[want.row], error)
+            return
+        for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
+            for want in chunk.wants:
+                try:
+                    parsed = _checked(chunk, header, body)
+                    self._apply(span, chunk, (want.row, parsed, body), deltas[want.row], scratch)
+                except CorruptObjectError as error:
+                    self._base_lost(span, deltas[want.row], error)
+
+    def _apply(
+        self,
+        span: Span,
+        chunk: ChunkRead,
+        base: tuple[int, ChunkHeader, memoryview],
+        deltas: list[_Delta],
+        scratch: _Scratch,
+    ) -> None:
+        """Decode what deltas refer to, and each delta on it, if it can where it is wanted.
+
+        Raises
+        ------
+        CorruptObjectError
+            Of the base.
+        """
+        row, header, body = base
+        inner, size = int(self.table.inner[row]), int(self.table.raw[row])
+        base_id = self.table.ids[row].tobytes()
+        for delta in deltas:
+            first = delta.chunk.wants[0]
+            out = first.out
+            direct = size == chunk.raw_bytes and out is not None
+            slab = out if direct and out is not None else scratch.slab(chunk.raw_bytes)
+            _decode(header, body, slab)
+            piece = slab[inner : inner + size]
+            target = piece if out is None else out
+            try:
+                try:
+                    _decode(delta.header, delta.body, target, Base(piece_id=base_id, data=piece))
+                    self._check(first, target)
+                except CorruptObjectError:  # whose fault is it?
+                    _decode(header, body, whole := scratch.slab(chunk.raw_bytes))
+                    if blake3_digest(whole[inner : inner + size]) != base_id:
+                        self._base_lost(
+                            span, [delta], _broken("content does not match its chunk id")
+                        )
+                        continue
+                    raise
+            except CorruptObjectError as error:
+                self._failed(delta.pack, delta.chunk, error)
+                continue
+            for want in delta.chunk.wants[1:]:
+                if self.table.ids[want.row].tobytes() != self.table.ids[first.row].tobytes():
+                    wrong = _broken("content does not match its chunk id")
+                    self._failed(delta.pack, delta.chunk, wrong, only=want)
+                elif want.out is not None:
+                    want.out[:] = target
+
+    def _base_lost(self, span: Span, deltas: list[_Delta], error: CkptStoreError) -> None:
+        """Report pieces whose own chunks may be sound, but not what these refer to."""
+        for delta in deltas:
+            self._failed(span.pack, span.chunks[0], error, base_of=delta)
+
+    def _fetch(
+        self, span: Span, scratch: _Scratch, *, for_bases: bool = False
+    ) -> tuple[list[memoryview], list[memoryview]]:
         """Read a span; raw chunks go straight to where they are wanted."""
         headers: list[memoryview] = []
         bodies: list[memoryview] = []
         buffers: list[memoryview] = []
-        arena = scratch.arena(span.end - span.start)
+        arena = scratch.arena(span.end - span.start, second=for_bases)
         at = span.start
         for chunk in span.chunks:
             if chunk.offset > at:
@@ -248,6 +338,8 @@ class _Reading:
     def _direct(self, chunk: ChunkRead) -> memoryview | None:
         """Return the destination if the chunk is raw and wanted by one tensor alone."""
         want = chunk.wants[0]
+        if self.table.base_of(want.row) is not None:
+            return None
         if len(chunk.wants) == 1 and want.out is not None and chunk.stored_bytes == len(want.out):
             return want.out if chunk.stored_bytes == chunk.raw_bytes else None
         return None
@@ -261,17 +353,14 @@ class _Reading:
         scratch: _Scratch,
     ) -> None:
         """Check one chunk and bring each piece of it to its destination."""
-        header = parse_chunk_header(header_bytes, where="")
-        if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
-            raise _broken("lengths differ from the manifest's")
         first = chunk.wants[0]
-        if body is first.out:
+        direct = body is first.out
+        header = _checked(chunk, header_bytes, None if direct else body)
+        if direct:
             if header.codec != 0:
                 raise _broken("an encoded chunk of its raw length")
             self._check(first, body)
             return
-        if xxh3_64(body) != header.checksum:
-            raise _broken("stored bytes do not match their checksum")
         if len(chunk.wants) == 1 and first.out is not None and len(first.out) == chunk.raw_bytes:
             _decode(header, body, first.out)
             self._check(first, first.out)
@@ -294,11 +383,25 @@ class _Reading:
             raise _broken("content does not match its chunk id")
 
     def _failed(
-        self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: Want | None = None
+        self,
+        pack: str,
+        chunk: ChunkRead,
+        error: CkptStoreError,
+        *,
+        only: Want | None = None,
+        base_of: _Delta | None = None,
     ) -> None:
-        """Report the pieces of a chunk as lost, or raise for the first."""
+        """Report the pieces of a chunk as lost, or raise for the first.
+
+        Parameters
+        ----------
+        base_of
+            The chunk is what this one refers to, and it is that one's pieces that are lost.
+        """
         what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
-        for want in chunk.wants if only is None else (only,):
+        if base_of is not None:
+            what = f"its base is lost: {what}"
+        for want in (base_of or chunk).wants if only is None else (only,):
             msg = f"tensor {want.label}: {what} (pack {pack}, byte {chunk.offset})"
             lost = CorruptTensorError(
                 msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
@@ -316,17 +419,32 @@ class _Reading:
             self.progress(Progress(stage="read", done=self.done, total=self.total))
 
 
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """A delta that was read, and waits for what it refers to."""
+
+    pack: str
+    chunk: ChunkRead
+    header: ChunkHeader
+    body: memoryview
+
+    @property
+    def wants(self) -> tuple[Want, ...]:
+        return self.chunk.wants
+
+
 class _Scratch:
     """Memory of one thread, reused from span to span; grows to the largest span it met."""
 
     def __init__(self) -> None:
-        self._span = bytearray()
+        self._spans = [bytearray(), bytearray()]
+        """For a span, and for one of what its deltas refer to."""
         self._slab = bytearray()
 
-    def arena(self, size: int) -> _Arena:
-        if len(self._span) < size:
-            self._span = bytearray(size)
-        return _Arena(memoryview(self._span))
+    def arena(self, size: int, *, second: bool = False) -> _Arena:
+        if len(self._spans[second]) < size:
+            self._spans[second] = bytearray(size)
+        return _Arena(memoryview(self._spans[second]))
 
     def slab(self, size: int) -> memoryview:
         if len(self._slab) < size:
@@ -347,9 +465,21 @@ class _Arena:
         return part
 
 
-def _decode(header: ChunkHeader, body: memoryview, out: memoryview) -> None:
+def _checked(chunk: ChunkRead, header_bytes: memoryview, body: memoryview | None) -> ChunkHeader:
+    """Return the header of a chunk that it fits, and whose stored bytes, if given, are right."""
+    header = parse_chunk_header(header_bytes, where="")
+    if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
+        raise _broken("lengths differ from the manifest's")
+    if body is not None and xxh3_64(body) != header.checksum:
+        raise _broken("stored bytes do not match their checksum")
+    return header
+
+
+def _decode(
+    header: ChunkHeader, body: memoryview, out: memoryview, base: Base | None = None
+) -> None:
     try:
-        decode(header.codec, header.layout, body, out)
+        decode(header.codec, header.layout, body, out, base=base)
     except CodecError as error:
         raise _broken(str(error)) from error
 
