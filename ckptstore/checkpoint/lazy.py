@@ -307,7 +307,7 @@ class LazyTensor:
         """Return a box of a tensor in blocks; reads the blocks that it meets, and what it needs."""
         item = ITEM_BYTES[self._record.dtype]
         nbytes = math.prod(sizes) * item
-        record = replace(self._record, shape=sizes, nbytes=nbytes, blocks=None)
+        record = replace(self._record, shape=sizes, nbytes=nbytes, blocks=None, recipe=None)
         destination = Destination(record)
         out = np.ndarray(sizes, np.dtype(f"V{item}"), destination.view)
         region = Region(content=self._content, index=self._leaf.index, offsets=offsets, out=out)

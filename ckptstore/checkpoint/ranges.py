@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content
@@ -72,7 +73,8 @@ def read_ranges(
     total = sum(one.nbytes for one in ranges)
     done = sum(one.nbytes for one in stored)
     if stored:
-        parts = [_Part(content, one.index, one.start, one.nbytes, one.out) for one in stored]
+        ends = _Ends(content.manifest)
+        parts = [_Part(content, ends, one.index, one.start, one.nbytes, one.out) for one in stored]
         read_pieces(
             content.manifest.pieces,
             [want for part in parts for want in part.wants],
@@ -94,7 +96,7 @@ def read_ranges(
         _Making(content, ready, backend, options, progress, done=done, total=total).run(made)
 
 
-def piece_ends(manifest: Manifest, index: int) -> np.ndarray:
+def piece_ends(manifest: Manifest, index: int) -> npt.NDArray[np.int64]:
     """Return where the pieces end that a tensor is read from, in elements of the tensor.
 
     Of one with a recipe these are the pieces of its first source, which has as many elements.
@@ -106,16 +108,35 @@ def piece_ends(manifest: Manifest, index: int) -> np.ndarray:
     """
     recipe = manifest.tensors[index].recipe
     place = recipe.sources[0] if recipe else index
-    raw = manifest.pieces.raw[manifest.first[place] : manifest.first[place + 1]]
-    ends: np.ndarray = np.cumsum(raw, dtype=np.int64) // ITEM_BYTES[manifest.tensors[place].dtype]
-    return ends
+    return _Ends(manifest).of(place) // ITEM_BYTES[manifest.tensors[place].dtype]
+
+
+class _Ends:
+    """Where the pieces of tensors end, in bytes; each is added up once."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._known: dict[int, npt.NDArray[np.int64]] = {}
+
+    def of(self, index: int) -> npt.NDArray[np.int64]:
+        if index not in self._known:
+            first = self._manifest.first
+            raw = self._manifest.pieces.raw[first[index] : first[index + 1]]
+            self._known[index] = np.cumsum(raw, dtype=np.int64)
+        return self._known[index]
 
 
 class _Part:
     """Some consecutive bytes of a tensor in pieces, to be read together with others."""
 
     def __init__(
-        self, content: Content, index: int, start: int, nbytes: int, out: memoryview | None
+        self,
+        content: Content,
+        ends: _Ends,
+        index: int,
+        start: int,
+        nbytes: int,
+        out: memoryview | None,
     ) -> None:
         manifest = content.manifest
         self.wants: list[Want] = []
@@ -125,10 +146,9 @@ class _Part:
         self._edges: list[tuple[memoryview, int]] = []
         self._start, self._out = start, out
         end = start + nbytes
-        first, last = manifest.first[index], manifest.first[index + 1]
-        ends = np.cumsum(manifest.pieces.raw[first:last], dtype=np.int64)
-        row = first + int(np.searchsorted(ends, start, "right"))
-        at = int(ends[row - first - 1]) if row > first else 0
+        first = manifest.first[index]
+        row = first + int(np.searchsorted(ends.of(index), start, "right"))
+        at = int(ends.of(index)[row - first - 1]) if row > first else 0
         while at < end and nbytes:
             size = int(manifest.pieces.raw[row])
             memory = None
@@ -197,6 +217,7 @@ class _Making:
         total: int,
     ) -> None:
         self._content = content
+        self._ends = _Ends(content.manifest)
         self._ready = ready
         self._backend = backend
         # Half for the threads that fetch; of the rest a quarter at most for scales, which stay.
@@ -232,7 +253,7 @@ class _Making:
         source = recipe.sources[0]
         item, own = ITEM_BYTES[record.dtype], ITEM_BYTES[manifest.tensors[source].dtype]
         low, stop = one.start // item, (one.start + one.nbytes) // item
-        ends = piece_ends(manifest, one.index)
+        ends = self._ends.of(source) // own
         row = int(np.searchsorted(ends, low, "right"))
         scales: _Scales | None = None
         while low < stop:
@@ -243,13 +264,13 @@ class _Making:
                 codes = self._ready[source][low * own : high * own]
             else:
                 codes = memoryview(bytearray((high - low) * own))
-                parts.append(_Part(self._content, source, low * own, len(codes), codes))
+                parts.append(self._part(source, low * own, codes))
                 held += len(codes)
             if recipe.block and (scales is None or -(-high // recipe.block) > scales.stop):
                 scales = self._scales(recipe.sources[1], recipe.block, low, high, stop)
-                start, size = scales.first * _SCALE_BYTES, len(scales.memory)
-                parts.append(_Part(self._content, recipe.sources[1], start, size, scales.memory))
-                held += size
+                start = scales.first * _SCALE_BYTES
+                parts.append(self._part(recipe.sources[1], start, scales.memory))
+                held += len(scales.memory)
             held += sum(part.edge_bytes for part in parts)
             last = high == stop
             yield _Step(
@@ -270,11 +291,14 @@ class _Making:
         needed, wanted = -(-high // block), -(-stop // block)
         last = max(needed, min(wanted, first + self._scales_room // _SCALE_BYTES))
         if last < wanted:  # end where a piece ends, so that none is read twice
-            ends = piece_ends(self._content.manifest, index)
+            ends = self._ends.of(index) // _SCALE_BYTES
             place = int(np.searchsorted(ends, last, "right"))
             last = max(needed, int(ends[place - 1]) if place else 0)
         memory = memoryview(bytearray((last - first) * _SCALE_BYTES))
         return _Scales(first=first, stop=last, memory=memory)
+
+    def _part(self, index: int, start: int, out: memoryview) -> _Part:
+        return _Part(self._content, self._ends, index, start, len(out), out)
 
     def _make(self, group: Sequence[_Step], pool: ThreadPoolExecutor) -> None:
         """Read what some steps need, make them, and check the tensors that end with one."""

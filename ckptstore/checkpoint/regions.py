@@ -2,14 +2,15 @@
 
 Used where a part of a tensor is wanted that is not a range of its bytes: columns, a tile of a mesh,
 any part of a tensor that is itself stored in blocks. A piece is fetched only if it holds an element
-that is wanted. Needs no torch.
+that is wanted; of a tensor with a recipe, a piece is what follows from one of its first source.
+Needs no torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,12 @@ import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content
+from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
 from ckptstore.config import Options
-from ckptstore.errors import CorruptObjectError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.blocks import Block, boxes_of_range
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import TensorRecord
-from ckptstore.objects.reader import Want, read_pieces
 
 __all__ = ["Region", "read_regions"]
 
@@ -47,9 +47,11 @@ class Region:
 class _Piece:
     """One piece that a region needs."""
 
-    row: int
+    index: int
+    """The tensor's record."""
+    start: int
+    """The first byte in the tensor, in stored order."""
     nbytes: int
-    label: str
     direct: memoryview | None = None
     """Where it is decoded to, if all of it is wanted, and lies there as it is stored."""
     copies: list[tuple[int, tuple[int, ...], tuple[slice, ...], Elements]] = field(
@@ -80,34 +82,36 @@ def read_regions(
     ------
     CorruptTensorError
         A piece that is needed is damaged; names the tensor.
-    CorruptObjectError
-        A manifest has a piece that splits an element.
     StorageError
         The storage failed.
     """
     if not regions:
         return
-    table = regions[0].content.manifest.pieces
+    content = regions[0].content
+    room = options.host_bytes
+    if any(content.manifest.tensors[region.index].recipe for region in regions):
+        room = max(1, room // 2)  # the other half is for what they follow from
+        options = replace(options, host_bytes=room)
     batch: list[_Piece] = []
     held = 0
 
     def read() -> None:
-        wants: list[Want] = []
+        ranges: list[Range] = []
         arrived: list[tuple[_Piece, memoryview]] = []
         for piece in batch:
-            memory = piece.direct
-            if memory is None:
-                memory = memoryview(bytearray(piece.nbytes))
-                arrived.append((piece, memory))
-            wants.append(Want(row=piece.row, out=memory, label=piece.label))
-        read_pieces(table, wants, backend=backend, options=options, progress=progress)
+            out = piece.direct
+            if out is None:
+                out = memoryview(bytearray(piece.nbytes))
+                arrived.append((piece, out))
+            ranges.append(Range(index=piece.index, start=piece.start, nbytes=piece.nbytes, out=out))
+        read_ranges(content, ranges, backend=backend, options=options, progress=progress)
         for piece, memory in arrived:
             piece.scatter(memory)
 
     for region in regions:
         for piece in _pieces(region):
             size = 0 if piece.direct is not None else piece.nbytes
-            if batch and held + size > options.host_bytes:
+            if batch and held + size > room:
                 read()
                 batch, held = [], 0
             batch.append(piece)
@@ -128,20 +132,17 @@ def _pieces(region: Region) -> Iterator[_Piece]:
         shape = tuple(shape[dim] for dim in record.order)
         offsets = tuple(offsets[dim] for dim in record.order)
         out = out.transpose(record.order)
-    first, last = manifest.first[region.index], manifest.first[region.index + 1]
-    ends = np.cumsum(manifest.pieces.raw[first:last], dtype=np.int64)
-    if bool((ends % item).any()):
-        msg = f"tensor {region.content.labels[region.index]}: a piece splits an element"
-        raise CorruptObjectError(msg, hint="run ckptstore verify")
+    ends = piece_ends(manifest, region.index)
     for start, block in _blocks_met(record, shape, offsets, out.shape):
         low, high, inside = _common(block, offsets, out)
         reach = _reach(block.sizes, low, high)
-        row = int(np.searchsorted(ends, (start + reach[0]) * item, "right"))
-        while row < len(ends) and (int(ends[row - 1]) if row else 0) < (start + reach[1]) * item:
-            begin = (int(ends[row - 1]) // item if row else 0) - start
-            stop = int(ends[row]) // item - start
-            label = region.content.labels[region.index]
-            piece = _Piece(row=first + row, nbytes=(stop - begin) * item, label=label)
+        row = int(np.searchsorted(ends, start + reach[0], "right"))
+        while row < len(ends) and (int(ends[row - 1]) if row else 0) < start + reach[1]:
+            begin = (int(ends[row - 1]) if row else 0) - start
+            stop = int(ends[row]) - start
+            piece = _Piece(
+                index=region.index, start=(start + begin) * item, nbytes=(stop - begin) * item
+            )
             if _fit(piece, (begin, stop), block.sizes, low, high, inside):
                 yield piece
             row += 1
