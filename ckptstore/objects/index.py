@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,15 @@ import numpy.typing as npt
 from ckptstore.format.bases import NO_BASE
 from ckptstore.format.manifest import PieceTable
 
-__all__ = ["Base", "KnownPieces", "Location", "TableBuilder", "base_of", "location_of"]
+__all__ = [
+    "Base",
+    "KnownPieces",
+    "Location",
+    "TableBuilder",
+    "base_of",
+    "location_of",
+    "with_bases",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,47 +84,72 @@ class TableBuilder:
         self._ids, self._raw = ids, raw
         self._packs: dict[str, int] = {}
         self._rows: list[tuple[int, int, int, int, int]] = [(0, 0, 0, 0, 0)] * count
-        self._base = np.full(count, NO_BASE, np.uint32)
-        self._bases: dict[bytes, tuple[int, Base]] = {}
-        """By id: its place among the bases, and where it lies."""
-        self._lengths: list[int] = []
+        self._bases: dict[int, Base] = {}
 
     def put(self, row: int, place: Location) -> None:
         """Say where the piece of a row lies. Of several places of one base the first counts."""
         self._rows[row] = self._columns(place)
-        base = place.base
-        if base is not None:
-            if base.piece_id not in self._bases:
-                self._bases[base.piece_id] = (len(self._bases), base)
-                self._lengths.append(int(self._raw[row]))
-            self._base[row] = len(self._raw) + self._bases[base.piece_id][0]
+        if place.base is not None:
+            self._bases[row] = place.base
 
     def build(self) -> PieceTable:
         """Return the table; every row must have been put."""
-        bases = [base for _, base in self._bases.values()]
-        rows = [*self._rows, *(self._columns(base.location) for base in bases)]
-        columns = np.array(rows, np.uint64).reshape(-1, 5)
-        ids, raw, column = self._ids, self._raw, None
-        if bases:
-            more = np.frombuffer(b"".join(base.piece_id for base in bases), np.uint8)
-            ids = np.concatenate((ids, more.reshape(-1, 32)))
-            raw = np.concatenate((raw, np.array(self._lengths, np.uint32)))
-            column = np.concatenate((self._base, np.full(len(bases), NO_BASE, np.uint32)))
-        return PieceTable(
-            ids=ids,
-            raw=raw,
+        columns = np.array(self._rows, np.uint64).reshape(-1, 5)
+        table = PieceTable(
+            ids=self._ids,
+            raw=self._raw,
             pack=columns[:, 0].astype(np.uint32),
             offset=columns[:, 1],
             stored=columns[:, 2].astype(np.uint32),
             inner=columns[:, 3].astype(np.uint32),
             slab=columns[:, 4].astype(np.uint32),
             packs=list(self._packs),
-            base=column,
         )
+        return with_bases(table, self._bases)
 
     def _columns(self, place: Location) -> tuple[int, int, int, int, int]:
         pack = self._packs.setdefault(place.pack, len(self._packs))
         return pack, place.offset, place.stored_bytes, place.inner, place.slab_bytes
+
+
+def with_bases(table: PieceTable, bases: Mapping[int, Base]) -> PieceTable:
+    """Return a table in which some rows are deltas, with what they refer to behind the others.
+
+    Parameters
+    ----------
+    table
+        Of pieces of tensors alone.
+    bases
+        By row. Of several places of one base the first counts.
+    """
+    if not bases:
+        return table
+    count = len(table)
+    places: dict[bytes, int] = {}
+    packs = {pack: place for place, pack in enumerate(table.packs)}
+    column = [NO_BASE] * count
+    rows: list[tuple[int, int, int, int, int, int]] = []
+    for row, base in sorted(bases.items()):
+        if base.piece_id not in places:
+            places[base.piece_id] = count + len(rows)
+            at = base.location
+            pack = packs.setdefault(at.pack, len(packs))
+            length = int(table.raw[row])
+            rows.append((length, pack, at.offset, at.stored_bytes, at.inner, at.slab_bytes))
+        column[row] = places[base.piece_id]
+    more = np.array(rows, np.uint64)
+    ids = np.frombuffer(b"".join(places), np.uint8).reshape(-1, 32)
+    names = ("raw", "pack", "offset", "stored", "inner", "slab")
+    columns = {
+        name: np.concatenate((old := getattr(table, name), more[:, at].astype(old.dtype)))
+        for at, name in enumerate(names)
+    }
+    return PieceTable(
+        ids=np.concatenate((table.ids, ids)),
+        packs=list(packs),
+        base=np.array(column + [NO_BASE] * len(rows), np.uint32),
+        **columns,
+    )
 
 
 class KnownPieces:
@@ -128,9 +161,18 @@ class KnownPieces:
     ----------
     without
         Ids of packs that may not be shared, since they were condemned.
+    deltas
+        Whether pieces may be shared that are differences to others.
     """
 
-    def __init__(self, tables: Sequence[PieceTable], *, without: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tables: Sequence[PieceTable],
+        *,
+        without: Collection[str] = (),
+        deltas: bool = True,
+    ) -> None:
+        self._deltas = deltas
         self._tables = [_Sorted(table) for table in tables if len(table)]
         self._without = frozenset(without)
 
@@ -146,7 +188,9 @@ class KnownPieces:
         """
         for table in self._tables:
             location = table.find(piece_id, raw_bytes)
-            if location is not None and self._without.isdisjoint(location.packs):
+            if location is None or not self._without.isdisjoint(location.packs):
+                continue
+            if self._deltas or location.base is None:
                 return location
         return None
 
