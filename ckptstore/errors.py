@@ -30,6 +30,7 @@
     |-- PolicyError                     refused on purpose
     |   |-- ReadOnlyError
     |   |-- UnsafeBackendError          the storage cannot do put-if-absent
+    |   |-- UnsafeEncodingError         a lossy form that would spoil the training
     |   `-- LimitError (ValueError)     a limit of limits.py would be passed
     |-- StorageError (OSError)          the storage failed
     |   |-- TransientStorageError       trying again may help; raised when retries are used up
@@ -84,6 +85,7 @@ __all__ = [
     "TornStateError",
     "TransientStorageError",
     "UnsafeBackendError",
+    "UnsafeEncodingError",
     "UnsupportedFeatureError",
     "VersionNotFoundError",
 ]
@@ -296,6 +298,12 @@ class UnsafeBackendError(PolicyError):
     """The storage cannot do put-if-absent, so concurrent writers would lose commits."""
 
     kind = "unsafe_backend"
+
+
+class UnsafeEncodingError(PolicyError):
+    """A rule would store a tensor in a form that spoils what it is for; the message names it."""
+
+    kind = "unsafe_encoding"
 
 
 class LimitError(PolicyError, ValueError):

@@ -91,6 +91,9 @@ COMMIT_OPS_MAX: Final = 1024
 # are 2 MB of COMMIT_BYTES_MAX; more go into further commits.
 VERSIONS_PER_OP_MAX: Final = 40_000
 KEYS_PER_OP_MAX: Final = 40_000
+# Other stores that a version is noted to lie in. Source: two clouds of three regions each, tape, and
+# as much again; each costs 33 bytes a version in the catalog.
+REPLICAS_MAX: Final = 16
 # Why a version was deleted or rolled back, for people. Source: one line of a terminal or two.
 REASON_CHARS_MAX: Final = 500
 # Commits in one folder of the log. Source: one listing request of S3 or GCS returns 1,000 names.
@@ -132,6 +135,17 @@ BLOCKS_MAX: Final = 4_000_000
 # Cells of the grid that the borders of one tensor's boxes make. Source: a mesh makes one a rank;
 # boxes without order make the square of their number: 2,000 of them pass.
 BLOCK_CELLS_MAX: Final = 1 << 24
+# Elements that share a scale unless a rule says otherwise. Source: scales are then 1.6% of what
+# codes take; with 2048 (Dettmers et al. 2022, section 2.1) one outlier spoils eight times as many.
+ENCODING_BLOCK_DEFAULT: Final = 256
+# Tensors with fewer elements are stored as they are, whatever rule takes them. Source: the 8-bit
+# optimizers of Dettmers et al. 2022 leave these alone (min_8bit_size of bitsandbytes); norms and
+# biases, which are sensitive, are among them, and no state has a thousandth of its bytes in them.
+ENCODED_ELEMENTS_MIN: Final = 4096
+# Relative error from which a tensor is stored as it is, even if its rule has no bound. Source:
+# rounding to two bits of mantissa, the coarsest form, makes at most 1/8; twice that means that the
+# tensor does not fit the range of the form.
+ENCODING_REL_L2_MAX: Final = 0.25
 # Elements that share one scale, where a tensor is stored in codes of 8 bits. Source: a scale of 4
 # bytes for fewer than 8 codes makes them larger than float16; beyond 2048 (Dettmers et al. 2022,
 # section 2.1) outliers spoil the rest, and 2^20 leave room for experiments.

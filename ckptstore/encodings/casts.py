@@ -36,7 +36,12 @@ FLOATS: Final[Mapping[str, int]] = {
 }
 """Bytes of an element of each format that there are casts for, by torch's name."""
 
-_RAW: Final = {1: np.dtype("<u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
+_RAW: Final[Mapping[int, np.dtype[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
 
 _QUIET: Final = {
     "bfloat16": np.uint16(0x7FC0),

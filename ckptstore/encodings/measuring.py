@@ -1,0 +1,110 @@
+"""What a tensor is, and how far what comes back is from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.encodings.casts import to_float64
+
+__all__ = ["Difference", "Range"]
+
+_DIGITS: Final = 6
+"""Digits of a recorded error, rounded up: sums may differ in the last bits between machines."""
+
+
+@dataclass(slots=True)
+class Range:
+    """What the elements of a tensor are between; grows with each :meth:`add`."""
+
+    low: float = math.inf
+    high: float = -math.inf
+    finite: bool = True
+
+    def add(self, dtype: str, raw: npt.NDArray[Any]) -> None:
+        """Take some elements into account, given as unsigned integers."""
+        if not len(raw):
+            return
+        values = raw.view(dtype) if dtype in ("float32", "float64") else to_float64(dtype, raw)
+        low, high = float(values.min()), float(values.max())  # NaN if any is
+        if math.isfinite(low) and math.isfinite(high):
+            self.low, self.high = min(self.low, low), max(self.high, high)
+        else:
+            self.finite = False
+
+    @property
+    def negative(self) -> bool:
+        """Whether an element is below 0."""
+        return self.low < 0
+
+    @property
+    def positive(self) -> bool:
+        """Whether an element is above 0."""
+        return self.high > 0
+
+
+@dataclass(slots=True)
+class Difference:
+    """How far what comes back is from what was given, over finite elements; grows as it is fed."""
+
+    largest: float = 0.0
+    squares: float = 0.0
+    given_squares: float = 0.0
+    problem: str = ""
+    """Why the form cannot hold the tensor, whatever the bounds."""
+
+    def add(self, dtype: str, given: npt.NDArray[Any], restored: npt.NDArray[Any]) -> None:
+        """Compare some elements; both as unsigned integers of one dtype."""
+        if not len(given):
+            return
+        was, now = to_float64(dtype, given), to_float64(dtype, restored)
+        with np.errstate(all="ignore"):
+            off = now - was
+        if not np.isfinite(off).all():
+            was, off = self._finite(was, now)
+        with np.errstate(all="ignore"):
+            self.largest = max(self.largest, float(np.abs(off).max(initial=0.0)))
+            self.squares += float(np.square(off).sum())
+            self.given_squares += float(np.square(was).sum())
+
+    def _finite(
+        self, was: npt.NDArray[np.float64], now: npt.NDArray[np.float64]
+    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return the finite elements and their differences; the others must have stayed."""
+        finite = np.isfinite(was)
+        if not np.isfinite(now[finite]).all():
+            self.problem = "an element is larger than the form can hold"
+        same = (was == now) | (np.isnan(was) & np.isnan(now))
+        if not same[~finite].all():
+            self.problem = "an infinity cannot be held"
+        kept = finite & np.isfinite(now)
+        return was[kept], now[kept] - was[kept]
+
+    @property
+    def max_abs(self) -> float:
+        """The largest difference, rounded up."""
+        return _up(self.largest)
+
+    @property
+    def rel_l2(self) -> float:
+        """The root of the sum of squares, over that of the squares of what was given."""
+        if not self.squares:
+            return 0.0
+        with np.errstate(all="ignore"):
+            share = np.float64(self.squares) / np.float64(self.given_squares)
+        return _up(math.sqrt(share)) if share < math.inf else math.inf
+
+
+def _up(value: float) -> float:
+    """Return a number of few digits that is not below `value`."""
+    if not 0 < value < math.inf:
+        return value
+    short = float(f"{value:.{_DIGITS - 1}e}")
+    if short >= value:
+        return short
+    unit = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
+    return float(f"{value + unit:.{_DIGITS - 1}e}")
