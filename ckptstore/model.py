@@ -61,8 +61,9 @@ class Version:
     """How the save went: seconds and bytes by stage; each name ends in its unit."""
     commit: int
     """Number of the commit that made it visible."""
-    level: Literal["full", "weights", "record"] = "full"
-    """How much of it is kept: everything, the tensors of role ``weights``, or this record only."""
+    level: Literal["full", "weights", "weights-bf16", "weights-int8", "record"] = "full"
+    """How much of it is kept: everything; the tensors of role ``weights``, as they were saved or
+    rounded to fewer bits; or this record only."""
     abandoned: bool = False
     """A rollback left it beside the line of its run; it can still be loaded."""
     pinned: bool = False
@@ -73,11 +74,19 @@ class Version:
     """A repair found parts of it lost; what it lost can still come back from a second store."""
     deleted: bool = False
     """It can be undeleted until a collection condemns its objects."""
+    origin: str = ""
+    """Id of the store that it was first saved in, if it came from another; else empty."""
+    replicas: tuple[str, ...] = ()
+    """Ids of other stores that have it, every byte of it read back there."""
 
     @property
     def state(self) -> ReceiptState:
-        """How far it has come: ``durable`` once it is visible, ``verified`` once read back."""
-        return "verified" if self.verified else "durable"
+        """How far it has come: ``durable`` once it is visible, ``replicated`` once another store
+        has it, ``verified`` once all of it was read back here.
+        """
+        if self.verified:
+            return "verified"
+        return "replicated" if self.replicas else "durable"
 
     def __repr__(self) -> str:
         """Return which it is, with its first metrics: ``<Version gpt@300 #f5f51be0 loss=1>``."""

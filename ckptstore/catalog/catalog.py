@@ -283,9 +283,10 @@ class Catalog:
             if row.flags & gone == DELETED and row.id not in without
         ]
 
-    def policy(self, run: str) -> bytes:
-        """Return the retention policy that holds for a run, JSON; empty if there is none."""
-        return self._run(run).policy or self._state.policy
+    def policies(self, run: str) -> list[bytes]:
+        """Return the policies that hold for a run, JSON: its own, then the store's; if any."""
+        own = self._state.runs[run].policy if run in self._state.runs else b""
+        return [text for text in (own, self._state.policy) if text]
 
     # --- snapshots ----------------------------------------------------------------------------
 
@@ -405,6 +406,8 @@ def _build(row: VersionRow, tags: tuple[str, ...]) -> Version:
         verified=bool(row.flags & VERIFIED),
         damaged=bool(row.flags & DAMAGED),
         deleted=bool(row.flags & DELETED),
+        origin=details.origin,
+        replicas=details.replicas,
     )
 
 

@@ -19,6 +19,7 @@ from ckptstore.format.lifecycle import (
     Delete,
     Fork,
     Level,
+    Part,
     Pin,
     Quarantine,
     Relocate,
@@ -41,17 +42,42 @@ from ckptstore.format.snapshot import (
     decode_details,
 )
 
-__all__ = ["APPLY", "LEVELS", "level_of"]
+__all__ = ["APPLY", "LEVELS", "level_of", "parts_of_level"]
 
-LEVELS: Final[tuple[Level, ...]] = ("record", "weights", "full")
+LEVELS: Final[tuple[Level, ...]] = ("record", "weights-int8", "weights-bf16", "weights", "full")
 """From the least that is kept to the most."""
+
+_STORED: Final[dict[Level, tuple[Part, str]]] = {
+    "record": ("record", ""),
+    "weights-int8": ("weights", "int8"),
+    "weights-bf16": ("weights", "bf16"),
+    "weights": ("weights", ""),
+    "full": ("full", ""),
+}
+_ROUNDED: Final[dict[str, Level]] = {
+    encoding: level for level, (_, encoding) in _STORED.items() if encoding
+}
+
+
+def parts_of_level(level: Level) -> tuple[Part, str]:
+    """Return what is kept at a level, and what it is rounded to; how the log writes a level."""
+    return _STORED[level]
 
 
 def level_of(row: VersionRow) -> Level:
-    """Return how much of a version is kept."""
-    if row.flags & RECORD_ONLY:
+    """Return how much of a version is kept.
+
+    What a newer ckptstore rounds to and this one does not know counts as ``weights``.
+    """
+    return _level(row.flags, row.encoding)
+
+
+def _level(flags: int, encoding: str) -> Level:
+    if flags & RECORD_ONLY:
         return "record"
-    return "weights" if row.flags & WEIGHTS_ONLY else "full"
+    if flags & WEIGHTS_ONLY:
+        return _ROUNDED.get(encoding, "weights")
+    return "full"
 
 
 def _set(fold: Fold, row: VersionRow, flags: int) -> None:
@@ -169,7 +195,11 @@ def _relocate(fold: Fold, op: Relocate, commit: Commit) -> None:
     details = decode_details(row)
     if row.flags & DELETED or details.manifest_digest.hex() != op.based_on:
         raise broken(commit, f"version {row.id} changed before it was relocated")
-    if LEVELS.index(op.level) > LEVELS.index(level_of(row)):
+    flags = row.flags & ~(WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED)
+    flags |= {"full": 0, "weights": WEIGHTS_ONLY, "record": RECORD_ONLY}[op.level]
+    # A writer that does not know the field moves a version about and says nothing of it.
+    encoding = op.encoding or (row.encoding if op.level == "weights" else "")
+    if LEVELS.index(_level(flags, encoding)) > LEVELS.index(level_of(row)):
         raise broken(commit, f"version {row.id} cannot have more than it has")
     if op.manifest is not None:
         if op.manifest.key in fold.gone:
@@ -185,10 +215,8 @@ def _relocate(fold: Fold, op: Relocate, commit: Commit) -> None:
         content=bytes.fromhex(op.content),
         roles={role: (item.logical, item.new, item.stored) for role, item in op.roles.items()},
     )
-    flags = row.flags & ~(WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED)
-    flags |= {"full": 0, "weights": WEIGHTS_ONLY, "record": RECORD_ONLY}[op.level]
     fold.versions[row.id] = msgspec.structs.replace(
-        row, flags=flags, details=msgspec.msgpack.encode(details)
+        row, flags=flags, details=msgspec.msgpack.encode(details), encoding=intern(encoding)
     )
 
 

@@ -15,7 +15,7 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.changes import check_not_condemned
-from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.lifecycle import LEVELS, parts_of_level
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.errors import (
     CommitConflictError,
@@ -319,11 +319,13 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
             msg = f"{version.run}@{version.step} (#{version.id[:8]}) is pinned"
             raise PolicyError(msg, hint="unpin it first")
         check_not_condemned(catalog, move.relies_on)
+        part, encoding = parts_of_level(move.level)
         ops.append(
             Relocate(
                 version=move.version,
                 based_on=move.based_on,
-                level=move.level,
+                level=part,
+                encoding=encoding,
                 manifest=move.manifest,
                 content=move.content,
                 roles=_sizes(move.roles),

@@ -1,153 +1,32 @@
-"""Retention policies: their rules, as text and as JSON. Pure; what they mean is in ``retention``.
-
-::
-
-    rules    = rule { "," rule }                     one of them is enough
-    rule     = "last" N                              the newest N
-             | "every" N "steps"                     of each stretch of N steps the first
-             | "every" DURATION                      of each stretch of time the first
-             | "within" DURATION                     those younger than that
-             | "best" N METRIC [ "missing" ( "keep" | "drop" ) ]
-             | "tagged"
-             | "abandoned" DURATION                  what a rollback left, while younger than that
-             | "all"                                 every version, abandoned or not
-    DURATION = N unit { N unit }                     units w d h m s: "1d12h"
-    METRIC   = a word without space, comma or quote, or a JSON string
+"""Retention policies: levels with their rules, as text and as JSON. Pure; see ``retention``.
 
 As JSON a policy is ``{"full": ["last 3"], "weights": ["best 5 val_loss", "every 1000 steps"],
-"record": ["all"]}``: levels to lists of rules in this grammar.
+"record": ["all"]}``: levels to lists of rules in the grammar of :mod:`ckptstore.catalog.rules`.
+Two more keys are about how tensors are written. ``"lossy": ["bf16:rel_l2=0.004",
+"int8:rel_l2=0.02,block=64"]`` bounds what the levels ``weights-bf16`` and ``weights-int8`` may
+lose; ``"encodings": {"role:optimizer": "dynamic8"}`` holds for the saves of the run. Both are texts
+of :class:`ckptstore.Encoding`.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, NoReturn, TypeAlias, get_args
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias, get_args
 
 from ckptstore import limits
+from ckptstore.catalog.rules import RULES_HINT, Rule, parse_rules
+from ckptstore.encodings.encoding import Encoding
+from ckptstore.encodings.rules import EncodingRules, Encodings
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.lifecycle import Level
-from ckptstore.format.names import check_metric_name
 
-__all__ = [
-    "Abandoned",
-    "All",
-    "Best",
-    "EverySteps",
-    "EveryTime",
-    "Last",
-    "Policy",
-    "Rule",
-    "Rules",
-    "Tagged",
-    "Within",
-    "duration_text",
-    "parse_duration",
-    "parse_rules",
-]
+__all__ = ["Policy", "Rules", "rounding_of"]
 
-_UNITS_S: Final = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1}
-_DURATION: Final = re.compile(r"(?:[0-9]+[wdhms])+")
-_TOKEN: Final = re.compile(r'\s*("(?:[^"\\]|\\.)*"|,|[^\s,"]+)')
-_WORD: Final = re.compile(r'[^\s,"]+')
-_DIGITS_MAX: Final = 18
-_RULES_HINT: Final = (
-    "rules: last N, every N steps, every 6h, within 7d, best N METRIC, tagged, abandoned 7d, all"
-)
+_FIELDS: Final[dict[Level, str]] = {level: level.replace("-", "_") for level in get_args(Level)}
+"""Level to the field that holds its rules, from the most that is kept to the least."""
+_ROUNDINGS: Final = ("bf16", "int8")
 
-
-@dataclass(frozen=True, slots=True)
-class Last:
-    """Keeps the newest versions on the line of the run."""
-
-    count: int
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return f"last {self.count}"
-
-
-@dataclass(frozen=True, slots=True)
-class EverySteps:
-    """Keeps the first version of each stretch of steps: from 0, from `steps`, from twice that."""
-
-    steps: int
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return f"every {self.steps} steps"
-
-
-@dataclass(frozen=True, slots=True)
-class EveryTime:
-    """Keeps the first version of each stretch of time, by its time of creation, from 1970 on."""
-
-    seconds: int
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return f"every {duration_text(self.seconds)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Within:
-    """Keeps versions while they are younger than that."""
-
-    seconds: int
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return f"within {duration_text(self.seconds)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """Keeps the best versions by a metric, in the direction that the run declared."""
-
-    count: int
-    metric: str
-    missing: Literal["keep", "drop"] = "drop"
-    """What becomes of versions that do not have the metric (yet). NaN is there, and never best."""
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        plain = _WORD.fullmatch(self.metric)
-        name = self.metric if plain else json.dumps(self.metric, ensure_ascii=False)
-        return f"best {self.count} {name}" + (" missing keep" if self.missing == "keep" else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Tagged:
-    """Keeps versions that have a tag."""
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return "tagged"
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """Keeps versions that a rollback abandoned, while they are younger than that."""
-
-    seconds: int
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return f"abandoned {duration_text(self.seconds)}"
-
-
-@dataclass(frozen=True, slots=True)
-class All:
-    """Keeps every version, abandoned ones too."""
-
-    def __str__(self) -> str:
-        """Return the rule as text."""
-        return "all"
-
-
-Rule = Last | EverySteps | EveryTime | Within | Best | Tagged | Abandoned | All
 Rules: TypeAlias = "str | Sequence[str]"
 """Rules as a user writes them: one text, or several; commas separate rules in each."""
 
@@ -163,22 +42,50 @@ class Policy:
     """Everything is kept."""
     weights: tuple[Rule, ...] = ()
     """The tensors of role ``weights`` are kept."""
+    weights_bf16: tuple[Rule, ...] = ()
+    """They are kept in bfloat16: level ``weights-bf16``."""
+    weights_int8: tuple[Rule, ...] = ()
+    """They are kept in integers of 8 bits with a scale a block: level ``weights-int8``."""
     record: tuple[Rule, ...] = ()
     """The catalog's record is kept: metrics, tags, lineage; no tensors."""
+    lossy: tuple[Encoding, ...] = ()
+    """How far the levels ``weights-bf16`` and ``weights-int8`` may go; at most one of each name."""
+    encodings: Mapping[str, str] = field(default_factory=dict)
+    """Pattern, or ``role:ROLE``, to what such tensors are saved in; the first match wins."""
 
     @classmethod
-    def parse(cls, *, full: Rules = (), weights: Rules = (), record: Rules = ()) -> Policy:
+    def parse(
+        cls,
+        *,
+        full: Rules = (),
+        weights: Rules = (),
+        weights_bf16: Rules = (),
+        weights_int8: Rules = (),
+        record: Rules = (),
+        lossy: str | Sequence[str] = (),
+        encodings: Encodings | None = None,
+    ) -> Policy:
         """Return the policy of rules in text form.
 
         Raises
         ------
         InvalidInputError
-            A rule does not follow the grammar; the message has the position, from 1.
+            A rule or an encoding does not follow the grammar; the message has the position of a
+            rule, from 1.
         PolicyError
-            There is no rule at all.
+            There is no rule at all, and no encoding.
         """
-        policy = cls(full=_rules(full), weights=_rules(weights), record=_rules(record))
-        policy.check()
+        policy = cls(
+            full=_rules(full),
+            weights=_rules(weights),
+            weights_bf16=_rules(weights_bf16),
+            weights_int8=_rules(weights_int8),
+            record=_rules(record),
+            lossy=_lossy([lossy] if isinstance(lossy, str) else lossy),
+            encodings=_encodings(encodings),
+        )
+        if not policy.encodings:
+            policy.check()
         return policy
 
     @classmethod
@@ -188,89 +95,113 @@ class Policy:
         Raises
         ------
         InvalidInputError
-            It has other keys than the levels, or a rule does not follow the grammar.
+            It has other keys than these, or a rule or an encoding does not follow the grammar.
         PolicyError
-            There is no rule at all.
+            There is no rule at all, and no encoding.
         """
-        unknown = sorted(map(str, value.keys() - set(get_args(Level))))
+        unknown = sorted(map(str, value.keys() - _FIELDS.keys() - {"lossy", "encodings"}))
         if unknown:
             msg = f"a policy has no {unknown[0]!r}"
-            raise InvalidInputError(msg, hint="its keys are full, weights and record")
-        texts: dict[str, list[str]] = {}
-        for level, rules in value.items():
-            listed = [rules] if isinstance(rules, str) else rules
-            if not isinstance(listed, Sequence) or not all(isinstance(x, str) for x in listed):
-                msg = f"{level}: {rules!r} is neither a text nor a list of texts"
-                raise InvalidInputError(msg, hint=_RULES_HINT)
-            texts[level] = list(listed)
-        return cls.parse(**texts)
+            hint = "its keys are " + ", ".join(_FIELDS) + ", lossy and encodings"
+            raise InvalidInputError(msg, hint=hint)
+        levels = {name: key for key, name in _FIELDS.items() if key in value}
+        return cls.parse(
+            **{name: _texts(key, value[key], RULES_HINT) for name, key in levels.items()},
+            lossy=_texts("lossy", value.get("lossy", ()), "such as int8:rel_l2=0.02"),
+            encodings=value.get("encodings"),  # type: ignore[arg-type]  # checked in there
+        )
 
-    def to_json(self) -> dict[str, list[str]]:
-        """Return the JSON form, levels without rules left out."""
-        levels = {"full": self.full, "weights": self.weights, "record": self.record}
-        return {level: [str(rule) for rule in rules] for level, rules in levels.items() if rules}
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form, what is empty left out."""
+        found: dict[str, Any] = {
+            key: [str(rule) for rule in rules]
+            for key, name in _FIELDS.items()
+            if (rules := getattr(self, name))
+        }
+        if self.lossy:
+            found["lossy"] = [str(encoding) for encoding in self.lossy]
+        if self.encodings:
+            found["encodings"] = dict(self.encodings)
+        return found
 
     def __str__(self) -> str:
         """Return the policy in one line."""
-        return "; ".join(f"{level}: {', '.join(rules)}" for level, rules in self.to_json().items())
+        found = self.to_json()
+        encodings = [f"{key}={value}" for key, value in found.pop("encodings", {}).items()]
+        if encodings:
+            found["encodings"] = encodings
+        return "; ".join(f"{key}: {', '.join(texts)}" for key, texts in found.items())
 
     def rules(self, level: Level) -> tuple[Rule, ...]:
         """Return the rules of one level."""
-        return {"full": self.full, "weights": self.weights, "record": self.record}[level]
+        found: tuple[Rule, ...] = getattr(self, _FIELDS[level])
+        return found
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it says what is kept, and not only how it is saved."""
+        return any(getattr(self, name) for name in _FIELDS.values())
+
+    def rounding(self, level: Level) -> Encoding | None:
+        """Return what the weights are rounded to at a level, with its bounds; None if they stay."""
+        return rounding_of(level, self.lossy)
 
     def check(self) -> None:
-        """Raise PolicyError if there is no rule: such a policy would delete everything."""
-        if not (self.full or self.weights or self.record):
+        """Raise PolicyError if there is no rule: to carry it out would delete everything.
+
+        One that is stored may have encodings alone: it then says nothing of what is kept.
+        """
+        if not self.has_rules:
             msg = "a policy without rules would delete everything"
-            raise PolicyError(msg, hint=_RULES_HINT)
+            raise PolicyError(msg, hint=RULES_HINT)
 
 
-def parse_rules(text: str) -> tuple[Rule, ...]:
-    """Return the rules of a text.
+def rounding_of(level: Level, lossy: Iterable[Encoding | str]) -> Encoding | None:
+    """Return what the weights are rounded to at a level; None if they are not.
 
-    Raises
-    ------
-    InvalidInputError
-        It does not follow the grammar; the message has the position, from 1.
-    """
-    reader = _Reader(text)
-    rules = []
-    while True:
-        rules.append(_rule(reader))
-        if len(rules) > limits.POLICY_RULES_MAX:
-            reader.refuse(f"more than {limits.POLICY_RULES_MAX} rules")
-        if reader.peek() is None:
-            return tuple(rules)
-        if reader.take("a comma") != ",":
-            reader.refuse("a comma must follow", back=True)
-
-
-def parse_duration(text: str) -> int:
-    """Return the seconds of ``6h``, ``1d12h`` or ``90s``.
+    Parameters
+    ----------
+    lossy
+        With bounds, as in :attr:`Policy.lossy`; the one of the level counts.
 
     Raises
     ------
     InvalidInputError
-        It is no such text, or zero.
+        One is not for ageing, or is there twice.
     """
-    seconds = 0
-    if _DURATION.fullmatch(text) and len(text) <= 2 * _DIGITS_MAX:
-        parts = re.findall(r"([0-9]+)([wdhms])", text)
-        seconds = sum(int(count) * _UNITS_S[unit] for count, unit in parts)
-    if not 0 < seconds <= limits.TIME_MS_MAX // 1000:
-        msg = f"{text[:40]!r} is not a duration"
-        raise InvalidInputError(msg, hint="write 90s, 30m, 6h, 1d12h or 2w")
-    return seconds
+    checked = _lossy(list(lossy))
+    name = level.removeprefix("weights-")
+    if name == level:
+        return None
+    return next((one for one in checked if one.name == name), Encoding(name))
 
 
-def duration_text(seconds: int) -> str:
-    """Return a duration as :func:`parse_duration` reads it."""
-    parts = []
-    for unit, size in _UNITS_S.items():
-        count, seconds = divmod(seconds, size)
-        if count:
-            parts.append(f"{count}{unit}")
-    return "".join(parts)
+def _texts(key: str, value: object, hint: str) -> list[str]:
+    listed = [value] if isinstance(value, str) else value
+    if not isinstance(listed, Sequence) or not all(isinstance(text, str) for text in listed):
+        msg = f"{key}: {value!r} is neither a text nor a list of texts"
+        raise InvalidInputError(msg, hint=hint)
+    return list(listed)
+
+
+def _lossy(listed: Sequence[Encoding | str]) -> tuple[Encoding, ...]:
+    found: dict[str, Encoding] = {}
+    for text in listed:
+        encoding = Encoding.of(text)
+        if encoding.name not in _ROUNDINGS or encoding.name in found:
+            said = "to be there twice" if encoding.name in found else "for ageing"
+            msg = f"lossy: {str(text)!r}: {encoding.name} is not {said}"
+            raise InvalidInputError(msg, hint="one of each of " + " and ".join(_ROUNDINGS))
+        found[encoding.name] = encoding
+    return tuple(found.values())
+
+
+def _encodings(wanted: object) -> dict[str, str]:
+    found = EncodingRules(wanted).to_json()  # type: ignore[arg-type]  # it checks what it is
+    if len(found) > limits.POLICY_RULES_MAX:
+        msg = f"{len(found)} encodings are more than {limits.POLICY_RULES_MAX}"
+        raise InvalidInputError(msg)
+    return found
 
 
 def _rules(texts: Rules) -> tuple[Rule, ...]:
@@ -280,115 +211,3 @@ def _rules(texts: Rules) -> tuple[Rule, ...]:
         msg = f"{len(found)} rules are more than {limits.POLICY_RULES_MAX}"
         raise InvalidInputError(msg)
     return tuple(found)
-
-
-def _rule(reader: _Reader) -> Rule:
-    word = reader.take("a rule")
-    if word == "last":
-        return Last(reader.number())
-    if word == "every":
-        return _every(reader)
-    if word == "within":
-        return Within(reader.duration())
-    if word == "abandoned":
-        return Abandoned(reader.duration())
-    if word == "best":
-        return _best(reader)
-    if word == "tagged":
-        return Tagged()
-    if word == "all":
-        return All()
-    return reader.refuse(f"{word!r} is not a rule", back=True)
-
-
-def _every(reader: _Reader) -> Rule:
-    word = reader.peek() or ""
-    if not word.isdigit():
-        return EveryTime(reader.duration())
-    steps = reader.number()
-    if reader.peek() not in ("step", "steps"):
-        reader.take("steps, or a unit of time as in 6h")
-        reader.refuse("'steps' must follow, or the number a unit of time as in 6h", back=True)
-    reader.take("steps")
-    return EverySteps(steps)
-
-
-def _best(reader: _Reader) -> Rule:
-    count = reader.number()
-    word = reader.take("a metric")
-    if word == ",":
-        reader.refuse("a metric must follow", back=True)
-    try:
-        metric = check_metric_name(json.loads(word) if word[0] == '"' else word)
-    except ValueError as error:  # InvalidInputError is one too
-        reader.refuse(f"{word} is not the name of a metric: {error}", back=True)
-    if reader.peek() != "missing":
-        return Best(count, metric)
-    reader.take("missing")
-    choice = reader.take("keep or drop")
-    if choice == "keep":
-        return Best(count, metric, "keep")
-    if choice == "drop":
-        return Best(count, metric)
-    return reader.refuse("missing is followed by keep or drop", back=True)
-
-
-class _Reader:
-    """The words of a text, and where each begins."""
-
-    def __init__(self, text: str) -> None:
-        if len(text) > limits.POLICY_CHARS_MAX:
-            msg = f"rules of {len(text)} characters; {limits.POLICY_CHARS_MAX} are allowed"
-            raise InvalidInputError(msg)
-        self._text = text
-        self._words = list(self._split())
-        self._at = 0
-
-    def _split(self) -> Iterator[tuple[str, int]]:
-        at = 0
-        end = len(self._text.rstrip())
-        while at < end:
-            found = _TOKEN.match(self._text, at)
-            if found is None:
-                start = len(self._text) - len(self._text[at:].lstrip())
-                self._refuse_at(start, "a quote that does not end")
-            yield found[1], found.start(1)
-            at = found.end()
-
-    def peek(self) -> str | None:
-        """Return the next word; None at the end."""
-        return self._words[self._at][0] if self._at < len(self._words) else None
-
-    def take(self, what: str) -> str:
-        """Return the next word and go on; `what` is wanted there."""
-        word = self.peek()
-        if word is None:
-            self.refuse(f"{what} must follow")
-        self._at += 1
-        return word
-
-    def number(self) -> int:
-        """Return the number that is the next word, from 1 on."""
-        word = self.take("a number")
-        number = int(word) if re.fullmatch(f"[0-9]{{1,{_DIGITS_MAX}}}", word) else 0
-        if number < 1:
-            self.refuse(f"{word!r} is not a number from 1 on", back=True)
-        return number
-
-    def duration(self) -> int:
-        """Return the seconds of the duration that is the next word."""
-        word = self.take("a duration")
-        try:
-            return parse_duration(word)
-        except InvalidInputError as error:
-            self.refuse(f"{error.message}; {error.hint}", back=True)
-
-    def refuse(self, what: str, *, back: bool = False) -> NoReturn:
-        """Raise at the next word, or with `back` at the one just taken."""
-        place = self._at - back
-        at = self._words[place][1] if place < len(self._words) else len(self._text)
-        self._refuse_at(at, what)
-
-    def _refuse_at(self, at: int, what: str) -> NoReturn:
-        msg = f"rules {self._text[:200]!r}: at character {at + 1}: {what}"
-        raise InvalidInputError(msg, hint=_RULES_HINT)

@@ -21,21 +21,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.metrics import ranked
-from ckptstore.catalog.policy import (
+from ckptstore.catalog.policy import Policy
+from ckptstore.catalog.rules import (
     Abandoned,
     All,
     Best,
     EverySteps,
     EveryTime,
     Last,
-    Policy,
     Rule,
     Tagged,
     Within,
@@ -43,11 +43,21 @@ from ckptstore.catalog.policy import (
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.format.fields import Direction
 from ckptstore.format.lifecycle import Level
-from ckptstore.model import Version
+from ckptstore.model import RoleBytes, Version
 
-__all__ = ["Decision", "Fate", "RunPlan", "plan", "plan_run", "reclaimable", "stored_policy"]
+__all__ = [
+    "Decision",
+    "Fate",
+    "RunPlan",
+    "chosen_by",
+    "plan",
+    "plan_run",
+    "reclaimable",
+    "stored_encodings",
+    "stored_policy",
+]
 
-Fate = Literal["full", "weights", "record", "gone"]
+Fate = Level | Literal["gone"]
 """The level at which a version is kept, or ``gone``: deleted."""
 
 _ORDER: Final[tuple[Fate, ...]] = ("gone", *LEVELS)
@@ -125,6 +135,8 @@ def plan(
 def stored_policy(catalog: Catalog, run: str) -> Policy | None:
     """Return the policy that holds for a run: its own, the store's, or None.
 
+    One that has no rules, but encodings alone, leaves it to the other one what is kept.
+
     Raises
     ------
     RunNotFoundError
@@ -132,8 +144,29 @@ def stored_policy(catalog: Catalog, run: str) -> Policy | None:
     InvalidInputError
         The policy that is stored has something that this version does not know.
     """
-    text = catalog.policy(run)
-    return Policy.from_json(json.loads(text)) if text else None
+    for text in catalog.policies(run):
+        if (policy := Policy.from_json(json.loads(text))).has_rules:
+            return policy
+    return None
+
+
+def stored_encodings(catalog: Catalog, run: str) -> Mapping[str, str]:
+    """Return what a run's saves are encoded in by its policy, or else by the store's.
+
+    Parameters
+    ----------
+    run
+        Need not be there yet.
+
+    Raises
+    ------
+    InvalidInputError
+        The policy that is stored has something that this version does not know.
+    """
+    for text in catalog.policies(run):
+        if (policy := Policy.from_json(json.loads(text))).encodings:
+            return policy.encodings
+    return {}
 
 
 def plan_run(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> RunPlan:
@@ -161,13 +194,47 @@ def plan_run(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> RunP
         return _untouched(catalog, run, policy=policy, refused=str(error))
 
 
+def chosen_by(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> list[Version]:
+    """Return the versions of a run that a rule of level ``full`` names, oldest first.
+
+    Unlike :func:`plan_run` by the rules alone: not those that are kept whatever the rules say.
+
+    Raises
+    ------
+    RunNotFoundError
+        There is no such run.
+    InvalidInputError
+        A rule does not fit the run: the metric has no direction, say.
+    """
+    planning = _Planning(
+        versions=list(catalog.versions(run)),
+        policy=policy,
+        head=catalog.head_id(run),
+        directions=dict(catalog.run(run).metrics),
+        now_ms=now_ms,
+    )
+    chosen = planning.named("full")
+    return [version for version in planning.versions if version.id in chosen]
+
+
 def reclaimable(version: Version, fate: Fate) -> int:
-    """Return the stored bytes of a version that are not kept for it at a level."""
+    """Return the stored bytes of a version that are not kept for it at a level.
+
+    From the catalog alone: for levels that are written anew this is an estimate, which takes the
+    weights for float32; :mod:`ckptstore.ops.preview` measures.
+    """
     if _ORDER.index(fate) >= _ORDER.index(version.level) or version.level == "record":
         return 0
-    if fate == "weights":
-        return sum(part.stored for role, part in version.roles.items() if role != "weights")
-    return sum(part.stored for part in version.roles.values()) + version.manifest_bytes
+    weights = version.roles.get("weights", RoleBytes(logical=0, new=0, stored=0)).stored
+    rest = sum(part.stored for part in version.roles.values()) - weights
+    if fate in _WRITTEN_BITS:
+        before = _WRITTEN_BITS.get(version.level, 32)
+        return rest + weights * (before - _WRITTEN_BITS[fate]) // before
+    return rest if fate == "weights" else rest + weights + version.manifest_bytes
+
+
+_WRITTEN_BITS: Final[dict[Fate, int]] = {"weights-bf16": 16, "weights-int8": 8}
+"""Bits of an element at the levels that are written anew; 32 is guessed for what is as it was."""
 
 
 def _untouched(
@@ -239,7 +306,7 @@ class _Planning:
             held.append("tagged " + ", ".join(version.tags))
         if version.damaged:
             held.append("damaged: repair it, or rm it")
-        if fate == "weights" and not _has_weights(version):
+        if fate not in ("gone", "record") and not _has_weights(version):
             held.append("no tensors of role weights")
         if held:
             ruled = [] if fate == "gone" else reasons
@@ -247,8 +314,7 @@ class _Planning:
         return fate, reasons
 
     def _says_tagged(self) -> bool:
-        rules = (*self.policy.full, *self.policy.weights, *self.policy.record)
-        return Tagged() in rules
+        return any(Tagged() in self.policy.rules(level) for level in LEVELS)
 
     def _keep_a_verified(self, fates: dict[str, tuple[Fate, list[str]]]) -> None:
         """Keep the newest verified version as it is, if no verified one would stay so."""
@@ -268,6 +334,10 @@ class _Planning:
             for version_id in _CHOOSE[type(rule)](self, rule, among):
                 found.setdefault(version_id, []).append(str(rule))
         return found
+
+    def named(self, level: Level) -> set[str]:
+        """Return the ids of the versions that have a rule at a level."""
+        return set(self._matched(level))
 
     def age_s(self, version: Version) -> float:
         return self.now_ms / 1000 - version.created_at.timestamp()

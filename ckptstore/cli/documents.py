@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from ckptstore.model import RoleBytes, RunInfo, Version
 
@@ -90,11 +90,18 @@ def state_marks(version: Version) -> list[str]:
         "deleted": version.deleted,
         "damaged": version.damaged,
         "abandoned": version.abandoned,
-        "weights only": version.level == "weights",
-        "record only": version.level == "record",
+        _LEVEL_MARKS.get(version.level, ""): version.level in _LEVEL_MARKS,
         "pinned": version.pinned,
     }
     return [mark for mark, holds in marks.items() if holds]
+
+
+_LEVEL_MARKS: Final = {
+    "weights": "weights only",
+    "weights-bf16": "bf16 weights only",
+    "weights-int8": "int8 weights only",
+    "record": "record only",
+}
 
 
 def run_document(run: RunInfo) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from ckptstore import limits
-from ckptstore.catalog.policy import duration_text, parse_duration
+from ckptstore.catalog.rules import duration_text, parse_duration
 from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars

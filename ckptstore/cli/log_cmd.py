@@ -240,7 +240,7 @@ def _one(op: Pin | Unpin | Relocate, catalog: Catalog) -> str:
 
 def _relocate(op: Relocate, catalog: Catalog) -> str:
     kept = {"full": "lies elsewhere", "weights": "keeps its weights", "record": "keeps its record"}
-    return f"{_one(op, catalog)} {kept[op.level]}"
+    return f"{_one(op, catalog)} {kept[op.level]}" + (f" as {op.encoding}" if op.encoding else "")
 
 
 def _versions(op: Verified | Quarantine | Delete | Undelete, catalog: Catalog) -> str:

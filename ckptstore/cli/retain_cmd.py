@@ -36,15 +36,53 @@ def retain(
             "steps'. Repeatable.",
         ),
     ] = None,
+    weights_bf16: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weights-bf16",
+            metavar="RULES",
+            help="What is kept as weights rounded to bfloat16. Repeatable.",
+        ),
+    ] = None,
+    weights_int8: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--weights-int8",
+            metavar="RULES",
+            help="What is kept as weights in 8 bits with a scale a block. Repeatable.",
+        ),
+    ] = None,
     record: Annotated[
         list[str] | None,
         typer.Option(metavar="RULES", help="What is kept as metrics only: 'all'. Repeatable."),
+    ] = None,
+    lossy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ENCODING",
+            help="How far these two may go: 'int8:rel_l2=0.02,block=64'. Repeatable.",
+        ),
+    ] = None,
+    encoding: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN=ENCODING",
+            help="With --set: what the saves of the run are stored in: 'role:optimizer=dynamic8'. "
+            "Repeatable.",
+        ),
     ] = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Do it. Without, nothing changes.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Change nothing, which is so without it, too.")
+    ] = False,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick",
+            help="Estimate what rounding frees, instead of reading and rounding all weights.",
+        ),
     ] = False,
     set_policy: Annotated[
         bool, typer.Option("--set", help="Store the rules as the policy of RUN, or of the store.")
@@ -61,8 +99,16 @@ def retain(
     """Say what a retention policy keeps of each version and why; with --apply, do it."""
     output = Output("retain", as_json=json, quiet=quiet)
     policy = None
-    if full or weights or record:
-        policy = Policy.parse(full=full or (), weights=weights or (), record=record or ())
+    if full or weights or weights_bf16 or weights_int8 or record or lossy or encoding:
+        policy = Policy.parse(
+            full=full or (),
+            weights=weights or (),
+            weights_bf16=weights_bf16 or (),
+            weights_int8=weights_int8 or (),
+            record=record or (),
+            lossy=lossy or (),
+            encodings=_encodings(encoding or []),
+        )
     _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
     writing = apply or set_policy or clear
     with opened(store, option, writing=writing, single_writer=single_writer) as opening:
@@ -76,6 +122,17 @@ def retain(
         report = opening.retain(policy, run=run, dry_run=not apply)
         output.show(_document(opening, report), lambda screen: _draw(screen, report))
         _notes(output, report)
+
+
+def _encodings(texts: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in texts:
+        pattern, equals, value = text.partition("=")
+        if not equals or pattern in found:
+            msg = f"--encoding {text!r} is not PATTERN=ENCODING, or its pattern was there before"
+            raise InvalidInputError(msg, hint="such as 'role:optimizer=dynamic8'")
+        found[pattern] = value
+    return found
 
 
 def _check(

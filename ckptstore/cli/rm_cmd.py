@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -13,6 +13,7 @@ from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import find_version, is_run_name, opened
 from ckptstore.cli.text import bytes_text, count_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
+from ckptstore.format.lifecycle import LowerLevel
 from ckptstore.model import Version
 from ckptstore.ops.remove import Removal
 from ckptstore.store import Store
@@ -24,12 +25,16 @@ class Keep(StrEnum):
     """What may stay of a version."""
 
     WEIGHTS = "weights"
+    WEIGHTS_BF16 = "weights-bf16"
+    WEIGHTS_INT8 = "weights-int8"
     RECORD = "record"
 
 
 _FOR_GOOD: Final = "undelete does not bring it back"
-_PARTS: Final[dict[Keep | None, Literal["weights", "record"]]] = {
+_PARTS: Final[dict[Keep | None, LowerLevel]] = {
     Keep.WEIGHTS: "weights",
+    Keep.WEIGHTS_BF16: "weights-bf16",
+    Keep.WEIGHTS_INT8: "weights-int8",
     Keep.RECORD: "record",
 }
 
@@ -45,8 +50,16 @@ def rm(
         Keep | None,
         typer.Option(
             "--keep",
-            help="Delete a part for good: keep the weights, or the record alone. Not undone by "
-            "undelete.",
+            help="Delete a part for good: keep the weights, rounded or as they are, or the record "
+            "alone. Not undone by undelete.",
+        ),
+    ] = None,
+    lossy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ENCODING",
+            help="With --keep weights-bf16 or weights-int8: how far a tensor may change, as in "
+            "'int8:rel_l2=0.02'. One that would by more is kept at the level above.",
         ),
     ] = None,
     force: Annotated[
@@ -72,7 +85,9 @@ def rm(
     with opened(store, option, writing=not dry_run, single_writer=single_writer) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
         part = _PARTS.get(keep)
-        found = opening.remove(named, keep=part, reason=reason, force=force, dry_run=dry_run)
+        found = opening.remove(
+            named, keep=part, lossy=lossy, reason=reason, force=force, dry_run=dry_run
+        )
         total = sum(removal.reclaimable_bytes for removal in found)
         document = {
             "dry_run": dry_run,

@@ -15,6 +15,7 @@ __all__ = [
     "Digest",
     "Direction",
     "Directions",
+    "EncodingName",
     "Id",
     "ManifestPointer",
     "Metrics",
@@ -28,6 +29,8 @@ NonFinite = Literal["nan", "inf", "-inf"]
 
 Id = Annotated[str, msgspec.Meta(pattern=ID_PATTERN)]
 Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+EncodingName = Annotated[str, msgspec.Meta(pattern=r"^([a-z][a-z0-9_]{0,31})?\Z")]
+"""What tensors were rounded to; empty for what they were saved as."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=limits.STEP_MAX)]
 Metrics = Annotated[Mapping[str, float | NonFinite], msgspec.Meta(max_length=limits.METRICS_MAX)]
 Directions = Annotated[Mapping[str, Direction], msgspec.Meta(max_length=limits.METRICS_MAX)]

@@ -12,7 +12,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from ckptstore import limits
-from ckptstore.format.fields import Digest, Directions, Id, ManifestPointer, RoleSizes
+from ckptstore.format.fields import (
+    Digest,
+    Directions,
+    EncodingName,
+    Id,
+    ManifestPointer,
+    RoleSizes,
+)
 from ckptstore.format.names import (
     check_metadata_json,
     check_metric_name,
@@ -25,6 +32,8 @@ __all__ = [
     "Delete",
     "Fork",
     "Level",
+    "LowerLevel",
+    "Part",
     "Pin",
     "Quarantine",
     "Relocate",
@@ -36,8 +45,15 @@ __all__ = [
     "Verified",
 ]
 
-Level = Literal["full", "weights", "record"]
-"""How much of a version is kept: everything, the tensors of role ``weights``, its record only."""
+Level = Literal["full", "weights", "weights-bf16", "weights-int8", "record"]
+"""How much of a version is kept: everything; the tensors of role ``weights``, as they were saved or
+in fewer bits; its record only."""
+
+LowerLevel = Literal["weights", "weights-bf16", "weights-int8", "record"]
+"""A level that a version can be aged to."""
+
+Part = Literal["full", "weights", "record"]
+"""The same without how the weights are written: what a reader of the first format knows."""
 
 ObjectKey = Annotated[
     str,
@@ -135,18 +151,25 @@ class Relocate(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="r
     version: Id
     based_on: Digest
     """Digest of the manifest that this one replaces: another change in between is a conflict."""
-    level: Level
+    level: Part
     """What is kept from now on; never more than before."""
     manifest: ManifestPointer | None = None
     """None exactly at level ``record``."""
     content: Digest
     """Digest of what is kept; at level ``record``, of what was kept last."""
     roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
+    encoding: EncodingName = ""
+    """At level ``weights``: what the weights were rounded to when the version was aged, ``bf16`` or
+    ``int8``; empty where this is as it was before. A reader takes what it does not know for empty:
+    the manifest says by itself how to read it."""
 
     def __post_init__(self) -> None:
-        """Check names, and that manifest and level agree."""
+        """Check names, and that manifest, level and encoding agree."""
         for role in self.roles:
             check_role(role)
+        if self.encoding and self.level != "weights":
+            msg = "only weights are rounded when a version is aged"
+            raise ValueError(msg)
         if (self.manifest is None) != (self.level == "record"):
             msg = "a version has a manifest unless only its record is kept"
             raise ValueError(msg)

@@ -14,7 +14,7 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
-from ckptstore.format.fields import Count, Digest, Direction, Id
+from ckptstore.format.fields import Count, Digest, Direction, EncodingName, Id
 from ckptstore.format.framing import decode_frame, encode_frame
 from ckptstore.format.keys import MANIFEST_KEY_PATTERN
 
@@ -69,6 +69,10 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
     receipt: Annotated[dict[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)]
     metadata: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)]
     """The user's JSON object."""
+    origin: IdOrEmpty = ""
+    """Id of the store that it was first saved in; empty for this one."""
+    replicas: Annotated[tuple[Id, ...], msgspec.Meta(max_length=limits.REPLICAS_MAX)] = ()
+    """Ids of other stores that have it, in the order in which that was noted."""
 
 
 class _ManifestKey(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -94,6 +98,8 @@ class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """MessagePack of :class:`Details`, see :func:`decode_details`."""
     flags: Annotated[int, msgspec.Meta(ge=0, le=FLAGS_ALL)] = 0
     """What has become of it: ``DELETED``, ``ABANDONED`` and so on."""
+    encoding: EncodingName = ""
+    """With ``WEIGHTS_ONLY``: what the weights were rounded to, if they were."""
 
 
 class RunRow(msgspec.Struct, frozen=True, array_like=True):

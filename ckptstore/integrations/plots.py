@@ -208,13 +208,13 @@ def _kind(picture: _Picture, one: str, point: Point) -> str:
     if fate == "gone":
         return "retention would delete"
     if fate is not None:
-        return f"retention would keep the {fate}"
+        return f"retention would keep the {fate.partition('-')[0]}"
     if point.version.level != "full":
-        return f"only the {point.version.level} {_VERBS[point.version.level]} kept"
+        return f"only the {_KEPT[point.version.level.partition('-')[0]]} kept"
     return "abandoned" if point.version.abandoned else "version"
 
 
-_VERBS: Final = {"weights": "are", "record": "is"}
+_KEPT: Final = {"weights": "weights are", "record": "record is"}
 _OPEN: Final[dict[str, Any]] = {"facecolors": "white", "s": 28}
 _STYLES: Final[dict[str, dict[str, Any]]] = {
     "version": {"color": _LINE, "s": 28, "zorder": 4},

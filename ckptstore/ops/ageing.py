@@ -13,6 +13,7 @@ the weights share with another part of the state stays with the weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
@@ -23,6 +24,7 @@ from ckptstore.catalog.retention import reclaimable
 from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.parts import part_of
+from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
 from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
@@ -38,11 +40,25 @@ from ckptstore.model import RoleBytes, Version
 from ckptstore.ops.remove import Removal
 from ckptstore.repo import Repo
 
-__all__ = ["age", "foresee", "prepare", "relocating", "weights_part"]
+__all__ = ["Target", "age", "foresee", "prepare", "relocating", "weights_part"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """How much of a version is to be kept, and how."""
+
+    level: Level
+    rounding: Encoding | None = None
+    """What weights are rounded to, and how far they may change by it; None: they are not."""
 
 
 def age(
-    repo: Repo, cache: Manifests, versions: Sequence[Version], level: Level, *, force: bool = False
+    repo: Repo,
+    cache: Manifests,
+    versions: Sequence[Version],
+    target: Target,
+    *,
+    force: bool = False,
 ) -> list[str]:
     """Keep less of versions, each in whole or not at all; return the ids of those that changed.
 
@@ -63,12 +79,12 @@ def age(
     """
     repo.check_writable()
     catalog = repo.refresh()
-    chosen = _concerned(versions, level)
+    chosen = _concerned(versions, target.level)
     for version in chosen:
-        _check(catalog, version, level, force=force)
+        _check(catalog, version, target.level, force=force)
     for start in range(0, len(chosen), limits.RELOCATES_PER_COMMIT):
         part = chosen[start : start + limits.RELOCATES_PER_COMMIT]
-        _commit(repo, cache, part, level, force=force)
+        _commit(repo, cache, part, target, force=force)
     return [version.id for version in chosen]
 
 
@@ -107,20 +123,20 @@ def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> 
     if catalog.head_id(version.run) == version.id and not force:
         msg = f"{named} is the head of its run: training goes on from it"
         raise PolicyError(msg, hint="force it, if the run is over")
-    if level == "weights" and not any(r == "weights" and p.logical for r, p in now.roles.items()):
+    if level != "record" and not any(r == "weights" and p.logical for r, p in now.roles.items()):
         msg = f"{named} has no tensors of role weights: nothing would be left"
         raise PolicyError(msg, hint="save with roles={PATTERN: 'weights'}")
 
 
 def _commit(
-    repo: Repo, cache: Manifests, versions: Sequence[Version], level: Level, *, force: bool
+    repo: Repo, cache: Manifests, versions: Sequence[Version], target: Target, *, force: bool
 ) -> None:
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        moves = [prepare(repo, cache, version, level) for version in versions]
+        moves = [prepare(repo, cache, version, target) for version in versions]
 
         def build(now: Catalog, moves: Sequence[Move] = moves) -> list[Op]:
             for version in versions:
-                _check(now, version, level, force=force)
+                _check(now, version, target.level, force=force)
             return relocating(now, moves)
 
         try:
@@ -147,7 +163,7 @@ def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
     ]
 
 
-def prepare(repo: Repo, cache: Manifests, version: Version, level: Level) -> Move:
+def prepare(repo: Repo, cache: Manifests, version: Version, target: Target) -> Move:
     """Write the manifest of what is to stay of a version, and return the move to it.
 
     Raises
@@ -157,16 +173,16 @@ def prepare(repo: Repo, cache: Manifests, version: Version, level: Level) -> Mov
     StorageError
         The storage failed; nothing has changed.
     """
-    if level == "record":
+    if target.level == "record":
         return Move(
             version=version.id,
             based_on=version.manifest_digest,
-            level=level,
+            level=target.level,
             manifest=None,
             content=version.content,
         )
-    if level != "weights":
-        msg = f"a version does not age to {level!r}"
+    if target.level != "weights":
+        msg = f"a version does not age to {target.level!r}"
         raise InvalidInputError(msg, hint="weights, or record")
     part = weights_part(cache.load(version))
     data = manifests.encode(part)
@@ -176,7 +192,7 @@ def prepare(repo: Repo, cache: Manifests, version: Version, level: Level) -> Mov
     return Move(
         version=version.id,
         based_on=version.manifest_digest,
-        level=level,
+        level=target.level,
         manifest=pointer,
         content=content_digest(part),
         roles=_roles(part, version.roles),

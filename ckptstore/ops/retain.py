@@ -19,8 +19,9 @@ from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
 from ckptstore.format.commit import Op
-from ckptstore.format.lifecycle import Level, SetPolicy
+from ckptstore.format.lifecycle import SetPolicy
 from ckptstore.ops import ageing
+from ckptstore.ops.ageing import Target
 from ckptstore.repo import Repo
 
 __all__ = ["AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
@@ -59,10 +60,11 @@ def check_policy(policy: AnyPolicy) -> Policy:
     InvalidInputError
         It does not follow the grammar.
     PolicyError
-        It has no rule.
+        It has no rule, and no encoding.
     """
     found = policy if isinstance(policy, Policy) else Policy.from_json(policy)
-    found.check()
+    if not found.encodings:
+        found.check()
     return found
 
 
@@ -120,6 +122,8 @@ def retain(
         The storage failed; what was committed before stays, and a repetition goes on.
     """
     checked = None if policy is None else check_policy(policy)
+    if checked is not None:
+        checked.check()
     applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run)
     plans = applying.plans(repo.refresh())
     if not any(plan.policy or plan.refused for plan in plans):
@@ -169,10 +173,10 @@ class _Retaining:
             elif not left:
                 return numbers
 
-    def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Level]]:
+    def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Target]]:
         """Return what is to be deleted and what is to be aged, by what it is now."""
         gone: list[str] = []
-        aged: dict[_Key, Level] = {}
+        aged: dict[_Key, Target] = {}
         for plan in self.plans(catalog):
             if plan.refused:
                 policy = f" ({plan.policy})" if plan.policy else ""
@@ -183,19 +187,21 @@ class _Retaining:
                 if decision.fate == "gone":
                     gone.append(version.id)
                 else:
-                    aged[version.id, version.manifest_digest, decision.fate] = decision.fate
+                    rounding = plan.policy.rounding(decision.fate) if plan.policy else None
+                    target = Target(level=decision.fate, rounding=rounding)
+                    aged[version.id, version.manifest_digest, decision.fate] = target
         return gone, aged
 
     def _prepare(self, catalog: Catalog) -> bool:
         """Write manifests for one commit; return whether there was anything to do."""
         gone, aged = self._todo(catalog)
         self._prepared = {key: move for key, move in self._prepared.items() if key in aged}
-        for key, level in aged.items():
+        for key, target in aged.items():
             if len(self._prepared) == limits.RELOCATES_PER_COMMIT:
                 break
             if key not in self._prepared:
                 version = catalog.version(key[0])
-                self._prepared[key] = ageing.prepare(self._repo, self._cache, version, level)
+                self._prepared[key] = ageing.prepare(self._repo, self._cache, version, target)
         return bool(gone or aged)
 
     def _build(self, now: Catalog) -> Sequence[Op]:

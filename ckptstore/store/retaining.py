@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.errors import InvalidInputError
+from ckptstore.format.lifecycle import LowerLevel
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
+    from ckptstore.encodings.encoding import Encoding
+    from ckptstore.ops.ageing import Target
     from ckptstore.ops.remove import Removal
     from ckptstore.ops.retain import AnyPolicy, RetainReport
 
@@ -92,7 +95,12 @@ class Retaining:
         return retain(self._repo, self._manifests, policy=policy, run=run, dry_run=dry_run)
 
     def age(
-        self, refs: Sequence[str], level: Literal["weights", "record"], *, force: bool = False
+        self,
+        refs: Sequence[str],
+        level: LowerLevel,
+        *,
+        lossy: Encoding | str | None = None,
+        force: bool = False,
     ) -> list[Version]:
         """Keep only the weights of versions, or only their records; return those that changed.
 
@@ -100,6 +108,11 @@ class Retaining:
 
         Parameters
         ----------
+        level
+            ``weights-bf16`` and ``weights-int8`` round the weights, and read and write them.
+        lossy
+            With these two: how far a tensor may change, such as ``"int8:rel_l2=0.02"``. One that
+            would change by more is kept at the level above, and a warning says so.
         force
             Also tagged ones, and the head of a run, from which its training could then not go on.
 
@@ -111,14 +124,15 @@ class Retaining:
         from ckptstore.ops.ageing import age
 
         versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
-        ids = age(self._repo, self._manifests, versions, level, force=force)
+        ids = age(self._repo, self._manifests, versions, _target(level, lossy), force=force)
         return [self._repo.catalog.version(one) for one in ids]
 
     def remove(
         self,
         refs: Sequence[str],
         *,
-        keep: Literal["weights", "record"] | None = None,
+        keep: LowerLevel | None = None,
+        lossy: Encoding | str | None = None,
         reason: str = "",
         force: bool = False,
         dry_run: bool = False,
@@ -130,6 +144,8 @@ class Retaining:
         keep
             Delete only a part of each: keep its weights, or its record. This cannot be undone; see
             :meth:`age`, which does the same. Versions of which no more is kept are left out.
+        lossy
+            As in :meth:`age`.
         reason
             For people who read the log.
         force
@@ -150,13 +166,14 @@ class Retaining:
 
         versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
         if keep is not None:
-            return self._reduce(versions, keep, reason=reason, force=force, dry_run=dry_run)
+            target = _target(keep, lossy)
+            return self._reduce(versions, target, reason=reason, force=force, dry_run=dry_run)
         return remove(self._repo, versions, reason=reason, force=force, dry_run=dry_run)
 
     def _reduce(
         self,
         versions: Sequence[Version],
-        keep: Literal["weights", "record"],
+        target: Target,
         *,
         reason: str,
         force: bool,
@@ -167,9 +184,9 @@ class Retaining:
         if reason or not versions:
             msg = "no version to remove a part of" if not versions else "a part goes without reason"
             raise InvalidInputError(msg, hint="reasons are kept of whole versions that are deleted")
-        found = foresee(self._repo, versions, keep, force=force)
+        found = foresee(self._repo, versions, target.level, force=force)
         if not dry_run:
-            age(self._repo, self._manifests, versions, keep, force=force)
+            age(self._repo, self._manifests, versions, target, force=force)
         return found
 
     def undelete(self, refs: Sequence[str]) -> list[Version]:
@@ -194,3 +211,16 @@ class Retaining:
         catalog = self._repo.refresh()
         ids = [find_deleted(catalog, parse_ref(ref)) for ref in check_listed(refs, "refs")]
         return undelete(self._repo, self._manifests, ids)
+
+
+def _target(level: LowerLevel, lossy: Encoding | str | None) -> Target:
+    from ckptstore.catalog.policy import rounding_of
+    from ckptstore.encodings.encoding import Encoding
+    from ckptstore.ops.ageing import Target
+
+    given = None if lossy is None else Encoding.of(lossy)
+    rounding = rounding_of(level, [] if given is None else [given])
+    if given is not None and (rounding is None or rounding.name != given.name):
+        msg = f"{str(lossy)!r} is not what the level {level} is written in"
+        raise InvalidInputError(msg, hint="weights-bf16 with bf16, weights-int8 with int8")
+    return Target(level=level, rounding=rounding)

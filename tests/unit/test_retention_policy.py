@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.catalog.policy import (
+from ckptstore.catalog.policy import Policy
+from ckptstore.catalog.rules import (
     Abandoned,
     All,
     Best,
     EverySteps,
     EveryTime,
     Last,
-    Policy,
     Rule,
     Tagged,
     Within,

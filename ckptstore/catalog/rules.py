@@ -1,0 +1,305 @@
+"""The rules of retention policies as text. Pure; what they mean is in ``retention``.
+
+::
+
+    rules    = rule { "," rule }                     one of them is enough
+    rule     = "last" N                              the newest N
+             | "every" N "steps"                     of each stretch of N steps the first
+             | "every" DURATION                      of each stretch of time the first
+             | "within" DURATION                     those younger than that
+             | "best" N METRIC [ "missing" ( "keep" | "drop" ) ]
+             | "tagged"
+             | "abandoned" DURATION                  what a rollback left, while younger than that
+             | "all"                                 every version, abandoned or not
+    DURATION = N unit { N unit }                     units w d h m s: "1d12h"
+    METRIC   = a word without space, comma or quote, or a JSON string
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal, NoReturn
+
+from ckptstore import limits
+from ckptstore.errors import InvalidInputError
+from ckptstore.format.names import check_metric_name
+
+__all__ = [
+    "RULES_HINT",
+    "Abandoned",
+    "All",
+    "Best",
+    "EverySteps",
+    "EveryTime",
+    "Last",
+    "Rule",
+    "Tagged",
+    "Within",
+    "duration_text",
+    "parse_duration",
+    "parse_rules",
+]
+
+_UNITS_S: Final = {"w": 604_800, "d": 86_400, "h": 3600, "m": 60, "s": 1}
+_DURATION: Final = re.compile(r"(?:[0-9]+[wdhms])+")
+_TOKEN: Final = re.compile(r'\s*("(?:[^"\\]|\\.)*"|,|[^\s,"]+)')
+_WORD: Final = re.compile(r'[^\s,"]+')
+_DIGITS_MAX: Final = 18
+RULES_HINT: Final = (
+    "rules: last N, every N steps, every 6h, within 7d, best N METRIC, tagged, abandoned 7d, all"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """Keeps the newest versions on the line of the run."""
+
+    count: int
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        return f"last {self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Keeps the first version of each stretch of steps: from 0, from `steps`, from twice that."""
+
+    steps: int
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        return f"every {self.steps} steps"
+
+
+@dataclass(frozen=True, slots=True)
+class EveryTime:
+    """Keeps the first version of each stretch of time, by its time of creation, from 1970 on."""
+
+    seconds: int
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        return f"every {duration_text(self.seconds)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """Keeps versions while they are younger than that."""
+
+    seconds: int
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        return f"within {duration_text(self.seconds)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Keeps the best versions by a metric, in the direction that the run declared."""
+
+    count: int
+    metric: str
+    missing: Literal["keep", "drop"] = "drop"
+    """What becomes of versions that do not have the metric (yet). NaN is there, and never best."""
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        plain = _WORD.fullmatch(self.metric)
+        name = self.metric if plain else json.dumps(self.metric, ensure_ascii=False)
+        return f"best {self.count} {name}" + (" missing keep" if self.missing == "keep" else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Tagged:
+    """Keeps versions that have a tag."""
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        return "tagged"
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Keeps versions that a rollback abandoned, while they are younger than that."""
+
+    seconds: int
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        return f"abandoned {duration_text(self.seconds)}"
+
+
+@dataclass(frozen=True, slots=True)
+class All:
+    """Keeps every version, abandoned ones too."""
+
+    def __str__(self) -> str:
+        """Return the rule as text."""
+        return "all"
+
+
+Rule = Last | EverySteps | EveryTime | Within | Best | Tagged | Abandoned | All
+
+
+def parse_rules(text: str) -> tuple[Rule, ...]:
+    """Return the rules of a text.
+
+    Raises
+    ------
+    InvalidInputError
+        It does not follow the grammar; the message has the position, from 1.
+    """
+    reader = _Reader(text)
+    rules = []
+    while True:
+        rules.append(_rule(reader))
+        if len(rules) > limits.POLICY_RULES_MAX:
+            reader.refuse(f"more than {limits.POLICY_RULES_MAX} rules")
+        if reader.peek() is None:
+            return tuple(rules)
+        if reader.take("a comma") != ",":
+            reader.refuse("a comma must follow", back=True)
+
+
+def parse_duration(text: str) -> int:
+    """Return the seconds of ``6h``, ``1d12h`` or ``90s``.
+
+    Raises
+    ------
+    InvalidInputError
+        It is no such text, or zero.
+    """
+    seconds = 0
+    if _DURATION.fullmatch(text) and len(text) <= 2 * _DIGITS_MAX:
+        parts = re.findall(r"([0-9]+)([wdhms])", text)
+        seconds = sum(int(count) * _UNITS_S[unit] for count, unit in parts)
+    if not 0 < seconds <= limits.TIME_MS_MAX // 1000:
+        msg = f"{text[:40]!r} is not a duration"
+        raise InvalidInputError(msg, hint="write 90s, 30m, 6h, 1d12h or 2w")
+    return seconds
+
+
+def duration_text(seconds: int) -> str:
+    """Return a duration as :func:`parse_duration` reads it."""
+    parts = []
+    for unit, size in _UNITS_S.items():
+        count, seconds = divmod(seconds, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return "".join(parts)
+
+
+def _rule(reader: _Reader) -> Rule:
+    word = reader.take("a rule")
+    if word == "last":
+        return Last(reader.number())
+    if word == "every":
+        return _every(reader)
+    if word == "within":
+        return Within(reader.duration())
+    if word == "abandoned":
+        return Abandoned(reader.duration())
+    if word == "best":
+        return _best(reader)
+    if word == "tagged":
+        return Tagged()
+    if word == "all":
+        return All()
+    return reader.refuse(f"{word!r} is not a rule", back=True)
+
+
+def _every(reader: _Reader) -> Rule:
+    word = reader.peek() or ""
+    if not word.isdigit():
+        return EveryTime(reader.duration())
+    steps = reader.number()
+    if reader.peek() not in ("step", "steps"):
+        reader.take("steps, or a unit of time as in 6h")
+        reader.refuse("'steps' must follow, or the number a unit of time as in 6h", back=True)
+    reader.take("steps")
+    return EverySteps(steps)
+
+
+def _best(reader: _Reader) -> Rule:
+    count = reader.number()
+    word = reader.take("a metric")
+    if word == ",":
+        reader.refuse("a metric must follow", back=True)
+    try:
+        metric = check_metric_name(json.loads(word) if word[0] == '"' else word)
+    except ValueError as error:  # InvalidInputError is one too
+        reader.refuse(f"{word} is not the name of a metric: {error}", back=True)
+    if reader.peek() != "missing":
+        return Best(count, metric)
+    reader.take("missing")
+    choice = reader.take("keep or drop")
+    if choice == "keep":
+        return Best(count, metric, "keep")
+    if choice == "drop":
+        return Best(count, metric)
+    return reader.refuse("missing is followed by keep or drop", back=True)
+
+
+class _Reader:
+    """The words of a text, and where each begins."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > limits.POLICY_CHARS_MAX:
+            msg = f"rules of {len(text)} characters; {limits.POLICY_CHARS_MAX} are allowed"
+            raise InvalidInputError(msg)
+        self._text = text
+        self._words = list(self._split())
+        self._at = 0
+
+    def _split(self) -> Iterator[tuple[str, int]]:
+        at = 0
+        end = len(self._text.rstrip())
+        while at < end:
+            found = _TOKEN.match(self._text, at)
+            if found is None:
+                start = len(self._text) - len(self._text[at:].lstrip())
+                self._refuse_at(start, "a quote that does not end")
+            yield found[1], found.start(1)
+            at = found.end()
+
+    def peek(self) -> str | None:
+        """Return the next word; None at the end."""
+        return self._words[self._at][0] if self._at < len(self._words) else None
+
+    def take(self, what: str) -> str:
+        """Return the next word and go on; `what` is wanted there."""
+        word = self.peek()
+        if word is None:
+            self.refuse(f"{what} must follow")
+        self._at += 1
+        return word
+
+    def number(self) -> int:
+        """Return the number that is the next word, from 1 on."""
+        word = self.take("a number")
+        number = int(word) if re.fullmatch(f"[0-9]{{1,{_DIGITS_MAX}}}", word) else 0
+        if number < 1:
+            self.refuse(f"{word!r} is not a number from 1 on", back=True)
+        return number
+
+    def duration(self) -> int:
+        """Return the seconds of the duration that is the next word."""
+        word = self.take("a duration")
+        try:
+            return parse_duration(word)
+        except InvalidInputError as error:
+            self.refuse(f"{error.message}; {error.hint}", back=True)
+
+    def refuse(self, what: str, *, back: bool = False) -> NoReturn:
+        """Raise at the next word, or with `back` at the one just taken."""
+        place = self._at - back
+        at = self._words[place][1] if place < len(self._words) else len(self._text)
+        self._refuse_at(at, what)
+
+    def _refuse_at(self, at: int, what: str) -> NoReturn:
+        msg = f"rules {self._text[:200]!r}: at character {at + 1}: {what}"
+        raise InvalidInputError(msg, hint=RULES_HINT)
