@@ -17,6 +17,7 @@ __all__ = [
     "DIGEST_BYTES",
     "DIGEST_HEX_CHARS",
     "Hasher",
+    "PieceChecksums",
     "blake3_digest",
     "blake3_hex",
     "blake3_of",
@@ -64,6 +65,46 @@ class Hasher:
     def digest(self) -> bytes:
         """Return the digest of all that came, 32 bytes."""
         return self._hasher.digest()
+
+
+class PieceChecksums:
+    """XXH3-64 of each piece of bytes that come one after another. One thread at a time.
+
+    Parameters
+    ----------
+    piece_bytes
+        Length of every piece but the last.
+    """
+
+    __slots__ = ("_done", "_filled", "_piece_bytes", "_state")
+
+    def __init__(self, piece_bytes: int) -> None:
+        self._piece_bytes = piece_bytes
+        self._state = xxhash.xxh3_64()
+        self._filled = 0
+        self._done: list[int] = []
+
+    def update(self, data: Buffer) -> None:
+        """Take what comes next, pieces or parts of them."""
+        view = memoryview(data)
+        while len(view):
+            part = view[: self._piece_bytes - self._filled]
+            self._state.update(part)
+            self._filled += len(part)
+            view = view[len(part) :]
+            if self._filled == self._piece_bytes:
+                self._end()
+
+    def checksums(self) -> list[int]:
+        """Return those of all pieces; the last may be shorter. To be called once."""
+        if self._filled:
+            self._end()
+        return self._done
+
+    def _end(self) -> None:
+        self._done.append(self._state.intdigest())
+        self._state.reset()
+        self._filled = 0
 
 
 def xxh3_64(data: Buffer) -> int:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,7 @@ from ckptstore.hashing import blake3_digest
 from ckptstore.objects.index import KnownPieces, Location
 from ckptstore.objects.packs import PackSink
 
-__all__ = ["Source", "Written", "write_pieces"]
+__all__ = ["Foreseen", "Payload", "Source", "Written", "write_pieces"]
 
 
 class Payload(Protocol):
@@ -66,6 +66,15 @@ class Source(Protocol):
     @property
     def payload(self) -> Payload:
         """Return where its bytes are."""
+
+
+@runtime_checkable
+class Foreseen(Protocol):
+    """A source whose pieces are known before a byte of it is read: those of an earlier version."""
+
+    @property
+    def piece_ids(self) -> Sequence[bytes]:
+        """Return the id of each piece. Where one lies elsewhere no more, its bytes are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +118,8 @@ class _Job:
     start: int
     length: int
     layout: Layout
+    foreseen: tuple[bytes | None, ...]
+    """Per piece: its id, if that is known already."""
 
 
 @dataclass(slots=True)
@@ -248,8 +259,9 @@ def _plan(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...],
         slot = first[-1]
         if source.nbytes >= limits.SMALL_TENSOR_BYTES:
             length = piece_bytes(source.row_bytes, source.itemsize, chunk_bytes)
-            for start, size in cut(source.nbytes, length):
-                jobs.append(_large(source, slot, start, size, layout))
+            ids = _foreseen(source, -(-source.nbytes // length))
+            for (start, size), piece_id in zip(cut(source.nbytes, length), ids, strict=True):
+                jobs.append(_large(source, slot, start, size, layout, piece_id))
                 slot += 1
         elif source.nbytes:
             if filled.get(layout, 0) + source.nbytes > limits.SLAB_BYTES:
@@ -263,7 +275,14 @@ def _plan(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...],
     return tuple(first), jobs
 
 
-def _large(source: Source, slot: int, start: int, length: int, layout: Layout) -> _Job:
+def _foreseen(source: Source, count: int) -> Sequence[bytes | None]:
+    """Return the id of each piece of a source, as far as they are known."""
+    return source.piece_ids if isinstance(source, Foreseen) else [None] * count
+
+
+def _large(
+    source: Source, slot: int, start: int, length: int, layout: Layout, piece_id: bytes | None
+) -> _Job:
     return _Job(
         small=False,
         sources=(source,),
@@ -272,6 +291,7 @@ def _large(source: Source, slot: int, start: int, length: int, layout: Layout) -
         start=start,
         length=length,
         layout=layout,
+        foreseen=(piece_id,),
     )
 
 
@@ -285,6 +305,7 @@ def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> _Job:
         start=0,
         length=sum(source.nbytes for source, _ in members),
         layout=layout,
+        foreseen=tuple(_foreseen(source, 1)[0] for source, _ in members),
     )
 
 
@@ -372,7 +393,9 @@ class _Run:
         shared: bool,
     ) -> bool:
         """Write one piece as a chunk of its own, unless it is known; return whether it was."""
-        source = job.sources[0]
+        source, foreseen = job.sources[0], job.foreseen[0]
+        if foreseen is not None and self._is_known(job.slot, foreseen, job.length):
+            return True
         began = self.clock()
         if shared and (view := source.payload.view()) is not None:
             # Digest in place: nothing is stored from these bytes, so no copy is needed to keep
@@ -413,7 +436,9 @@ class _Run:
         began = self.clock()
         filled = 0
         members: list[tuple[int, bytes, int, int]] = []
-        for source, slot in zip(job.sources, job.slots, strict=True):
+        for source, slot, foreseen in zip(job.sources, job.slots, job.foreseen, strict=True):
+            if foreseen is not None and self._is_known(slot, foreseen, source.nbytes):
+                continue
             end = filled + source.nbytes
             staged = buffer[filled:end]
             _stage(source, 0, staged)
