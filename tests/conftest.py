@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # tests/servers holds modules of the tests' own; tests import them by their plain names.
 sys.path.insert(0, str(Path(__file__).parent / "servers"))
@@ -16,9 +18,25 @@ pytest.register_assert_rewrite(
     "ckptstore.testing.conform_objects",
 )
 
+# What is tried does not change from run to run, and a slow machine fails nothing. To search on:
+# pytest --hypothesis-profile=search
+settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("steady", settings.get_profile("search"), derandomize=True)
+settings.load_profile("steady")
+
+# Ranks meet on loopback, whatever this machine's name resolves to.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
 from buckets import GcsBucket, S3Bucket  # noqa: E402 - after the path
 from faultproxy import FaultProxy  # noqa: E402
 from local_servers import Server, start_gcs, start_moto, start_rclone  # noqa: E402
+from threadwatch import begin  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_others() -> None:
+    """Let no test be charged with threads that an earlier one left running."""
+    begin()
 
 
 @pytest.fixture(scope="session")

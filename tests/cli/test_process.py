@@ -47,7 +47,7 @@ def test_reader_that_goes_away_is_no_error(history: Path) -> None:
     process.stdout.close()
     errors = process.stderr.read()
     process.stderr.close()
-    assert (process.wait(60), errors) == (141, b"")
+    assert (process.wait(300), errors) == (141, b"")
 
 
 def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> None:
@@ -59,11 +59,11 @@ def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not _waits_on(process.pid, b"wait_for_partner") and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=60)
+    out, errors = process.communicate(timeout=300)
     assert (process.returncode, out, errors) == (130, b"", b"error: interrupted\n")
 
 
@@ -123,7 +123,7 @@ def _on_terminal(arguments: list[str], changes: dict[str, str]) -> bytes:
             break
         drawn += part
     os.close(master)
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     return drawn
 
 

@@ -81,9 +81,12 @@ def test_refusing_server_is_found_out(s3_bucket: S3Bucket, s3_proxy: FaultProxy)
 
 def test_look_then_write_is_found_out(tmp_path: Path) -> None:
     """Fsspec's local files, which look first and write then, are caught by the race."""
-    report = probe(open_fsspec(f"local://{tmp_path}"))
+    for _ in range(10):  # a machine with one slow processor may run a whole race in turns
+        report = probe(open_fsspec(f"local://{tmp_path}"))
+        assert names(report)["create twice"] is True
+        if report.put_if_absent is PutIfAbsent.IGNORED:
+            break
     assert report.put_if_absent is PutIfAbsent.IGNORED
-    assert names(report)["create twice"] is True
     assert names(report)["race"] is False
 
 

@@ -8,7 +8,7 @@ import pytest
 from rankkit.campaign import campaign
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_killed_rank_leaves_no_half_version(tmp_path: Path) -> None:
     """After each of a few kills all versions load bit-identical, and none that was seen is lost."""
     assert campaign(str(tmp_path / "store"), rounds=3, seed=7) > 0

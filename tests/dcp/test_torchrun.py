@@ -28,7 +28,7 @@ def test_the_page_s_program_with_four_ranks(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -37,5 +37,9 @@ def test_the_page_s_program_with_four_ranks(tmp_path: Path) -> None:
         assert [version.step for version in versions] == [1, 2, 3, 4]
         assert all(version.receipt["ranks_count"] == 4 for version in versions)
         assert store.load("sharded@2")["model"]["0.weight"].shape == (64, 32)
-    printed = [file.read_text() for file in sorted((tmp_path / "printed").rglob("stdout.log"))]
-    assert printed == 4 * [f"sharded@3 {versions[2].id}\n"]
+    printed = [file.read_text() for file in (tmp_path / "printed").rglob("stdout.log")]
+    assert len(printed) == 4
+    for lines in map(str.splitlines, printed):
+        assert [line for line in lines if line.startswith("sharded@")] == [
+            f"sharded@3 {versions[2].id}"
+        ]

@@ -11,13 +11,16 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from docpages import pages
 
 from ckptstore.cli.main import run
@@ -45,6 +48,7 @@ def test_blocks_run(page: Page, tmp_path: Path, request: pytest.FixtureRequest) 
     if not blocks:
         return
     patch = request.getfixturevalue("monkeypatch")
+    request.getfixturevalue("_as_before")
     patch.chdir(tmp_path)
     patch.setenv("COLUMNS", "120")
     place = _bucket(blocks, patch, request)
@@ -61,6 +65,22 @@ def test_blocks_run(page: Page, tmp_path: Path, request: pytest.FixtureRequest) 
             for command in _commands(text):
                 _execute(command, patch, where)
         assert threading.excepthook is hook, f"{where} leaves a hook behind"
+
+
+@pytest.fixture
+def _as_before() -> Iterator[None]:
+    """Give the next test the environment and the signal handlers that this one found."""
+    environment = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    threads = torch.get_num_threads()
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():  # a page that failed half way
+        torch.distributed.destroy_process_group()
 
 
 def _bucket(blocks: list[Block], patch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> str:
@@ -102,7 +122,7 @@ def _execute(command: str, patch: pytest.MonkeyPatch, where: str) -> None:
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", command],
             env={**os.environ, "PATH": path},
-            timeout=120,
+            timeout=300,
             check=False,
         )
         code = done.returncode

@@ -11,12 +11,12 @@ from faultkit.states import differences, state_of
 from faultkit.stores import (
     contents,
     create,
-    lingering_threads,
     load_id,
     memory_with,
     reopen,
     version_ids,
 )
+from threadwatch import threads_left
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -111,7 +111,7 @@ def outcomes(
         except CkptStoreError as error:
             result = error
         assert fault.hits, f"call {at} was not made"
-        assert not lingering_threads()
+        assert not threads_left()
         yield at, inner, result
 
 

@@ -38,7 +38,7 @@ def campaign(folder: Path, *, rounds: int, seed: int, elements: int) -> dict[str
     return found
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_killed_saves_are_absent_or_whole(tmp_path: Path) -> None:
     """After each of a few kills every earlier version loads bit-identical and verify is clean."""
     found = campaign(tmp_path, rounds=24, seed=11, elements=300_000)

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from faultkit.states import differences, state_of
-from faultkit.stores import lingering_threads, load_id, trusting
+from faultkit.stores import load_id, trusting
+from threadwatch import threads_left
 
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import Options
@@ -42,7 +43,7 @@ def check_full(folder: Path) -> None:
         with pytest.raises(StorageFullError):
             run.save(state_of(2, elements=LARGE), step=2)
 
-        assert not lingering_threads()
+        assert not threads_left()
         assert [version.id for version in store.versions()] == [first.id]
         assert sorted(path for path in folder.rglob("*") if path.is_file()) == before
         assert differences(load_id(store, first), state_of(1, elements=SMALL)) == []
@@ -62,14 +63,14 @@ def file_size_limit() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("file_size_limit")
 def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     """A quota on the size of a file fails the save and nothing else."""
     check_full(tmp_path / "store")
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 def test_a_file_system_without_room(tmp_path: Path) -> None:
     """ENOSPC from a real file system of 4 MiB fails the save and nothing else.
 
@@ -85,12 +86,12 @@ def test_a_file_system_without_room(tmp_path: Path) -> None:
     command = ["unshare", "--mount", "--map-root-user", "sh", "-c", mount, "sh"]
     if os.geteuid() == 0:
         command.remove("--map-root-user")
+    if subprocess.run([*command, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no mount namespaces here")  # in a container, or refused by AppArmor
     done = subprocess.run(
         [*command, sys.executable, "-c", "import json; " + script, paths, str(tmp_path)],
         capture_output=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
-    if done.returncode and b"unshare failed" in done.stderr:
-        pytest.skip("no mount namespaces here")
     assert done.stdout == b"all held\n", done.stderr.decode()[-3000:]

@@ -29,7 +29,7 @@ def written(folder: Path, writers: int, saves: int, *, shared: bool) -> dict[str
         env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         check=False,
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
@@ -46,7 +46,7 @@ def check_written(found: dict[str, Any], writers: int, saves: int) -> None:
     assert found["numbers"] == list(range(1, writers * saves + 1))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_eight_processes_save_into_eight_runs_of_one_store(tmp_path: Path) -> None:
     """8 processes x 25 saves: 200 versions, none lost, each loads, each run is one line."""
     found = written(tmp_path / "store", 8, 25, shared=False)
@@ -56,7 +56,7 @@ def test_eight_processes_save_into_eight_runs_of_one_store(tmp_path: Path) -> No
         assert [found["chains"][version] for version in ids] == ["", *ids[:-1]]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_processes_save_into_one_run(tmp_path: Path) -> None:
     """Writers of the same run take turns: its versions are one line, whoever saved them."""
     found = written(tmp_path / "store", 4, 10, shared=True)
@@ -68,7 +68,7 @@ def test_processes_save_into_one_run(tmp_path: Path) -> None:
     assert len(line) == 40
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", ["memory", "local"])
 def test_threads_save_through_one_store(kind: str, tmp_path: Path) -> None:
     """Two threads a run and three runs through one Store: every save is there and loads."""
@@ -92,7 +92,7 @@ def test_threads_save_through_one_store(kind: str, tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(300)
 
         assert failures == []
         assert not any(thread.is_alive() for thread in threads)

@@ -70,7 +70,7 @@ def ranks(tmp_path: Path) -> Callable[[str, int], list[int]]:
             for rank in map(str, range(count))
         ]
         try:
-            return [each.wait(90) for each in started]
+            return [each.wait(300) for each in started]
         finally:
             for each in started:
                 each.kill()

@@ -40,7 +40,7 @@ def main(folder: Path) -> None:
     """Train until told."""
     torch.set_num_threads(1)
     rows: Any = torch.linspace(-1, 1, 80).reshape(-1, 4)
-    with ckptstore.open(folder / "ckpts") as store, Preemption(deadline_s=30) as preemption:
+    with ckptstore.open(folder / "ckpts") as store, Preemption(deadline_s=240) as preemption:
         io = CkptStoreIO(store, "gpt")
         trainer = pl.Trainer(
             accelerator="cpu",

@@ -23,7 +23,7 @@ def train(store: Store, folder: Path, name: str, *, first: int = 0, check_every:
     rank = dist.get_rank()
     weight = torch.zeros(8)
     step = first
-    with Preemption(deadline_s=20, check_every=check_every) as preemption:
+    with Preemption(deadline_s=240, check_every=check_every) as preemption:
         while step < STEPS_MAX:
             weight += 1
             step += 1

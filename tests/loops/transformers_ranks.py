@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
         run = store.run("gpt")
         whole = make(run, folder, first)
         whole.train()
-        with Preemption(deadline_s=60) as preemption:
+        with Preemption(deadline_s=240) as preemption:
             make(run, folder, second, preemption).train()
         resumed = make(run, folder, third)
         torch.rand(3 + rank)  # not where the others were

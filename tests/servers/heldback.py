@@ -14,11 +14,11 @@ from ckptstore.errors import StorageError
 
 __all__ = ["BrokenBackend", "HeldBackend", "OnlyHereBackend", "wait_until_there"]
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 300.0
 
 
 def wait_until_there(path: Path) -> None:
-    """Return once a file exists; raises when it takes a minute."""
+    """Return once a file exists; raises when it takes minutes."""
     end = time.monotonic() + _PATIENCE_S
     while not path.exists():
         if time.monotonic() > end:

@@ -16,7 +16,7 @@ from urllib.request import urlopen
 __all__ = ["SECRET", "Server", "start_gcs", "start_moto", "start_rclone"]
 
 SECRET = "labsecretlabsecret"  # noqa: S105 - of servers that live for one test run
-_START_S = 20.0
+_START_S = 120.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

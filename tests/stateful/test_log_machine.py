@@ -61,18 +61,18 @@ class Turns:
 
         self.running = True
         threading.Thread(target=run, daemon=True).start()
-        assert self._stopped.acquire(timeout=60)
+        assert self._stopped.acquire(timeout=300)
 
     def step(self, fate: Fate) -> None:
         """Let the thread make its call, and run up to the next one or to its end."""
         self.fate = fate
         self._go.release()
-        assert self._stopped.acquire(timeout=60)
+        assert self._stopped.acquire(timeout=300)
 
     def wait(self) -> Fate:
         """Stop here, in the client's thread, until the machine says how to go on."""
         self._stopped.release()
-        assert self._go.acquire(timeout=60)
+        assert self._go.acquire(timeout=300)
         return self.fate
 
 

@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -327,15 +329,26 @@ def test_fail(busy: Busy) -> None:
 def test_wait(busy: Busy) -> None:
     """The second save begins when the first is durable, and the time counts as blocked."""
     store, first, backend = busy
-    timer = threading.Timer(0.2, backend.go)
-    timer.start()
+    waited: list[float] = []
+
+    def release() -> None:
+        waiters: deque[object] = store._saver._changed._waiters  # type: ignore[attr-defined]
+        while not waiters:
+            threading.Event().wait(0.001)
+        began = time.monotonic()
+        threading.Event().wait(0.1)
+        waited.append(time.monotonic() - began)
+        backend.go()
+
+    releasing = threading.Thread(target=release)
+    releasing.start()
 
     second = store.run("gpt").save_async(_state(2), step=2)
 
     assert first.durable
-    assert second.receipt.blocked_s > 0.15
+    assert second.receipt.blocked_s >= waited[0] >= 0.1
     second.result()
-    timer.join()
+    releasing.join()
 
 
 def test_two_in_flight(backend: HeldBackend, engine: str) -> None:
@@ -371,7 +384,7 @@ def test_result_with_a_limit(busy: Busy) -> None:
     with pytest.raises(SaveBusyError, match=r"still under way after 0\.01 s"):
         first.result(timeout=0.01)
     backend.go()
-    assert first.result(timeout=60).step == 1
+    assert first.result(timeout=300).step == 1
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _main(
             init_method=meeting,
             rank=rank,
             world_size=world,
-            timeout=dt.timedelta(seconds=60),
+            timeout=dt.timedelta(seconds=120),
         )
         me = Rank(rank=rank, world=world, tell=lambda value: out.send(("told", value)))
         result = job(me, *args)
@@ -133,14 +133,14 @@ class Group:
                 self.ended[rank] = (kind, value)
         return bool(ready)
 
-    def finish(self, timeout_s: float = 120) -> list[tuple[str, Any]]:
+    def finish(self, timeout_s: float = 300) -> list[tuple[str, Any]]:
         """Wait until every rank has ended; return how."""
         while None in self.ended:
             assert self.step(timeout_s), f"nothing heard for {timeout_s} s: {self.ended}"
         return [end for end in self.ended if end is not None]
 
 
-def run_ranks(job: Job, world: int, *args: object, timeout_s: float = 120) -> list[Any]:
+def run_ranks(job: Job, world: int, *args: object, timeout_s: float = 300) -> list[Any]:
     """Return what each of `world` ranks returns from ``job(rank, *args)``; none may fail."""
     with Group(job, world, *args) as group:
         ends = group.finish(timeout_s)

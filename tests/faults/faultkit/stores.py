@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,6 @@ __all__ = [
     "CHUNK_BYTES",
     "contents",
     "create",
-    "lingering_threads",
     "memory_with",
     "reopen",
     "trusting",
@@ -81,11 +79,6 @@ def version_ids(store: Store) -> list[str]:
 def commits_of(backend: Backend) -> list[str]:
     """Return the keys of the log."""
     return [info.key for info in backend.list(COMMITS_PREFIX)]
-
-
-def lingering_threads() -> list[str]:
-    """Return the names of threads that a save, load or log left behind."""
-    return [t.name for t in threading.enumerate() if t.name.startswith("ckptstore")]
 
 
 def load_id(store: Store, version: Version | str) -> Any:  # noqa: ANN401 - whatever was saved
