@@ -28,7 +28,8 @@ from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
-from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.deltas import Deltas
+from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
 from ckptstore.objects.packs import PackSink
 
 __all__ = ["Foreseen", "Payload", "Source", "Written", "write_pieces"]
@@ -82,10 +83,11 @@ class Written:
     """What a save wrote."""
 
     table: PieceTable
+    """From row ``first[-1]`` on: what deltas refer to, which earlier saves wrote."""
     first: tuple[int, ...]
     """Per tensor, and one more: place of its first piece in `table`."""
     is_new: npt.NDArray[np.bool_]
-    """``bool[pieces]``: written by this save, not shared."""
+    """``bool[pieces]`` of tensors: written by this save, not shared."""
     stored_new: npt.NDArray[np.int64]
     """``int64[pieces]``: bytes this save stored for the piece, its share of the header included."""
     pack_bytes: int
@@ -136,6 +138,8 @@ class _Columns:
     is_new: npt.NDArray[np.bool_]
     stored_new: npt.NDArray[np.int64]
     packs: dict[str, int] = field(default_factory=dict)
+    bases: dict[int, Base] = field(default_factory=dict)
+    """What rows refer to that are deltas."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
@@ -155,6 +159,8 @@ class _Columns:
     def fill(self, slot: int, piece_id: bytes, raw: int, place: Location) -> None:
         with self.lock:
             self.pack[slot] = self.packs.setdefault(place.pack, len(self.packs))
+            if place.base is not None:
+                self.bases[slot] = place.base
         self.ids[slot] = np.frombuffer(piece_id, np.uint8)
         self.raw[slot] = raw
         self.offset[slot] = place.offset
@@ -167,9 +173,11 @@ class _Columns:
         for column in (self.ids, self.raw, self.pack, self.offset, self.stored, self.inner):
             column[slot] = column[of]
         self.slab[slot] = self.slab[of]
+        if of in self.bases:
+            self.bases[slot] = self.bases[of]
 
     def table(self) -> PieceTable:
-        return PieceTable(
+        table = PieceTable(
             ids=self.ids,
             raw=self.raw,
             pack=self.pack,
@@ -179,6 +187,7 @@ class _Columns:
             slab=self.slab,
             packs=list(self.packs),
         )
+        return with_bases(table, self.bases)
 
 
 def write_pieces(
@@ -191,6 +200,7 @@ def write_pieces(
     chunk_bytes: int,
     choice: CodecChoice,
     progress: ProgressCallback,
+    deltas: Deltas | None = None,
 ) -> Written:
     """Write the pieces of all tensors that are not known yet; return when they are durable.
 
@@ -203,6 +213,8 @@ def write_pieces(
         Where pieces of earlier versions lie; what is found there is shared, not written.
     progress
         Called with the bytes of the state that are done.
+    deltas
+        Decides which pieces of large tensors are stored as differences; None for none.
 
     Raises
     ------
@@ -210,6 +222,8 @@ def write_pieces(
         Any write failed; nothing may be committed.
     """
     first, jobs = _plan(sources, chunk_bytes)
+    if deltas is not None:
+        deltas.begin(first)
     run = _Run(
         columns=_Columns.empty(first[-1]),
         known=known,
@@ -218,6 +232,7 @@ def write_pieces(
         progress=progress,
         buffer_bytes=max(chunk_bytes, limits.SLAB_BYTES),
         clock=environment.monotonic,
+        deltas=deltas,
     )
     capabilities = backend.capabilities
     spare = options.host_bytes - options.workers * 3 * chunk_bytes
@@ -320,6 +335,7 @@ class _Run:
     progress: ProgressCallback
     buffer_bytes: int
     clock: Callable[[], float]
+    deltas: Deltas | None
     spent: list[_Spent] = field(default_factory=list)
     done: int = 0
     claimed: dict[bytes, int] = field(default_factory=dict)
@@ -413,7 +429,11 @@ class _Run:
         if self._is_known(job.slot, piece_id, job.length):
             return True
         if self._claim(job.slot, piece_id):
-            encoded = encode(staged, job.layout, self.choice)
+            base = None
+            if self.deltas is None:
+                encoded = encode(staged, job.layout, self.choice)
+            else:
+                encoded, base = self.deltas.encode(job.slot, piece_id, staged, job.layout)
             ready = self.clock()
             placed = sink.append(turn, encoded, piece_id, job.length)
             spent.encoding_s += ready - hashed
@@ -424,6 +444,7 @@ class _Run:
                 stored_bytes=placed.stored_bytes,
                 inner=0,
                 slab_bytes=job.length,
+                base=base,
             )
             self.columns.fill(job.slot, piece_id, job.length, place)
             self.columns.stored_new[job.slot] = placed.stored_bytes + CHUNK_HEADER_BYTES
