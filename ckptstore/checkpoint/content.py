@@ -15,7 +15,7 @@ from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
 
-__all__ = ["Content", "TensorInfo", "content_digest", "hidden_of", "read_content"]
+__all__ = ["Content", "TensorInfo", "content_digest", "hidden_of", "logical_bytes", "read_content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,16 +72,17 @@ class Content:
                     shape=record.shape,
                     role=record.role,
                     nbytes=record.nbytes,
-                    pieces=self._pieces(index),
+                    pieces=len(self.rows(index)),
                 )
             )
         return found
 
-    def _pieces(self, index: int) -> int:
-        """Return how many pieces a tensor is read from."""
+    def rows(self, index: int) -> list[int]:
+        """Return the rows of the pieces that a tensor is read from: its own, or its sources'."""
         recipe = self.manifest.tensors[index].recipe
         first = self.manifest.first
-        return sum(first[n + 1] - first[n] for n in (recipe.sources if recipe else (index,)))
+        places = recipe.sources if recipe else (index,)
+        return [row for place in places for row in range(first[place], first[place + 1])]
 
 
 def read_content(manifest: Manifest) -> Content:
@@ -122,6 +123,21 @@ def hidden_of(manifest: Manifest) -> frozenset[int]:
         The skeleton is none.
     """
     return read_content(manifest).hidden if manifest.sources else frozenset()
+
+
+def logical_bytes(manifest: Manifest) -> dict[str, int]:
+    """Return the bytes of what a load gives back, by role; hidden tensors count for nothing.
+
+    Raises
+    ------
+    CorruptObjectError
+        The skeleton is none.
+    """
+    hidden = hidden_of(manifest)
+    sizes = dict.fromkeys(sorted({record.role for record in manifest.tensors}), 0)
+    for index, record in enumerate(manifest.tensors):
+        sizes[record.role] += 0 if index in hidden else record.nbytes
+    return sizes
 
 
 def content_digest(manifest: Manifest) -> str:

@@ -1,18 +1,21 @@
 """A part of a manifest as a manifest of its own: some leaves, their tensors, their pieces.
 
-No tensor is read: what stays keeps its chunks where they lie. Needs no torch.
+No tensor is read: what stays keeps its chunks where they lie. A tensor that stays and follows from
+others (:mod:`ckptstore.format.recipes`) brings these along: of bfloat16 weights that follow from
+float32 ones of the optimizer, the float32 ones stay too, hidden. That may be more than the weights
+themselves would take; whoever wants these alone must write them. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from ckptstore.checkpoint.content import read_content
 from ckptstore.format import skeleton
-from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node
 
 __all__ = ["part_of", "renumbered"]
@@ -35,48 +38,36 @@ def part_of(
     version
         The version that it is to describe, if that is another one.
     """
-    kept = sorted({leaf.index for leaf in skeleton.iter_leaves(node)})
+    named = sorted({leaf.index for leaf in skeleton.iter_leaves(node)})
+    changed = {index: manifest.tensors[index].role for index in named}
+    changed.update((index, role) for index, role in (roles or {}).items() if index in changed)
+    for index in named:  # what is hidden has the role of what follows from it
+        recipe = manifest.tensors[index].recipe
+        for source in recipe.sources if recipe else ():
+            changed.setdefault(source, changed[index])
+    kept = [*named, *sorted(changed.keys() - set(named))]
     places = {index: place for place, index in enumerate(kept)}
-    changed = roles or {}
-    records = tuple(
-        _with_role(manifest.tensors[index], changed.get(index, manifest.tensors[index].role))
-        for index in kept
-    )
+    records = tuple(_moved(manifest.tensors[n], changed[n], places) for n in kept)
     first = [0]
     for index in kept:
         first.append(first[-1] + manifest.first[index + 1] - manifest.first[index])
+    rows = [np.arange(manifest.first[i], manifest.first[i + 1], dtype=np.int64) for i in kept]
     part = Manifest(
         version=version or manifest.version,
         chunk_bytes=manifest.chunk_bytes,
         skeleton=skeleton.encode(renumbered(node, places)),
         tensors=records,
         first=tuple(first),
-        pieces=_rows_of(manifest, kept),
+        pieces=manifest.pieces.take(np.concatenate([np.zeros(0, np.int64), *rows])),
     )
     read_content(part)  # a part that would not load is never written
     return part
 
 
-def _with_role(record: TensorRecord, role: str) -> TensorRecord:
-    return replace(record, role=role)
-
-
-def _rows_of(manifest: Manifest, kept: Sequence[int]) -> PieceTable:
-    """Return the rows of some tensors, over the packs that they are in and no others."""
-    table = manifest.pieces
-    parts = [np.arange(manifest.first[i], manifest.first[i + 1], dtype=np.int64) for i in kept]
-    rows = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    used, pack = np.unique(table.pack[rows], return_inverse=True)
-    return PieceTable(
-        ids=table.ids[rows],
-        raw=table.raw[rows],
-        pack=pack.astype(np.uint32),
-        offset=table.offset[rows],
-        stored=table.stored[rows],
-        inner=table.inner[rows],
-        slab=table.slab[rows],
-        packs=[table.packs[int(place)] for place in used],
-    )
+def _moved(record: TensorRecord, role: str, places: Mapping[int, int]) -> TensorRecord:
+    """Return a record of another role, over sources at other places."""
+    recipe = record.recipe.moved(places) if record.recipe else None
+    return replace(record, role=role, recipe=recipe)
 
 
 def renumbered(node: Node, places: Mapping[int, int]) -> Node:

@@ -74,7 +74,7 @@ def read_ranges(
     done = sum(one.nbytes for one in stored)
     if stored:
         ends = _Ends(content.manifest)
-        parts = [_Part(content, ends, one.index, one.start, one.nbytes, one.out) for one in stored]
+        parts = [_Part(content, ends, one, content.labels[one.index]) for one in stored]
         read_pieces(
             content.manifest.pieces,
             [want for part in parts for want in part.wants],
@@ -129,16 +129,9 @@ class _Ends:
 class _Part:
     """Some consecutive bytes of a tensor in pieces, to be read together with others."""
 
-    def __init__(
-        self,
-        content: Content,
-        ends: _Ends,
-        index: int,
-        start: int,
-        nbytes: int,
-        out: memoryview | None,
-    ) -> None:
+    def __init__(self, content: Content, ends: _Ends, part: Range, label: str) -> None:
         manifest = content.manifest
+        index, start, nbytes, out = part.index, part.start, part.nbytes, part.out
         self.wants: list[Want] = []
         """What must be read for them; whole pieces, some into memory of their own."""
         self.edge_bytes = 0
@@ -158,7 +151,7 @@ class _Part:
                 memory = memoryview(bytearray(size))
                 self.edge_bytes += size
                 self._edges.append((memory, at))
-            self.wants.append(Want(row=row, out=memory, label=content.labels[index]))
+            self.wants.append(Want(row=row, out=memory, label=label))
             at += size
             row += 1
 
@@ -264,12 +257,12 @@ class _Making:
                 codes = self._ready[source][low * own : high * own]
             else:
                 codes = memoryview(bytearray((high - low) * own))
-                parts.append(self._part(source, low * own, codes))
+                parts.append(self._part(one, source, low * own, codes))
                 held += len(codes)
             if recipe.block and (scales is None or -(-high // recipe.block) > scales.stop):
                 scales = self._scales(recipe.sources[1], recipe.block, low, high, stop)
                 start = scales.first * _SCALE_BYTES
-                parts.append(self._part(recipe.sources[1], start, scales.memory))
+                parts.append(self._part(one, recipe.sources[1], start, scales.memory))
                 held += len(scales.memory)
             held += sum(part.edge_bytes for part in parts)
             last = high == stop
@@ -297,8 +290,10 @@ class _Making:
         memory = memoryview(bytearray((last - first) * _SCALE_BYTES))
         return _Scales(first=first, stop=last, memory=memory)
 
-    def _part(self, index: int, start: int, out: memoryview) -> _Part:
-        return _Part(self._content, self._ends, index, start, len(out), out)
+    def _part(self, made: Range, index: int, start: int, out: memoryview) -> _Part:
+        """Return a part of a source; what is wrong with it is wrong with what is made of it."""
+        part = Range(index=index, start=start, nbytes=len(out), out=out)
+        return _Part(self._content, self._ends, part, self._content.labels[made.index])
 
     def _make(self, group: Sequence[_Step], pool: ThreadPoolExecutor) -> None:
         """Read what some steps need, make them, and check the tensors that end with one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptstore.checkpoint.content import Content, read_content
+from ckptstore.checkpoint.content import Content, logical_bytes, read_content
 from ckptstore.checkpoint.parts import part_of
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.manifest import Manifest
@@ -81,7 +81,7 @@ def _role_filter(content: Content, roles: Sequence[str] | None) -> Callable[[Pat
 
 def logical_roles(manifest: Manifest) -> dict[str, RoleBytes]:
     """Return the bytes by role of a version that shares all its pieces: none of them is new."""
-    sizes: dict[str, int] = {}
-    for record in manifest.tensors:
-        sizes[record.role] = sizes.get(record.role, 0) + record.nbytes
-    return {role: RoleBytes(logical=size, new=0, stored=0) for role, size in sorted(sizes.items())}
+    return {
+        role: RoleBytes(logical=size, new=0, stored=0)
+        for role, size in logical_bytes(manifest).items()
+    }

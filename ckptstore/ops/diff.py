@@ -7,7 +7,7 @@ changed, a window at a time, when it is asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
@@ -180,7 +180,8 @@ def diff(repo: Repo, cache: Manifests, first: Version, second: Version) -> DiffR
     """Compare two versions of a store by their manifests; reads no tensor.
 
     Leaves are told apart by their paths. Bytes that were cut into pieces of another size (a
-    version that came from a store with another chunk size) look changed although they are not.
+    version that came from a store with another chunk size), or that are stored in another form
+    (as themselves, or following from another tensor), look changed although they may not be.
 
     Raises
     ------
@@ -237,9 +238,12 @@ class _Prints:
         if index not in self._records:
             manifest = self._content.manifest
             record = manifest.tensors[index]
-            ids = manifest.pieces.ids[manifest.first[index] : manifest.first[index + 1]]
+            ids = manifest.pieces.ids[manifest.first[index] : manifest.first[index + 1]].tobytes()
+            recipe = record.recipe
+            if recipe is not None:  # whatever it follows from, wherever that is
+                record, ids = replace(record, recipe=None), b"made" + recipe.digest
             what = msgspec.msgpack.encode(record.identity)
-            self._records[index] = blake3_of([what, ids.tobytes()])
+            self._records[index] = blake3_of([what, ids])
         return self._records[index]
 
 
@@ -284,6 +288,11 @@ def _side(content: Content, leaf: Leaf) -> Side:
 
 
 def _same_bytes(contents: tuple[Content, Content], one: int, two: int) -> int:
+    records = (contents[0].manifest.tensors[one], contents[1].manifest.tensors[two])
+    recipes = [record.recipe for record in records if record.recipe is not None]
+    if recipes:  # all of it, or none that could be told
+        same = len(recipes) == 2 and recipes[0].digest == recipes[1].digest
+        return records[1].nbytes if same else 0
     first, second = (
         content.manifest.pieces.ids[content.manifest.first[i] : content.manifest.first[i + 1]]
         for content, i in zip(contents, (one, two), strict=True)

@@ -164,7 +164,7 @@ class _Repair:
         for version, content in self.survey.check_all(versions):
             if content is None:
                 unread.append(version)
-            elif self._needs(content):
+            elif self._needs(content) or self._is_unlike(content):
                 self.items.append(_Item(version=version, content=content, rebuilt=False))
         for version in unread:
             found = self._rebuilt(version)
@@ -175,6 +175,12 @@ class _Repair:
                 self.survey.check_content(version, found)
                 del self.survey.problems[problems:]  # its problem is its manifest, told already
                 self.items.append(_Item(version=version, content=found, rebuilt=True))
+
+    def _is_unlike(self, content: Content) -> bool:
+        """Return whether a tensor does not follow from others as it should; nothing mends that."""
+        records = content.manifest.tensors
+        made = [place for place, record in enumerate(records) if record.recipe is not None]
+        return any(self.survey.wrong(content, place) for place in made)
 
     def _needs(self, content: Content) -> list[int]:
         """Return the rows that must lie elsewhere."""
@@ -366,11 +372,14 @@ class _Repair:
         whole: list[str] = []
         lost: dict[str, str] = {}
         for index, label in enumerate(content.labels):
-            rows = range(content.manifest.first[index], content.manifest.first[index + 1])
-            keys = [key for row in rows if (key := piece_key(table, row)) in self.survey.bad]
-            gone = [key for key in keys if key[3] not in self.rescue.rescued]
+            if index in content.hidden:  # whatever follows from it is named
+                continue
+            keys = [k for n in content.rows(index) if (k := piece_key(table, n)) in self.survey.bad]
+            gone = [self.survey.bad[key] for key in keys if key[3] not in self.rescue.rescued]
+            if not keys:  # its pieces are sound, but what follows from them may be wrong
+                gone = self.survey.wrong(content, index)
             if gone:
-                lost[label] = self.survey.bad[gone[0]]
+                lost[label] = gone[0]
             elif keys:
                 whole.append(label)
         version = item.version

@@ -1,6 +1,7 @@
 """Looks at versions one after another and notes, piece by piece, what is damaged.
 
-The ground of both ``verify``, which reports it, and ``repair``, which mends it.
+The ground of both ``verify``, which reports it, and ``repair``, which mends it. Where every byte is
+read, tensors that follow from others are made, too, and compared with their digests.
 """
 
 from __future__ import annotations
@@ -8,26 +9,34 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
+from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptTensorError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+)
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import pack as packs
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.hashing import xxh3_64
+from ckptstore.hashing import blake3_of, xxh3_64
 from ckptstore.model import Version
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.repo import Repo
 
-__all__ = ["PieceKey", "Problem", "Sample", "Survey", "piece_key"]
+__all__ = ["PieceKey", "Problem", "Sample", "Survey", "piece_key", "recipe_key"]
 
 # Manifests read ahead. Source: hides the latency of an object store (20 ms) behind the reading of
 # data; a manifest of 1 TB takes some 16 MB.
@@ -85,6 +94,17 @@ def piece_key(table: PieceTable, row: int) -> PieceKey:
     )
 
 
+def recipe_key(content: Content, index: int) -> bytes:
+    """Return what is equal for tensors that follow in the same way from the same pieces."""
+    records = content.manifest.tensors
+    record = records[index]
+    assert record.recipe is not None  # noqa: S101  # for the type checker: callers have asked
+    sources = [records[place].dtype for place in record.recipe.sources]
+    recipe = replace(record.recipe, sources=())
+    what = msgspec.msgpack.encode((record.dtype, record.nbytes, sources, recipe.encode(0)))
+    return blake3_of([what, content.manifest.pieces.ids[content.rows(index)].tobytes()])
+
+
 @dataclass(slots=True)
 class Survey:
     """What was looked at and what was found; owned by one thread.
@@ -109,6 +129,10 @@ class Survey:
     """Pieces whose bytes were read."""
     bad: dict[PieceKey, str] = field(default_factory=dict)
     """Pieces that cannot be had, and why."""
+    followed: set[bytes] = field(default_factory=set)
+    """Keys of the recipes that were followed."""
+    unlike: dict[bytes, str] = field(default_factory=dict)
+    """Those of which something else came than there should, and what is wrong with it."""
     broken_packs: dict[str, str] = field(default_factory=dict)
     """Packs whose header, index or trailer is damaged; pieces may be sound."""
     unread: dict[str, CkptStoreError] = field(default_factory=dict)
@@ -200,6 +224,9 @@ class Survey:
         if self.full:
             for rows in _batches(content.manifest.pieces):
                 self._check_rows(version, content, rows)
+            for index, record in enumerate(content.manifest.tensors):
+                if record.recipe is not None:
+                    self._check_recipe(version, content, index)
         return self._report(version, content)
 
     def _check_packs(self, version: Version, content: Content) -> None:
@@ -279,15 +306,49 @@ class Survey:
         self._tell(self._done_bytes)
         self.told(version, rows, {row: self.bad[k] for row, k in keys.items() if k in self.bad})
 
+    def _check_recipe(self, version: Version, content: Content, index: int) -> None:
+        """Make a tensor that follows from others, unless another version has the same."""
+        table = content.manifest.pieces
+        key = recipe_key(content, index)
+        if key in self.followed:
+            return
+        if self.bad and any(piece_key(table, row) in self.bad for row in content.rows(index)):
+            return
+        if self.sample is not None and not self.sample.holds(key.hex(), 0):
+            return
+        rows = range(len(table) + index, len(table) + index + 1)  # it has none of its own
+        earlier = self.known(version, rows)
+        if earlier is None:
+            whole = Range(
+                index=index, start=0, nbytes=content.manifest.tensors[index].nbytes, out=None
+            )
+            backend, options = self.repo.backend, self.repo.options
+            try:
+                read_ranges(content, [whole], backend=backend, options=options)
+                earlier = {}
+            except CorruptTensorError as error:
+                earlier = {rows.start: error.message.partition(": ")[2]}
+            self.told(version, rows, earlier)
+        self.followed.add(key)
+        if rows.start in earlier:
+            self.unlike[key] = earlier[rows.start]
+
+    def wrong(self, content: Content, index: int) -> list[str]:
+        """Return what is wrong with a tensor: with its pieces, or with what follows from them."""
+        table = content.manifest.pieces
+        keys = (piece_key(table, row) for row in content.rows(index)) if self.bad else ()
+        found = [self.bad[key] for key in keys if key in self.bad]
+        if self.unlike and content.manifest.tensors[index].recipe is not None:
+            found += filter(None, [self.unlike.get(recipe_key(content, index))])
+        return found
+
     def _report(self, version: Version, content: Content) -> bool:
         """Report each tensor that has a damaged piece, whoever met it first."""
-        if not self.bad:
-            return True
-        table, sound = content.manifest.pieces, True
+        sound = True
+        if not self.bad and not self.unlike:
+            return sound
         for index, label in enumerate(content.labels):
-            rows = range(content.manifest.first[index], content.manifest.first[index + 1])
-            keys = (piece_key(table, row) for row in rows)
-            wrong = [self.bad[key] for key in keys if key in self.bad]
+            wrong = [] if index in content.hidden else self.wrong(content, index)
             if wrong:
                 sound = False
                 more = f" (and {len(wrong) - 1} more pieces)" if len(wrong) > 1 else ""

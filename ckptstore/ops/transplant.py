@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.content import read_content
+from ckptstore.checkpoint.content import logical_bytes, read_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import IntegrityError
 from ckptstore.events import ProgressCallback
@@ -238,9 +238,7 @@ def _role_bytes(
 ) -> dict[str, RoleBytes]:
     """Return bytes by role; a chunk that travelled counts for the role of its first piece."""
     table = manifest.pieces
-    sums: dict[str, list[int]] = {record.role: [0, 0, 0] for record in manifest.tensors}
-    for row, owner in enumerate(owners):
-        sums[manifest.tensors[int(owner)].role][0] += int(table.raw[row])
+    sums = {role: [size, 0, 0] for role, size in logical_bytes(manifest).items()}
     ids: set[bytes] = set()
     chunks: set[tuple[int, int]] = set()
     for row in missing:
