@@ -11,6 +11,7 @@ from ckptstore.format import manifest as manifests
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
+from ckptstore.objects.deltas import Keyframes
 from ckptstore.repo import Repo
 
 __all__ = ["Manifests"]
@@ -27,6 +28,8 @@ class Manifests:
         self._repo = repo
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
+        self.keyframes = Keyframes(repo.options.base_bytes)
+        """What saves with codec ``delta`` take differences to, as far as it is in memory."""
 
     def load(self, version: Version) -> Manifest:
         """Return the manifest of a version.

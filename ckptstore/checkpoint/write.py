@@ -20,8 +20,10 @@ from ckptstore import limits
 from ckptstore.catalog import changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_metrics
+from ckptstore.checkpoint import pacing
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.older import ancestors, older_of
 from ckptstore.codecs.registry import check_choice
 from ckptstore.config import Options
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
@@ -33,6 +35,7 @@ from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.names import check_listed, encode_metadata
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import RoleBytes, Version
+from ckptstore.objects.deltas import Deltas, Keyframes, Older
 from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.writer import Source, Written, write_pieces
 from ckptstore.repo import Repo
@@ -158,7 +161,11 @@ def write_version(
     catalog = repo.log.refresh()
     saving.check_wishes(catalog)
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
-    manifest, pointer = saving.run([] if parent is None else shareable(cache, parent))
+    shared = [] if parent is None else shareable(cache, parent)
+    if check_choice(request.codec) == "delta":
+        saving.keyframes = cache.keyframes
+        saving.older = _older(repo, cache, content, parent if shared else None)
+    manifest, pointer = saving.run(shared)
     cache.keep(pointer.digest, manifest)
     return repo.log.catalog.version(version), saving.receipt
 
@@ -188,6 +195,16 @@ def shareable(cache: Manifests, parent: Version) -> list[PieceTable]:
         return []
 
 
+def _older(repo: Repo, cache: Manifests, content: Content, parent: Version | None) -> Older:
+    """Return what a save may take deltas to, and know what those took that were taken already."""
+    before = None if parent is None else cache.load(parent)
+    chunk_bytes = repo.superblock.chunk_bytes
+    older = older_of(content.records, content.frame, before, chunk_bytes=chunk_bytes)
+    if parent is not None and (unknown := cache.keyframes.unknown(older.table)):
+        cache.keyframes.learn(ancestors(cache, repo.catalog, parent), unknown)
+    return older
+
+
 _NOWHERE = ManifestPointer(
     key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64
 )  # for the trial that refuses bad names before a byte is written
@@ -206,6 +223,9 @@ class _Saving:
     blocked_since: float | None
     progress: ProgressCallback
     before_commit: Callable[[], None]
+    older: Older | None = None
+    """What deltas may be taken to; None if none are wanted."""
+    keyframes: Keyframes | None = None
 
     def check_wishes(self, catalog: Catalog) -> None:
         """Raise now what the commit would raise for a name, a metric or a step."""
@@ -219,7 +239,7 @@ class _Saving:
         name = self.version
         for attempt in range(limits.CONDEMNED_TRIES_MAX):
             tables = [*(part.table for part in reversed(written)), *shared]
-            written.append(self._write(KnownPieces(tables, without=without)))
+            written.append(self._write(KnownPieces(tables, without=without), without))
             began = environment.monotonic()
             committing = self.receipt.get("committing_s", 0.0)
             manifest, pointer = self._describe(written[-1], name)
@@ -261,8 +281,19 @@ class _Saving:
                 self._clock(committing - began)
         raise AssertionError  # pragma: no cover - the loop has no other end
 
-    def _write(self, known: KnownPieces) -> Written:
+    def _write(self, known: KnownPieces, without: Collection[str]) -> Written:
         repo = self.repo
+        deltas = None
+        if self.older is not None and self.keyframes is not None:
+            deltas = Deltas(
+                older=self.older,
+                keyframes=self.keyframes,
+                backend=repo.backend,
+                options=self.options,
+                without=without,
+            )
+        choice, chosen = pacing.choose(repo, self.request.codec, workers=self.options.workers)
+        self.receipt.update(chosen)
         began = repo.environment.monotonic()
         written = write_pieces(
             self.content.sources,
@@ -271,10 +302,13 @@ class _Saving:
             options=self.options,
             known=known,
             chunk_bytes=repo.superblock.chunk_bytes,
-            choice=check_choice(self.request.codec),
+            choice=choice,
             progress=self.progress,
+            deltas=deltas,
         )
-        self._add("packs_s", repo.environment.monotonic() - began)
+        spent = repo.environment.monotonic() - began
+        pacing.learn(repo, choice, written, wall_s=spent)
+        self._add("packs_s", spent)
         for name, seconds in written.seconds.items():
             self._add(name, seconds)
         self._add("pack_bytes", float(written.pack_bytes))
@@ -371,7 +405,7 @@ def role_bytes(
     places = {role: place for place, role in enumerate(sorted({r.role for r in records}))}
     by_tensor = np.fromiter((places[r.role] for r in records), np.int64, len(records))
     by_piece = np.repeat(by_tensor, counts)
-    raw = written.table.raw.astype(np.float64)
+    raw = written.table.raw[: written.first[-1]].astype(np.float64)
     sums = {
         "logical": np.bincount(by_piece, raw, minlength=len(places)),
         "new": np.bincount(by_piece, raw * is_new, minlength=len(places)),
