@@ -81,7 +81,9 @@ def open_store(
     workers
         Threads that hash, encode and decode; by default the usable processors, at most 8.
     codec
-        ``auto``, ``raw`` or ``zstd``; see :data:`ckptstore.config.CODEC_CHOICES`.
+        ``"auto"``: compressed or raw, whichever this storage and these processors are measured to
+        save faster; ``"planes"``: always the fewest bytes; ``"raw"``, ``"zstd"`` or ``"delta"``. See
+        :data:`ckptstore.config.CODEC_CHOICES`.
     engine
         Who writes saves in the background: ``"process"``, ``"thread"``, or ``"auto"``, which is a
         process wherever one can reach the storage.
