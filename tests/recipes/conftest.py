@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.metered import MeteredBackend
 from ckptstore.limits import CHUNK_BYTES_MIN
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,7 +27,7 @@ def stores(request: pytest.FixtureRequest) -> Callable[..., Store]:
     numbers = itertools.count()
 
     def create(*, chunk_bytes: int = CHUNK_BYTES_MIN, host_bytes: int = 1 << 28) -> Store:
-        backend = MemoryBackend(f"recipes/{request.node.nodeid}/{next(numbers)}")
+        backend = MeteredBackend(MemoryBackend(f"recipes/{request.node.nodeid}/{next(numbers)}"))
         return Store(
             create_on(backend, chunk_bytes=chunk_bytes, options=Options(host_bytes=host_bytes))
         )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from recipekit import Form, save, stored_bytes
+from safetensors.torch import load_file
 
 import ckptstore
+from ckptstore.backends.metered import MeteredBackend
 from ckptstore.checkpoint.content import read_content
+from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import CorruptTensorError
+from ckptstore.format.paths import path_text
+from ckptstore.integrations.files import export_safetensors
 
 Stores = Callable[..., ckptstore.Store]
 
@@ -86,3 +93,166 @@ def test_a_whole_load_gives_back_what_the_recipes_say(stores: Stores, host_bytes
     assert same(loaded["model"]["weight"], given["model"]["weight"])
     assert same(loaded["model"]["plain"], given["model"]["plain"])
     assert loaded["step"] == 7
+
+
+def read_bytes(store: ckptstore.Store, do: Callable[[], object]) -> int:
+    """Return how many bytes of packs something reads."""
+    backend = store.repo.backend
+    assert isinstance(backend, MeteredBackend)
+    before = backend.snapshot()["read_into"].bytes_moved
+    do()
+    return backend.snapshot()["read_into"].bytes_moved - before
+
+
+def test_a_whole_load_reads_what_others_follow_from_once(stores: Stores) -> None:
+    """Weights that follow from masters, which are loaded too, cost no byte more."""
+    store = stores()
+    save(store, state(), {"model.weight": FORMS["model.weight"]})
+    names = ["optimizer.master", "model.weight"]
+    store.load("gpt", include=names[:1])
+
+    alone, both, weight = (
+        read_bytes(store, lambda part=part: store.load("gpt", include=part))  # type: ignore[misc]
+        for part in (names[:1], names, names[1:])
+    )
+
+    assert both == alone == weight > 0
+
+
+INDICES: list[Any] = [
+    5,
+    -1,
+    slice(7, 9),
+    slice(290, 400),
+    slice(3, 3),
+    (slice(10, 12), slice(5, 300, 7)),
+    (4, slice(100, 103)),
+    (200, 17),
+    (..., 5),
+    torch.tensor([1, 299]),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=str)
+@pytest.mark.parametrize("name", ["model.weight", "optimizer.m", "optimizer.v", "optimizer.half"])
+def test_a_slice_is_that_of_the_whole(stores: Stores, name: str, index: Any) -> None:  # noqa: ANN401
+    """Indexing an unread tensor gives what indexing the loaded one would."""
+    store = stores(host_bytes=300_000)
+    _, expected = save(store, state(), {name: FORMS[name]})
+
+    found = store.version("gpt")[name][index]
+
+    assert same(found, expected[name][index])
+    assert found.shape == expected[name][index].shape
+
+
+def test_slices_of_a_tensor_in_another_order(stores: Stores) -> None:
+    """Leading integers and slices select by the order in memory, codes and scales alike."""
+    store = stores()
+    _, expected = save(store, state(), {"model.conv": FORMS["model.conv"]})
+    lazy = store.version("gpt")["model.conv"]
+
+    for index in (3, slice(2, 5), (1, 4), (slice(None), 2), (0, slice(1, 3), 5)):
+        assert same(lazy[index], expected["model.conv"][index]), index
+
+
+@pytest.mark.parametrize("name", ["model.weight", "optimizer.m"])
+def test_a_slice_reads_the_codes_and_scales_that_it_needs(stores: Stores, name: str) -> None:
+    """One row costs a piece of the codes and one of the scales, however large the tensor."""
+    store = stores()
+    save(store, state(), {name: FORMS[name]})
+    lazy = store.version("gpt")[name]
+    lazy.load()
+
+    whole, row = read_bytes(store, lazy.load), read_bytes(store, lambda: lazy[150])
+
+    assert 0 < row < 0.7 * whole
+
+
+@pytest.mark.parametrize("host_bytes", [1, 1 << 28])
+@pytest.mark.parametrize("name", ["model.weight", "model.conv", "optimizer.v", "optimizer.double"])
+def test_boxes(stores: Stores, name: str, host_bytes: int) -> None:
+    """A box, as readers of torch.distributed.checkpoint ask for, is that of the whole tensor."""
+    store = stores(host_bytes=host_bytes)
+    version, expected = save(store, state(), {name: FORMS[name]})
+    whole = expected[name]
+    content = read_content(Manifests(store.repo).load(version))
+    index = next(leaf.index for leaf in content.leaves if path_text(leaf.path) == name)
+    random = np.random.default_rng(1)
+    for _ in range(6):
+        low = [int(random.integers(0, size)) for size in whole.shape]
+        high = [int(random.integers(a, n)) + 1 for a, n in zip(low, whole.shape, strict=True)]
+        part = whole[tuple(map(slice, low, high))]
+        out = np.zeros(part.shape, f"V{part.element_size()}")
+        region = Region(content=content, index=index, offsets=tuple(low), out=out)
+        read_regions([region], backend=store.repo.backend, options=store.repo.options)
+
+        assert out.tobytes() == stored_bytes(part)
+
+
+def test_tensors_that_are_there_are_filled_in_place(stores: Stores) -> None:
+    """A load into existing tensors makes the elements in their memory; a transfer casts them."""
+    store = stores()
+    given = state()
+    _, expected = save(store, given, FORMS)
+    mine = {"model": {k: torch.zeros_like(v) for k, v in given["model"].items()}}
+    places = {name: tensor.data_ptr() for name, tensor in mine["model"].items()}
+
+    store.load("gpt", include=["model"], into=mine)
+
+    for name, tensor in mine["model"].items():
+        wanted = expected.get(f"model.{name}", given["model"][name])
+        assert same(tensor, wanted), name
+        assert tensor.data_ptr() == places[name]
+    other = {name: torch.zeros_like(t, dtype=torch.float64) for name, t in given["model"].items()}
+    report = store.load_into("gpt", {"model": other}, include=["model"])
+
+    assert report.complete
+    for name, tensor in other.items():
+        wanted = expected.get(f"model.{name}", given["model"][name])
+        assert torch.equal(tensor, wanted.double()), name
+
+
+def test_exports_hold_what_a_load_gives(stores: Stores, tmp_path: Path) -> None:
+    """A safetensors file has the restored elements, and none of what is hidden."""
+    store = stores()
+    given = state()
+    _, expected = save(store, given, FORMS)
+    whole = {"empty": expected["empty"], "scalar": expected["scalar"]}
+    for part in ("model", "optimizer"):
+        for name, tensor in given[part].items():
+            whole[f"{part}.{name}"] = expected.get(f"{part}.{name}", tensor)
+
+    export_safetensors(store, "gpt", tmp_path / "all.safetensors")
+    found = load_file(tmp_path / "all.safetensors")
+
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert same(found[name], tensor), name
+
+
+def test_a_tensor_larger_than_the_memory_is_made_in_pieces(stores: Stores) -> None:
+    """Beside the tensor itself, a load holds no more than its budget and some pieces."""
+    store = stores(host_bytes=1 << 20)
+    big = torch.randn(6_000_000, generator=torch.Generator().manual_seed(1))
+    save(store, {"big": big}, {"big": Form(code="linear")})
+    into = {"big": torch.zeros_like(big)}
+    store.load("gpt", include=["big"], into=into)
+    tracemalloc.start()
+    try:
+        store.load("gpt", into=into)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 8 << 20  # its codes are 6 MB, itself 24 MB
+
+
+def test_elements_that_differ_from_the_digest_are_noticed(stores: Stores) -> None:
+    """A tensor that is not what was restored at the save is refused, by its path."""
+    store = stores()
+    save(store, state(), {"optimizer.m": FORMS["optimizer.m"]}, change={"digest": b"x" * 32})
+
+    with pytest.raises(CorruptTensorError, match=r"tensor optimizer\.m: .* another digest"):
+        store.load("gpt")
+    assert store.load("gpt", exclude=["optimizer.m"])["step"] == 7
