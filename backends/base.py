@@ -112,6 +112,9 @@ class Capabilities:
     """How long a name may seem absent to one client after another created it, in seconds."""
     private: bool = False
     """Objects are in the memory of this process, where no other one can reach them."""
+    write_bytes_per_s: float = limits.WRITE_BYTES_PER_S_DEFAULT
+    """Roughly how fast it takes durable bytes, until a save was measured (see
+    :mod:`ckptstore.objects.pace`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

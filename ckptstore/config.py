@@ -126,11 +126,13 @@ def writer_identity() -> str:
     return f"{user}@{socket.gethostname()} {os.getpid()}"
 
 
-CodecChoice = Literal["auto", "raw", "zstd", "delta"]
-CODEC_CHOICES: Final = ("auto", "raw", "zstd", "delta")
-"""``auto``: planes for floats and integers, zstd for bytes, raw where neither pays;
-``raw``: never compress; ``zstd``: zstd without planes, raw where it does not pay; ``delta``: as
-``auto``, or the difference to the version before, where that is smaller."""
+CodecChoice = Literal["auto", "planes", "raw", "zstd", "delta"]
+CODEC_CHOICES: Final = ("auto", "planes", "raw", "zstd", "delta")
+"""``auto``: ``planes`` or ``raw`` for a whole save, by what the storage and the processors were
+measured to take (:mod:`ckptstore.objects.pace`); ``planes``: always the fewest bytes of a chunk:
+planes for floats and integers, zstd for bytes, raw where neither pays; ``raw``: never compress;
+``zstd``: zstd without planes, raw where it does not pay; ``delta``: as ``planes``, or the
+difference to the version before, where that is smaller."""
 
 
 def check_choice(choice: str) -> CodecChoice:
@@ -163,8 +165,7 @@ class Options:
     workers: int = field(default_factory=workers_default)
     """Threads that hash, encode and decode."""
     codec: str = "auto"
-    """``auto`` (planes+zstd where it pays), ``raw``, ``zstd``, or ``delta`` (the difference to the
-    version before where that is smaller)."""
+    """One of ``CODEC_CHOICES``."""
     base_bytes: int = limits.BASE_BYTES_DEFAULT
     """Host memory for what the next save takes differences to, in bytes, with codec ``delta``: kept
     from one save to the next, so that it is not read again. 0 keeps nothing."""

@@ -53,6 +53,29 @@ BASE_BYTES_DEFAULT: Final = 256 * MIB
 # memory bandwidth on the machines measured by peers in published figures.
 WORKERS_MAX: Final = 8
 
+# --- the choice of ``codec="auto"`` ------------------------------------------------------------
+
+# New bytes from which on a save is a measurement. Source: 64 MiB take 30 ms and more; below, what
+# is timed is files that are made and threads that start.
+PACE_BYTES_MIN: Final = 64 * MIB
+# What a thread does a second before any save was measured: copying and hashing, and encoding too.
+# Source: BLAKE3 at 5.3 GB/s behind a copy at 10 GB/s, and a compressed save of 1.16 GB/s with two
+# threads, both halves of one core, on the machine of docs/benchmarks.md.
+PACE_HASH_BYTES_PER_S: Final = 2_200_000_000
+PACE_ENCODE_BYTES_PER_S: Final = 600_000_000
+# Stored share of a compressed save, before one was measured. Source: mixed precision with Adam.
+PACE_RATIO: Final = 0.82
+# How many times as fast a raw save must be. Source: it takes 1 / 0.82 of the room.
+PACE_RAW_GAIN: Final = 1.2
+# By how much that line must be passed to change what was decided before. Source: saves of equal
+# states on one idle disk differ by up to 10 %.
+PACE_BAND: Final = 1.1
+# Saves after which the other way is no longer known by what it once reached. Source: storage gets
+# faster or slower within hours; one save in 32 that is slower costs less than 1 % in all.
+PACE_SAVES: Final = 32
+# What a backend claims to write a second if it says nothing. Source: one client of an object store.
+WRITE_BYTES_PER_S_DEFAULT: Final = 200_000_000
+
 # --- saves in the background ------------------------------------------------------------------
 
 # Share of the memory that the process may use (the least of the machine's and its cgroup's) that
@@ -142,6 +165,9 @@ ENCODING_BLOCK_DEFAULT: Final = 256
 # optimizers of Dettmers et al. 2022 leave these alone (min_8bit_size of bitsandbytes); norms and
 # biases, which are sensitive, are among them, and no state has a thousandth of its bytes in them.
 ENCODED_ELEMENTS_MIN: Final = 4096
+# Tensors that a version's metadata list as stored lossless against a rule. Source: at 300 bytes each
+# a tenth of METADATA_BYTES_MAX; the log names all.
+KEPT_LISTED_MAX: Final = 100
 # Relative error from which a tensor is stored as it is, even if its rule has no bound. Source:
 # rounding to two bits of mantissa, the coarsest form, makes at most 1/8; twice that means that the
 # tensor does not fit the range of the form.

@@ -40,6 +40,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+from ckptstore.objects.pace import Pace
 
 __all__ = [
     "Finding",
@@ -105,6 +106,8 @@ class Repo:
             self._verdict = PutIfAbsent(superblock.put_if_absent)
         self._lock = threading.Lock()
         self._closed = False
+        self.pace = Pace(backend.capabilities.write_bytes_per_s)
+        """What saves of this object have taken, for ``codec="auto"``."""
         self.log = Log(
             backend, environment, by=writer_identity(), check_writable=self.check_writable
         )

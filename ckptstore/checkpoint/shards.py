@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ckptstore.checkpoint import pacing
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo, ValueInfo
 from ckptstore.chunking import piece_bytes
-from ckptstore.codecs.registry import check_choice
 from ckptstore.errors import StateError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -102,16 +102,20 @@ def write_part(
         starts[name] = len(sources)
         sources += tensors
     settle(sources)
+    choice, _ = pacing.choose(repo, codec, workers=repo.options.workers)
+    packing = repo.environment.monotonic()
     written = write_pieces(
         sources,
         backend=repo.backend,
         environment=repo.environment,
         options=repo.options,
-        known=KnownPieces(shared),
+        known=KnownPieces(shared, deltas=False),
         chunk_bytes=repo.chunk_bytes,
-        choice=check_choice(codec),
+        choice=choice,
         progress=progress,
     )
+    spent = repo.environment.monotonic() - packing
+    pacing.learn(repo, choice, written, wall_s=spent)
     first = written.first
     return RankPart(
         shards=tuple(

@@ -62,7 +62,8 @@ class Encoded:
 def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:
     """Return the smallest form of a chunk among those that `choice` allows and that need no base.
 
-    For deltas see :mod:`ckptstore.objects.deltas`.
+    For deltas see :mod:`ckptstore.objects.deltas`. ``auto`` is ``planes`` here: which of the two
+    ways a save takes is decided before, and for what is only moved there is nothing to decide.
     """
     if choice != "raw" and len(raw) > 0:
         planes = choice != "zstd" and layout is not Layout.BYTES

@@ -44,6 +44,29 @@ class _Stream:
     rows: list[IndexRow] = field(default_factory=list)
 
 
+class _Busy:
+    """Counts the seconds in which at least one thread is inside; entered from any thread."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._clock = environment.monotonic
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._since = 0.0
+        self.seconds = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._since = self._clock()
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self.seconds += self._clock() - self._since
+
+
 class PackSink:
     """Takes encoded chunks and writes packs, several at a time.
 
@@ -69,6 +92,12 @@ class PackSink:
         self.stored_bytes = 0
         """Bytes of all packs so far, headers and indexes included."""
         self.packs_count = 0
+        self._busy = _Busy(environment)
+
+    @property
+    def storage_s(self) -> float:
+        """For how long at least one thread was writing, or waiting until a pack is durable."""
+        return self._busy.seconds
 
     def append(self, turn: int, encoded: Encoded, chunk_id: bytes, raw_bytes: int) -> Placed:
         """Write one chunk and return where it lies; `encoded` may be reused afterwards.
@@ -103,7 +132,8 @@ class PackSink:
             if stream.writer is None:
                 self._open(stream)
             assert stream.writer is not None  # noqa: S101  # for the type checker
-            stream.writer.write(parts)
+            with self._busy:
+                stream.writer.write(parts)
             placed = Placed(
                 pack=stream.pack, offset=stream.offset, stored_bytes=encoded.stored_bytes
             )
@@ -182,7 +212,8 @@ class PackSink:
         try:
             with writer:
                 if not self._stopped.is_set():
-                    writer.commit()
+                    with self._busy:
+                        writer.commit()
         finally:
             self._room.release()
 

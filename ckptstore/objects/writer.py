@@ -95,6 +95,8 @@ class Written:
     packs_count: int
     seconds: Mapping[str, float] = field(default_factory=dict)
     """``hashing_s``, ``encoding_s``, ``writing_s``: of all worker threads together."""
+    storage_s: float = 0.0
+    """How long at least one thread was writing, or waiting until a pack was durable."""
 
 
 @dataclass(slots=True)
@@ -255,6 +257,7 @@ def write_pieces(
         pack_bytes=sink.stored_bytes,
         packs_count=sink.packs_count,
         seconds=run.seconds(),
+        storage_s=sink.storage_s,
     )
 
 
