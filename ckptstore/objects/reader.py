@@ -1,4 +1,4 @@
-"""From pieces back to bytes: a pure plan of coalesced ranges, then parallel fetches, all checked.
+"""From pieces back to bytes: parallel fetches of a plan (see ``plan``), all checked.
 
 Every chunk is checked twice: its stored bytes against the checksum in its header before a decoder
 sees them, and each piece against its id after decoding. A chunk that was stored raw is read
@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from ckptstore.backends.base import Backend, Capabilities
+from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.registry import Base, decode
 from ckptstore.config import Options
@@ -31,104 +28,13 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
+from ckptstore.objects.plan import ChunkRead, Span, Want, plan_spans
 
 __all__ = ["ChunkRead", "Span", "Want", "plan_spans", "read_pieces"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """One piece that is asked for."""
-
-    row: int
-    """In the piece table."""
-    out: memoryview | None
-    """Where to: writable, C-contiguous, exactly the piece; None to check it and drop it."""
-    label: str
-    """The tensor, for errors."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkRead:
-    """One chunk and what is wanted of it."""
-
-    offset: int
-    stored_bytes: int
-    raw_bytes: int
-    wants: tuple[Want, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """Neighbouring chunks of one pack, fetched with one request."""
-
-    pack: str
-    chunks: tuple[ChunkRead, ...]
-
-    @property
-    def start(self) -> int:
-        """Return the offset of the first chunk's header, in bytes."""
-        return self.chunks[0].offset
-
-    @property
-    def end(self) -> int:
-        """Return the offset after the last chunk, in bytes."""
-        last = self.chunks[-1]
-        return last.offset + CHUNK_HEADER_BYTES + last.stored_bytes
-
-
 FailureCallback = Callable[[Want, CkptStoreError], None]
 """Told of each piece that cannot be had; may be called from several threads, one at a time."""
-
-
-def plan_spans(table: PieceTable, wants: Sequence[Want], capabilities: Capabilities) -> list[Span]:
-    """Return the fetches for `wants`: each chunk once, neighbours joined, no span too large.
-
-    Ranges closer than ``read_gap_bytes`` are joined, since a request costs more than the gap;
-    a span ends at ``read_bytes_max``, so that fetches run in parallel and memory stays bounded.
-    """
-    rows = np.fromiter((want.row for want in wants), np.int64, len(wants))
-    order = np.lexsort((table.inner[rows], table.offset[rows], table.pack[rows]))
-    spans: list[Span] = []
-    chunks: list[ChunkRead] = []
-    pack = -1
-    for place, offset, members in _by_chunk(table, wants, order):
-        row = members[0].row
-        chunk = ChunkRead(
-            offset=offset,
-            stored_bytes=int(table.stored[row]),
-            raw_bytes=int(table.slab[row]),
-            wants=tuple(members),
-        )
-        if chunks:
-            end = chunks[-1].offset + CHUNK_HEADER_BYTES + chunks[-1].stored_bytes
-            size = offset + CHUNK_HEADER_BYTES + chunk.stored_bytes - chunks[0].offset
-            apart = place != pack or not 0 <= offset - end <= capabilities.read_gap_bytes
-            if apart or size > capabilities.read_bytes_max:
-                spans.append(Span(pack=table.packs[pack], chunks=tuple(chunks)))
-                chunks = []
-        chunks.append(chunk)
-        pack = place
-    if chunks:
-        spans.append(Span(pack=table.packs[pack], chunks=tuple(chunks)))
-    return spans
-
-
-def _by_chunk(
-    table: PieceTable, wants: Sequence[Want], order: npt.NDArray[np.int64]
-) -> Iterator[tuple[int, int, list[Want]]]:
-    """Yield ``(place of the pack, offset, wants)`` per chunk, in order of offsets."""
-    current: tuple[int, int] | None = None
-    members: list[Want] = []
-    for at in order:
-        want = wants[at]
-        here = (int(table.pack[want.row]), int(table.offset[want.row]))
-        if current is not None and here != current:
-            yield (*current, members)
-            members = []
-        current = here
-        members.append(want)
-    if current is not None:
-        yield (*current, members)
 
 
 def read_pieces(
@@ -252,7 +158,7 @@ class _Reading:
                     self._bases(Span(pack=span.pack, chunks=(chunk,)), deltas, scratch)
                 return
             for want in span.chunks[0].wants:
-                self._base_lost(span, deltas[want.row], error)
+                self._base_lost(span, span.chunks[0].offset, deltas[want.row], error)
             return
         for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
             for want in chunk.wants:
@@ -260,7 +166,7 @@ class _Reading:
                     parsed = _checked(chunk, header, body)
                     self._apply(span, chunk, (want.row, parsed, body), deltas[want.row], scratch)
                 except CorruptObjectError as error:
-                    self._base_lost(span, deltas[want.row], error)
+                    self._base_lost(span, chunk.offset, deltas[want.row], error)
 
     def _apply(
         self,
@@ -295,9 +201,8 @@ class _Reading:
                 except CorruptObjectError:  # whose fault is it?
                     _decode(header, body, whole := scratch.slab(chunk.raw_bytes))
                     if blake3_digest(whole[inner : inner + size]) != base_id:
-                        self._base_lost(
-                            span, [delta], _broken("content does not match its chunk id")
-                        )
+                        wrong = _broken("content does not match its chunk id")
+                        self._base_lost(span, chunk.offset, [delta], wrong)
                         continue
                     raise
             except CorruptObjectError as error:
@@ -310,10 +215,15 @@ class _Reading:
                 elif want.out is not None:
                     want.out[:] = target
 
-    def _base_lost(self, span: Span, deltas: list[_Delta], error: CkptStoreError) -> None:
+    def _base_lost(
+        self, span: Span, offset: int, deltas: list[_Delta], error: CkptStoreError
+    ) -> None:
         """Report pieces whose own chunks may be sound, but not what these refer to."""
+        what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
+        where = f"pack {span.pack}, byte {offset}"
         for delta in deltas:
-            self._failed(span.pack, span.chunks[0], error, base_of=delta)
+            lost = _broken(f"its base is lost ({where}): {what}")
+            self._failed(delta.pack, delta.chunk, lost)
 
     def _fetch(
         self, span: Span, scratch: _Scratch, *, for_bases: bool = False
@@ -383,25 +293,11 @@ class _Reading:
             raise _broken("content does not match its chunk id")
 
     def _failed(
-        self,
-        pack: str,
-        chunk: ChunkRead,
-        error: CkptStoreError,
-        *,
-        only: Want | None = None,
-        base_of: _Delta | None = None,
+        self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: Want | None = None
     ) -> None:
-        """Report the pieces of a chunk as lost, or raise for the first.
-
-        Parameters
-        ----------
-        base_of
-            The chunk is what this one refers to, and it is that one's pieces that are lost.
-        """
+        """Report the pieces of a chunk as lost, or raise for the first."""
         what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
-        if base_of is not None:
-            what = f"its base is lost: {what}"
-        for want in (base_of or chunk).wants if only is None else (only,):
+        for want in chunk.wants if only is None else (only,):
             msg = f"tensor {want.label}: {what} (pack {pack}, byte {chunk.offset})"
             lost = CorruptTensorError(
                 msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
@@ -427,10 +323,6 @@ class _Delta:
     chunk: ChunkRead
     header: ChunkHeader
     body: memoryview
-
-    @property
-    def wants(self) -> tuple[Want, ...]:
-        return self.chunk.wants
 
 
 class _Scratch:
