@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.disk import Workspace
 
-__all__ = ["FAILURES", "Case", "Measured", "Result", "run_cases", "run_rounds", "say"]
+__all__ = ["FAILURES", "Case", "Measured", "Result", "run_cases", "run_rounds", "say", "trim"]
 
 # A case that takes longer than this is measured once, in the round where it is found out: nothing
 # that takes so long is decided by a warm-up or by noise, and the rest has to be done today.
@@ -143,7 +143,7 @@ def _new(case: Case) -> Measured:
     return Measured(name=case.name, logical_bytes=case.logical_bytes, note=case.note)
 
 
-def _trim() -> None:
+def trim() -> None:
     """Give the memory that the C library keeps for reuse back to the kernel.
 
     Otherwise a case that follows one that freed much would get its memory without page faults,
@@ -161,7 +161,7 @@ def _once(case: Case, one: Measured, space: Workspace) -> float | None:
         if case.prepare is not None:
             case.prepare(folder)
         gc.collect()
-        _trim()
+        trim()
         if case.writes:
             os.sync()
         began = time.perf_counter()

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["Trained", "stepper", "train"]
+__all__ = ["Block", "Gpt", "Trained", "kind_of", "stepper", "train", "update"]
 
 _TEXT_BYTES = 2 << 20
 _VOCABULARY = 256
@@ -39,7 +39,9 @@ class Trained:
     loss: float
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """One layer of a GPT."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.ln1 = nn.LayerNorm(width)
@@ -50,6 +52,7 @@ class _Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output."""
         batch, time, width = x.shape
         heads = self.qkv(self.ln1(x)).view(batch, time, 3, _HEADS, width // _HEADS)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
@@ -59,12 +62,14 @@ class _Block(nn.Module):
         return x + hidden
 
 
-class _Gpt(nn.Module):
+class Gpt(nn.Module):
+    """A GPT over bytes."""
+
     def __init__(self, width: int, layers: int, time: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(_VOCABULARY, width)
         self.position = nn.Embedding(time, width)
-        self.blocks = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.ln = nn.LayerNorm(width)
         self.head = nn.Linear(width, _VOCABULARY, bias=False)
         for module in self.modules():
@@ -72,6 +77,7 @@ class _Gpt(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the next token at each place."""
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -102,19 +108,27 @@ def stepper(*, seed: int, width: int = 192, layers: int = 3) -> Callable[[], Non
     """Return a function that makes one update of a new model, as a training loop does."""
     torch.manual_seed(seed)
     text, time, batch = _text(), 128, 8
-    model = _Gpt(width, layers, time)
+    model = Gpt(width, layers, time)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95))
 
     def step() -> None:
-        _update(model, optimizer, text, time, batch)
+        update(model, optimizer, text, time, batch)
 
     return step
 
 
-def _update(
-    model: _Gpt, optimizer: torch.optim.Optimizer, text: torch.Tensor, time: int, batch: int
+def update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: torch.Tensor, time: int, batch: int
 ) -> torch.Tensor:
-    """Make one update; return the loss."""
+    """Make one update; return the loss.
+
+    Parameters
+    ----------
+    text
+        One token a byte; the batch is drawn from it.
+    time, batch
+        Tokens of a row, and rows.
+    """
     at = torch.randint(0, text.numel() - time - 1, (batch,))
     rows = text[at[:, None] + torch.arange(time + 1)].long()
     logits = model(rows[:, :-1])
@@ -128,12 +142,12 @@ def _update(
 
 def _train(steps: int, width: int, layers: int, *, time: int, batch: int) -> Trained:
     text = _text()
-    model = _Gpt(width, layers, time)
+    model = Gpt(width, layers, time)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
     loss = torch.zeros(())
     for _ in range(steps):
-        loss = _update(model, optimizer, text, time, batch)
+        loss = update(model, optimizer, text, time, batch)
         schedule.step()
     collected: dict[str, list[tuple[torch.Tensor, ...]]] = {}
     for name, parameter in model.named_parameters():
