@@ -114,7 +114,7 @@ COMMIT_OPS_MAX: Final = 1024
 # are 2 MB of COMMIT_BYTES_MAX; more go into further commits.
 VERSIONS_PER_OP_MAX: Final = 40_000
 KEYS_PER_OP_MAX: Final = 40_000
-# Other stores that a version is noted to lie in. Source: two clouds of three regions each, tape, and
+# Other stores that a version is noted to lie in; the newest count. Source: two clouds of three regions each, tape, and
 # as much again; each costs 33 bytes a version in the catalog.
 REPLICAS_MAX: Final = 16
 # Why a version was deleted or rolled back, for people. Source: one line of a terminal or two.

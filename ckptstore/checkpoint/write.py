@@ -10,11 +10,10 @@ import contextlib
 import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from ckptstore import limits
 from ckptstore.catalog import changes
@@ -22,33 +21,38 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_metrics
 from ckptstore.checkpoint import pacing
 from ckptstore.checkpoint.content import content_digest
+from ckptstore.checkpoint.encode import Content, Encoded, Kept, encode_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.older import ancestors, older_of
+from ckptstore.checkpoint.sizes import role_bytes
 from ckptstore.codecs.registry import check_choice
 from ckptstore.config import Options
-from ckptstore.errors import CondemnedError, FormatError, IntegrityError
+from ckptstore.errors import CondemnedError, FormatError, IntegrityError, LimitError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import ManifestPointer, Op
 from ckptstore.format.keys import manifest_key, pack_key
-from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.names import check_listed, encode_metadata
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.deltas import Deltas, Keyframes, Older
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.writer import Source, Written, write_pieces
+from ckptstore.objects.writer import Written, write_pieces
 from ckptstore.repo import Repo
 
 __all__ = [
+    "KEPT",
     "Content",
     "WriteRequest",
     "check_wishes",
-    "role_bytes",
     "save_ops",
     "shareable",
     "write_version",
 ]
+
+KEPT: Final = "kept_lossless"
+"""Key of the metadata that lists tensors which a rule took in vain: name, encoding and reason."""
 
 _log = logging.getLogger("ckptstore")
 
@@ -87,18 +91,6 @@ class WriteRequest:
             metadata=msgspec.json.decode(encode_metadata(self.metadata)),
             codec=self.codec,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """A state taken apart: everything that a version is made of."""
-
-    sources: Sequence[Source]
-    """Where the bytes of each tensor are."""
-    records: tuple[TensorRecord, ...]
-    """What the manifest says of each, in the same order."""
-    frame: bytes
-    """The skeleton, encoded."""
 
 
 def _nothing() -> None:
@@ -147,21 +139,25 @@ def write_version(
     StorageError
         The storage failed; no version appeared.
     """
+    catalog = repo.log.refresh()
+    _wishes(catalog, request, version=version)
+    parent = catalog.head(request.run) if catalog.has_run(request.run) else None
+    before = None if parent is None else _readable(cache, parent)
+    shared = [] if before is None else [before.pieces]
+    options = options or repo.options
+    encoded, measured = _encoded(repo, content, before, options)
+    content = encoded.content
     saving = _Saving(
         repo=repo,
-        request=request,
+        request=_noting(request, encoded.kept),
         version=version,
         content=content,
-        options=options or repo.options,
-        receipt=dict(receipt or {}),
+        options=options,
+        receipt={**(receipt or {}), **measured},
         blocked_since=blocked_since,
         progress=progress,
         before_commit=before_commit,
     )
-    catalog = repo.log.refresh()
-    saving.check_wishes(catalog)
-    parent = catalog.head(request.run) if catalog.has_run(request.run) else None
-    shared = [] if parent is None else shareable(cache, parent)
     if check_choice(request.codec) == "delta":
         saving.keyframes = cache.keyframes
         saving.older = _older(repo, cache, content, parent if shared else None)
@@ -183,16 +179,51 @@ def check_wishes(repo: Repo, request: WriteRequest) -> None:
 
 def shareable(cache: Manifests, parent: Version) -> list[PieceTable]:
     """Return what can be shared with the parent; damage to it must not stop the training."""
+    before = _readable(cache, parent)
+    return [] if before is None else [before.pieces]
+
+
+def _readable(cache: Manifests, parent: Version) -> Manifest | None:
+    """Return the manifest of the parent, if anything can be shared with it."""
     if parent.level == "record":
-        return []
+        return None
     if parent.damaged:
         _log.warning("nothing is shared with version #%s, parts of which are lost", parent.id[:8])
-        return []
+        return None
     try:
-        return [cache.load(parent).pieces]
+        return cache.load(parent)
     except (IntegrityError, FormatError) as error:
         _log.warning("nothing is shared with the version before, which is damaged: %s", error)
-        return []
+        return None
+
+
+def _encoded(
+    repo: Repo, content: Content, before: Manifest | None, options: Options
+) -> tuple[Encoded, dict[str, float]]:
+    """Return what is written of a state, and what the receipt says of it."""
+    began = repo.environment.monotonic()
+    encoded = encode_content(
+        content,
+        parent=before,
+        chunk_bytes=repo.superblock.chunk_bytes,
+        workers=options.workers,
+    )
+    if not encoded.numbers:
+        return encoded, {}
+    return encoded, {**encoded.numbers, "measuring_s": repo.environment.monotonic() - began}
+
+
+def _noting(request: WriteRequest, kept: Sequence[Kept]) -> WriteRequest:
+    """Return a request whose metadata name the tensors that no rule was good for."""
+    if not kept:
+        return request
+    listed = [[one.tensor, one.encoding, one.why] for one in kept[: limits.KEPT_LISTED_MAX]]
+    metadata = {KEPT: listed, **request.metadata}
+    try:
+        encode_metadata(metadata)
+    except LimitError:  # there is no room beside the user's own: the log has told it
+        return request
+    return replace(request, metadata=metadata)
 
 
 def _older(repo: Repo, cache: Manifests, content: Content, parent: Version | None) -> Older:
@@ -227,10 +258,6 @@ class _Saving:
     """What deltas may be taken to; None if none are wanted."""
     keyframes: Keyframes | None = None
 
-    def check_wishes(self, catalog: Catalog) -> None:
-        """Raise now what the commit would raise for a name, a metric or a step."""
-        _wishes(catalog, self.request, version=self.version)
-
     def run(self, shared: list[PieceTable]) -> tuple[Manifest, ManifestPointer]:
         """Write and commit, again if something was condemned; return manifest and place."""
         environment = self.repo.environment
@@ -244,7 +271,9 @@ class _Saving:
             committing = self.receipt.get("committing_s", 0.0)
             manifest, pointer = self._describe(written[-1], name)
             packs = {pack_key(pack): pack for pack in manifest.pieces.packs}
-            roles = role_bytes(self.content.records, written)
+            roles = role_bytes(
+                self.content.records, written, visible_count=self.content.visible_count
+            )
             self._count(roles)
 
             def build(
@@ -391,27 +420,3 @@ def save_ops(
         receipt=receipt,
         relies_on=relies_on,
     )
-
-
-def role_bytes(
-    records: Sequence[TensorRecord], attempts: Sequence[Written]
-) -> dict[str, RoleBytes]:
-    """Return logical, new and stored bytes by role; what was written twice is stored twice."""
-    written = attempts[-1]
-    is_new = np.logical_or.reduce([part.is_new for part in attempts])
-    stored_new = np.add.reduce([part.stored_new for part in attempts])
-    pairs = zip(written.first, written.first[1:], strict=False)
-    counts = [last - first for first, last in pairs]
-    places = {role: place for place, role in enumerate(sorted({r.role for r in records}))}
-    by_tensor = np.fromiter((places[r.role] for r in records), np.int64, len(records))
-    by_piece = np.repeat(by_tensor, counts)
-    raw = written.table.raw[: written.first[-1]].astype(np.float64)
-    sums = {
-        "logical": np.bincount(by_piece, raw, minlength=len(places)),
-        "new": np.bincount(by_piece, raw * is_new, minlength=len(places)),
-        "stored": np.bincount(by_piece, stored_new, minlength=len(places)),
-    }
-    return {
-        role: RoleBytes(**{name: int(column[place]) for name, column in sums.items()})
-        for role, place in places.items()
-    }

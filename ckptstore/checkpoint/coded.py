@@ -1,0 +1,216 @@
+"""What a lossy form stores of a tensor, as sources of a save: made anew each time it is read.
+
+Nothing of it is kept, so that the memory of a save does not grow with the state: a tensor is read,
+and encoded, once to measure the error and once to write. What is written is compared with what was
+measured, piece by piece; a state that was changed in between is refused by the name of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.chunking import piece_bytes
+from ckptstore.encodings.casts import raw_dtype
+from ckptstore.encodings.coding import Form
+from ckptstore.errors import TornStateError
+from ckptstore.hashing import blake3_digest, xxh3_64
+from ckptstore.objects.writer import Payload, Source
+
+__all__ = [
+    "NOTHING",
+    "Checked",
+    "CodedSource",
+    "Codes",
+    "Elements",
+    "Guarded",
+    "ReusedSource",
+    "Scales",
+    "grid_of",
+    "torn",
+]
+
+Raw: TypeAlias = "npt.NDArray[Any]"
+
+
+@runtime_checkable
+class Guarded(Protocol):
+    """A payload that compares each piece, as it is read, with what was staged."""
+
+    @property
+    def piece_bytes(self) -> int:
+        """Return the length of its pieces: what :meth:`Payload.copy_into` is to be asked for."""
+
+    def unguarded(self) -> Payload:
+        """Return the same bytes, for any range, without a comparison."""
+
+
+def torn(name: str) -> TornStateError:
+    """Return the error of a tensor that is not any more what was measured."""
+    msg = f"{name!r} was changed while it was being saved; nothing was saved"
+    return TornStateError(msg, hint="save from one thread, when no step is under way")
+
+
+def grid_of(nbytes: int, row_bytes: int, itemsize: int, chunk_bytes: int) -> int:
+    """Return the length of the pieces that a save cuts a tensor into; at least 1."""
+    if nbytes < limits.SMALL_TENSOR_BYTES:
+        return max(1, nbytes)
+    return piece_bytes(row_bytes, itemsize, chunk_bytes)
+
+
+class Elements:
+    """The elements of a float tensor, a few at a time, in stored order. Any thread may read."""
+
+    def __init__(self, source: Source) -> None:
+        payload = source.payload
+        self.dtype = source.dtype
+        self.count = source.nbytes // source.itemsize
+        self._item = source.itemsize
+        self._raw = raw_dtype(source.dtype)
+        self._payload = payload.unguarded() if isinstance(payload, Guarded) else payload
+
+    def read(self, start: int, stop: int, *, copy: bool) -> Raw:
+        """Return elements as unsigned integers.
+
+        Parameters
+        ----------
+        copy
+            Into memory of their own, which no one else changes.
+        """
+        view = self._payload.view()
+        if view is not None:
+            part = np.frombuffer(view[start * self._item : stop * self._item], self._raw)
+            return part.copy() if copy else part
+        data = memoryview(bytearray((stop - start) * self._item))
+        self._payload.copy_into(start * self._item, data)
+        return np.frombuffer(data, self._raw)
+
+
+class Codes:
+    """The codes of a tensor; see :class:`ckptstore.objects.writer.Payload`."""
+
+    def __init__(self, elements: Elements, form: Form) -> None:
+        self._elements = elements
+        self._form = form
+
+    def view(self) -> memoryview | None:
+        """Return None: they are nowhere."""
+        return None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Encode the elements whose codes begin at byte `start`."""
+        form, elements = self._form, self._elements
+        target = np.frombuffer(out, np.dtype(f"<u{form.item_bytes}"))
+        low, high = start // form.item_bytes, start // form.item_bytes + len(target)
+        block = form.block or 1
+        end = min(-(-high // block) * block, elements.count)
+        for at in range(low // block * block, end, form.step):
+            stop = min(at + form.step, end)
+            codes = form.encode(elements.dtype, elements.read(at, stop, copy=False)).codes
+            first, last = max(at, low), min(stop, high)
+            target[first - low : last - low] = codes[first - at : last - at]
+
+
+class Scales:
+    """The scales of a tensor; see :class:`ckptstore.objects.writer.Payload`."""
+
+    def __init__(self, elements: Elements, form: Form) -> None:
+        self._elements = elements
+        self._form = form
+
+    def view(self) -> memoryview | None:
+        """Return None: they are nowhere."""
+        return None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Compute the scales from byte `start` on."""
+        form, elements = self._form, self._elements
+        target = np.frombuffer(out, np.dtype("<f4"))
+        low = start // 4
+        step = form.step // form.block
+        for at in range(0, len(target), step):
+            count = min(step, len(target) - at)
+            first = (low + at) * form.block
+            last = min(first + count * form.block, elements.count)
+            raw = elements.read(first, last, copy=False)
+            target[at : at + count] = form.scales(elements.dtype, raw)
+
+
+class Checked:
+    """A payload each piece of which must be what was seen before.
+
+    Parameters
+    ----------
+    pieces
+        Per piece: its XXH3-64, or its BLAKE3-256.
+    length
+        Of a piece, in bytes.
+    name
+        Of the tensor that errors are about.
+    """
+
+    def __init__(
+        self, payload: Payload, pieces: Sequence[int] | Sequence[bytes], length: int, name: str
+    ) -> None:
+        self._payload = payload
+        self._pieces = pieces
+        self._length = length
+        self._name = name
+        strong = bool(pieces) and isinstance(pieces[0], bytes)
+        self._digest: Callable[[memoryview], int | bytes] = blake3_digest if strong else xxh3_64
+
+    def view(self) -> memoryview | None:
+        """Return None: bytes are copied first and compared then, so that they stay still."""
+        return None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the piece that begins at `start`.
+
+        Raises
+        ------
+        TornStateError
+            It is not what was seen.
+        """
+        self._payload.copy_into(start, out)
+        if self._digest(out) != self._pieces[start // self._length]:
+            raise torn(self._name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodedSource:
+    """A tensor of a save that is made from another one, or that has no bytes at all."""
+
+    nbytes: int
+    dtype: str
+    itemsize: int
+    row_bytes: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReusedSource:
+    """One whose pieces the version before has; see :class:`ckptstore.objects.writer.Foreseen`."""
+
+    nbytes: int
+    dtype: str
+    itemsize: int
+    row_bytes: int
+    payload: Payload
+    piece_ids: Sequence[bytes]
+
+
+class _Empty:
+    def view(self) -> memoryview | None:
+        return memoryview(b"")
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Do nothing: there is nothing."""
+
+
+NOTHING = CodedSource(nbytes=0, dtype="uint8", itemsize=1, row_bytes=1, payload=_Empty())
+"""The source of a tensor that has a recipe."""

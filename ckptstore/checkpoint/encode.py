@@ -1,0 +1,397 @@
+"""Between a state and its pieces: which tensors are stored in fewer bytes, and with what error.
+
+Derived tensors come first: what is another tensor, rounded, costs nothing and loses nothing. Then
+each tensor that a rule takes is measured: read, encoded, restored and compared. If its error is
+within the bounds it gets a recipe over hidden tensors, which are encoded again while they are
+written; if not, it is stored as it is, and that is logged and noted with the version. A tensor that
+the version before holds in the same form, by the digest of what was given, is not encoded at all.
+
+Needs no torch, and no more memory than some steps of a tensor for each thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ckptstore.checkpoint.coded import (
+    NOTHING,
+    Checked,
+    CodedSource,
+    Codes,
+    Elements,
+    Guarded,
+    ReusedSource,
+    Scales,
+    grid_of,
+)
+from ckptstore.checkpoint.forms import (
+    Key,
+    divides,
+    exceeded,
+    form_key,
+    hidden_records,
+    known_forms,
+    over,
+    recipe_of,
+    shells,
+)
+from ckptstore.checkpoint.measure import Looked, look, measure, prove
+from ckptstore.chunking import cut
+from ckptstore.encodings.coding import Form
+from ckptstore.encodings.derive import Candidate, derived_pairs
+from ckptstore.encodings.encoding import Encoding
+from ckptstore.format.manifest import Manifest, TensorRecord
+from ckptstore.format.recipes import Recipe
+from ckptstore.objects.writer import Payload, Source
+
+__all__ = ["Content", "Encoded", "Kept", "encode_content"]
+
+_log = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """A state taken apart: everything that a version is made of."""
+
+    sources: Sequence[Source]
+    """Where the bytes of each tensor are."""
+    records: tuple[TensorRecord, ...]
+    """What the manifest says of each, in the same order."""
+    frame: bytes
+    """The skeleton, encoded."""
+    names: Sequence[str] = ()
+    """What errors call the tensors; none: by their places."""
+    wishes: Mapping[int, Encoding] = field(default_factory=dict)
+    """The lossy forms that rules ask for, by place."""
+    visible_count: int | None = None
+    """How many of the records leaves name: the first so many. None: all."""
+
+    def name(self, place: int) -> str:
+        """Return what a tensor is called."""
+        return self.names[place] if place < len(self.names) else f"(tensor {place})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A tensor that is stored as it is, though a rule asked for less."""
+
+    tensor: str
+    encoding: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """What is to be written."""
+
+    content: Content
+    kept: Sequence[Kept]
+    numbers: Mapping[str, float]
+    """For the receipt; empty if nothing was done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hidden:
+    """A hidden tensor."""
+
+    record: TensorRecord
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What became of one tensor that a rule asked for: a recipe over hidden ones, or a reason."""
+
+    recipe: Recipe | None = None
+    hidden: Sequence[_Hidden] = ()
+    reused: bool = False
+    why: str = ""
+
+
+def encode_content(
+    content: Content,
+    *,
+    parent: Manifest | None,
+    chunk_bytes: int,
+    workers: int,
+    check: Callable[[], None] = lambda: None,
+) -> Encoded:
+    """Return what is written of a state: with recipes and hidden tensors where they save bytes.
+
+    Parameters
+    ----------
+    parent
+        The version before, whose codes of unchanged tensors are used again.
+    chunk_bytes
+        The store's chunk size.
+    workers
+        Threads that measure.
+    check
+        Called before each tensor; what it raises ends the save.
+
+    Raises
+    ------
+    TornStateError
+        A tensor changed between two readings; it is named.
+    """
+    work = _Work(
+        content=content,
+        chunk_bytes=chunk_bytes,
+        known={} if parent is None else known_forms(parent),
+        parent=parent,
+        check=check,
+    )
+    pairs = derived_pairs([_candidate(content, place) for place in range(len(content.records))])
+    wishes = {place: wish for place, wish in content.wishes.items() if place not in pairs}
+    tasks = [
+        *(lambda low=low, high=high: work.derive(low, high) for low, high in pairs.items()),
+        *(lambda place=place, wish=wish: work.code(place, wish) for place, wish in wishes.items()),
+    ]
+    if not tasks:
+        return Encoded(content=content, kept=(), numbers={})
+    outcomes = _run(tasks, workers)
+    return work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, len(pairs))
+
+
+def _run(tasks: Sequence[Callable[[], _Outcome]], workers: int) -> list[_Outcome]:
+    """Return what the tasks return; the first failure ends those that have not begun."""
+    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-measure") as pool:
+        futures = [pool.submit(task) for task in tasks]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _candidate(content: Content, place: int) -> Candidate:
+    record, payload = content.records[place], content.sources[place].payload
+    whole = record.blocks is None
+    return Candidate(
+        dtype=record.dtype,
+        shape=record.shape,
+        order=record.order,
+        payload=_plain(payload),
+        may_give=whole and place not in content.wishes,
+        may_derive=whole,
+    )
+
+
+def _plain(payload: Payload) -> Payload:
+    return payload.unguarded() if isinstance(payload, Guarded) else payload
+
+
+@dataclass(slots=True, kw_only=True)
+class _Work:
+    """One state on its way; its methods for single tensors are called by many threads."""
+
+    content: Content
+    chunk_bytes: int
+    known: Mapping[Key, Recipe]
+    parent: Manifest | None
+    check: Callable[[], None]
+    proved: dict[int, Sequence[int]] = field(default_factory=dict)
+    """Per tensor that others are derived from: the checksums of its pieces."""
+
+    # --- one tensor -----------------------------------------------------------------------------
+
+    def derive(self, low: int, high: int) -> _Outcome:
+        """Return the recipe of a tensor that is another one, converted."""
+        self.check()
+        content = self.content
+        source = content.sources[high]
+        grid = self._grid(source)
+        proved = prove(content.sources[low], source, grid, content.name(low))
+        self.proved[high] = proved.source
+        recipe = Recipe(
+            kind="cast", sources=(high,), exact=True, digest=proved.digest, given=proved.digest
+        )
+        return _Outcome(recipe=recipe)
+
+    def code(self, place: int, encoding: Encoding) -> _Outcome:
+        """Return what becomes of a tensor that a rule asks for."""
+        self.check()
+        source, record = self.content.sources[place], self.content.records[place]
+        step = Form.of(encoding, signed=True).step
+        looked = look(source, step)
+        form = Form.of(encoding, signed=looked.seen.negative)
+        why = form.problem(looked.seen) or divides(encoding, record, looked)
+        if why:
+            return _Outcome(why=why)
+        again = self._again(place, encoding, form, looked)
+        if again is not None:
+            return again
+        self.check()
+        elements = Elements(source)
+        grids = [self._grid(one) for one in shells(source, record, form)]
+        name = self.content.name(place)
+        measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
+        why = exceeded(encoding, measured)
+        if why:
+            return _Outcome(why=why)
+        pieces = (measured.codes, measured.scales)
+        payloads: tuple[Payload, ...] = (Codes(elements, form), Scales(elements, form))
+        hidden = [
+            _Hidden(
+                record=made,
+                source=replace(shell, payload=Checked(payload, sums, grid, name)),
+            )
+            for made, shell, payload, sums, grid in zip(
+                hidden_records(record, form),
+                shells(source, record, form),
+                payloads,
+                pieces,
+                grids,
+                strict=False,
+            )
+        ]
+        return _Outcome(recipe=recipe_of(encoding, form, looked, measured), hidden=hidden)
+
+    def _again(self, place: int, encoding: Encoding, form: Form, looked: Looked) -> _Outcome | None:
+        """Return the codes of the version before, if it was given the same bytes."""
+        source, record = self.content.sources[place], self.content.records[place]
+        recipe = self.known.get(form_key(looked.given, record, form))
+        if recipe is None or over(encoding, recipe.max_abs, recipe.rel_l2):
+            return None
+        elements, name = Elements(source), self.content.name(place)
+        hidden = []
+        for number, (made, shell) in enumerate(
+            zip(hidden_records(record, form), shells(source, record, form), strict=True)
+        ):
+            ids = self._piece_ids(recipe.sources[number], shell)
+            if ids is None:
+                return None
+            payload: Payload = Codes(elements, form) if not number else Scales(elements, form)
+            hidden.append(
+                _Hidden(
+                    record=made,
+                    source=ReusedSource(
+                        nbytes=shell.nbytes,
+                        dtype=shell.dtype,
+                        itemsize=shell.itemsize,
+                        row_bytes=shell.row_bytes,
+                        payload=Checked(payload, ids, self._grid(shell), name),
+                        piece_ids=ids,
+                    ),
+                )
+            )
+        if not recipe.exact:
+            recipe = replace(recipe, max_abs_bound=encoding.max_abs, rel_l2_bound=encoding.rel_l2)
+        return _Outcome(recipe=recipe, hidden=hidden, reused=True)
+
+    def _piece_ids(self, row: int, shell: Source) -> list[bytes] | None:
+        """Return the ids of the pieces of a tensor of the parent; None if it was cut otherwise."""
+        parent = self.parent
+        if parent is None:
+            return None
+        first, last = parent.first[row], parent.first[row + 1]
+        lengths = [size for _, size in cut(shell.nbytes, self._grid(shell))]
+        if parent.pieces.raw[first:last].tolist() != lengths:
+            return None
+        return [parent.pieces.ids[at].tobytes() for at in range(first, last)]
+
+    def _grid(self, source: Source) -> int:
+        return grid_of(source.nbytes, source.row_bytes, source.itemsize, self.chunk_bytes)
+
+    # --- all of them ----------------------------------------------------------------------------
+
+    def result(
+        self, outcomes: Mapping[int, _Outcome], wishes: Mapping[int, Encoding], derived: int
+    ) -> Encoded:
+        """Put everything together, hidden tensors after those of the state."""
+        content = self.content
+        records, sources = list(content.records), list(content.sources)
+        for high, sums in self.proved.items():
+            source = sources[high]
+            if not isinstance(source.payload, Guarded):
+                grid = self._grid(source)
+                checked = Checked(_Copying(source.payload), sums, grid, content.name(high))
+                sources[high] = _over_payload(source, checked)
+        kept = []
+        numbers = dict.fromkeys(_NUMBERS, 0.0)
+        numbers["derived_count"] = float(derived)
+        for place in sorted(outcomes):
+            outcome, record = outcomes[place], content.records[place]
+            if outcome.recipe is None:
+                kept.append(
+                    Kept(tensor=content.name(place), encoding=str(wishes[place]), why=outcome.why)
+                )
+                continue
+            recipe = outcome.recipe
+            if outcome.hidden:
+                recipe = replace(
+                    recipe, sources=tuple(range(len(records), len(records) + len(outcome.hidden)))
+                )
+            records[place] = replace(record, recipe=recipe)
+            sources[place] = NOTHING
+            records += [one.record for one in outcome.hidden]
+            sources += [one.source for one in outcome.hidden]
+            _count(numbers, record, outcome)
+        numbers["kept_lossless_count"] = float(len(kept))
+        for one in kept:
+            _log.warning("%s is saved lossless, not as %s: %s", one.tensor, one.encoding, one.why)
+        done = replace(
+            content,
+            sources=sources,
+            records=tuple(records),
+            wishes={},
+            visible_count=len(content.records),
+        )
+        return Encoded(
+            content=done, kept=kept, numbers={name: x for name, x in numbers.items() if x}
+        )
+
+
+_NUMBERS: Final = (
+    "derived_count",
+    "derived_bytes",
+    "lossy_count",
+    "lossy_bytes",
+    "coded_bytes",
+    "rel_l2_max",
+    "codes_reused_count",
+    "kept_lossless_count",
+)
+
+
+def _count(numbers: dict[str, float], record: TensorRecord, outcome: _Outcome) -> None:
+    assert outcome.recipe is not None  # noqa: S101 - the caller has looked
+    if not outcome.hidden:
+        numbers["derived_bytes"] += record.nbytes
+        return
+    numbers["lossy_count"] += 1
+    numbers["lossy_bytes"] += record.nbytes
+    numbers["coded_bytes"] += sum(one.record.nbytes for one in outcome.hidden)
+    numbers["codes_reused_count"] += outcome.reused
+    numbers["rel_l2_max"] = max(numbers["rel_l2_max"], outcome.recipe.rel_l2)
+
+
+class _Copying:
+    """Copies from a payload, wherever its bytes are."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+
+    def view(self) -> memoryview | None:
+        return None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        view = self._payload.view()
+        if view is None:
+            self._payload.copy_into(start, out)
+        else:
+            out[:] = view[start : start + len(out)]
+
+
+def _over_payload(source: Source, payload: Payload) -> CodedSource:
+    return CodedSource(
+        nbytes=source.nbytes,
+        dtype=source.dtype,
+        itemsize=source.itemsize,
+        row_bytes=source.row_bytes,
+        payload=payload,
+    )
