@@ -1,8 +1,10 @@
 """Chunks from packs to other packs, in this store or another, as they are stored.
 
 Nothing is encoded again. Each chunk is checked as on a load before it is written: its stored bytes
-against their checksum, its content against its id; damage never travels. What is the same for a
-collection that writes packs anew is here too: :func:`take_chunk`, :func:`in_threads`.
+against their checksum, its content against its id; damage never travels. The content of a delta is
+not decoded, since that takes its base: its header, its checksum and the id of its base are checked.
+What is the same for a collection that writes packs anew is here too: :func:`take_chunk`,
+:func:`in_threads`.
 """
 
 from __future__ import annotations
@@ -14,8 +16,9 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
+from ckptstore.codecs.delta import BASE_ID_BYTES
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, Encoded, decode
+from ckptstore.codecs.registry import DELTA, Encoded, decode, is_known
 from ckptstore.config import Environment, Options
 from ckptstore.errors import (
     CorruptObjectError,
@@ -55,11 +58,24 @@ class StoredChunk:
     chunk_id: bytes
     """As the header says; whether that is so is for the caller to check."""
     encoded: Encoded
-    raw: memoryview
+    raw_bytes: int
+    raw: memoryview | None
+    """What it decodes to; None for a delta."""
+    base_id: bytes | None
+    """What a delta says that it refers to."""
+
+    def piece_id(self, inner: int, size: int) -> bytes:
+        """Return the id of a piece of it; of a delta, the id that its header states."""
+        if self.raw is None:
+            return self.chunk_id
+        return blake3_digest(self.raw[inner : inner + size])
 
 
 def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: str) -> StoredChunk:
     """Return the chunk in `data`, its stored bytes checked by their checksum, and decoded.
+
+    A delta is not decoded: without its base, which may lie anywhere, its checksum and the check sum
+    of its header are what there is to tell whether it is what was written.
 
     Parameters
     ----------
@@ -83,21 +99,25 @@ def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: st
         raise broken(where, "lengths differ from the manifest's")
     if xxh3_64(body) != header.checksum:
         raise broken(where, "stored bytes do not match their checksum")
-    if header.codec not in CODECS or header.layout not in set(Layout):
+    if not is_known(header.codec, header.layout):
         msg = f"pack {where}: unknown codec {header.codec} or layout {header.layout}"
         raise UnsupportedFeatureError(msg, hint="upgrade ckptstore")
-    raw = memoryview(bytearray(header.raw_bytes))
-    try:
-        decode(header.codec, header.layout, body, raw)
-    except CodecError as error:
-        raise broken(where, str(error)) from error
+    raw = base_id = None
+    if header.codec == DELTA.code:
+        base_id = bytes(body[:BASE_ID_BYTES])
+    else:
+        raw = memoryview(bytearray(header.raw_bytes))
+        try:
+            decode(header.codec, header.layout, body, raw)
+        except CodecError as error:
+            raise broken(where, str(error)) from error
     encoded = Encoded(
         codec=header.codec,
         layout=Layout(header.layout),
         parts=(body,),
         stored_bytes=header.stored_bytes,
     )
-    return StoredChunk(header.chunk_id, encoded, raw)
+    return StoredChunk(header.chunk_id, encoded, header.raw_bytes, raw, base_id)
 
 
 def broken(where: str, what: str) -> CorruptObjectError:
@@ -238,14 +258,17 @@ class _Copying:
         found = take_chunk(
             data, stored_bytes=chunk.stored_bytes, raw_bytes=chunk.raw_bytes, where=where
         )
-        chunk_id = blake3_digest(found.raw)
+        chunk_id = found.piece_id(0, chunk.raw_bytes)
         for want in chunk.wants:
             inner = int(self.table.inner[want.row])
             size = int(self.table.raw[want.row])
             whole = size == chunk.raw_bytes
-            piece = chunk_id if whole else blake3_digest(found.raw[inner : inner + size])
+            piece = chunk_id if whole else found.piece_id(inner, size)
             if piece != self.table.ids[want.row].tobytes():
                 raise broken(where, "content does not match its chunk id")
+            base = self.table.base_of(want.row)
+            if found.base_id != (None if base is None else self.table.ids[base].tobytes()):
+                raise broken(where, "it does not refer to the base that the manifest names")
         return self.sink.append(turn, found.encoded, chunk_id, chunk.raw_bytes)
 
 

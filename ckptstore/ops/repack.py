@@ -1,6 +1,7 @@
 """Packs that are mostly dead are written anew: their live chunks go into new packs.
 
-Chunks are copied as they are stored, each checked by its checksum and by its id on the way. Every
+Chunks are copied as they are stored, each checked by its checksum and by its id on the way (deltas
+by their checksums: see :mod:`ckptstore.objects.copying`). Every
 live version that needs one of the packs gets a new manifest, and one commit for many versions
 relocates them and condemns the manifests that they had. The packs are then dead, and condemned as
 any other. A crash anywhere leaves new packs and manifests that nobody names: orphans.
@@ -30,7 +31,7 @@ from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES
-from ckptstore.hashing import blake3_digest, blake3_hex
+from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.objects.copying import StoredChunk, broken, in_threads, take_chunk
 from ckptstore.objects.packs import PackSink
@@ -204,7 +205,7 @@ class _Copying:
         try:
             for first, last in _spans(victim.live, self.repo):
                 for found in self._read(victim, first, last):
-                    placed = sink.append(turn, found.encoded, found.chunk_id, len(found.raw))
+                    placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
                 self._advance(victim, first, last)
@@ -217,7 +218,7 @@ class _Copying:
             self.places[victim.pack] = moved
 
     def _read(self, victim: Victim, first: int, last: int) -> Iterator[StoredChunk]:
-        """Read neighbouring chunks with one request; yield each, checked by its own id."""
+        """Read neighbouring chunks with one request; yield each, checked as far as it can be."""
         live = victim.live
         start = int(live.offset[first])
         end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
@@ -233,7 +234,7 @@ class _Copying:
                 raw_bytes=int(live.raw[row]),
                 where=where,
             )
-            if blake3_digest(found.raw) != found.chunk_id:
+            if found.piece_id(0, found.raw_bytes) != found.chunk_id:
                 raise broken(where, "content does not match its chunk id")
             yield found
 
@@ -387,4 +388,5 @@ def _elsewhere(table: PieceTable, places: Mapping[str, _Moved]) -> PieceTable | 
         inner=table.inner,
         slab=table.slab,
         packs=list(packs),
+        base=table.base,
     )

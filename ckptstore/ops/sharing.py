@@ -17,6 +17,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format import bases
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.model import Version
@@ -117,6 +118,8 @@ def _chunks(manifest: Manifest, packs: _Names, roles: _Names) -> _Chunks:
     unique, rows = np.unique(keys, return_index=True)
     by_tensor = np.array([roles.of(record.role) for record in manifest.tensors], np.int64)
     by_row = np.repeat(by_tensor, np.diff(manifest.first))
+    if more := len(table) - len(by_row):  # what deltas refer to
+        by_row = np.concatenate((by_row, np.full(more, roles.of(bases.ROLE), np.int64)))
     return _Chunks(
         keys=unique,
         size=table.stored[rows].astype(np.int64) + _EACH,

@@ -27,7 +27,7 @@ from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copying import copy_chunks
-from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder
 from ckptstore.objects.packs import Placed
 from ckptstore.objects.reader import Want
 from ckptstore.repo import Repo
@@ -46,7 +46,7 @@ class Landed:
     roles: Mapping[str, RoleBytes]
     receipt: Mapping[str, float]
     rows: tuple[int, ...]
-    """Rows of its pieces that travelled."""
+    """Rows of its pieces that travelled, without what deltas refer to."""
     owners: tuple[int, ...]
     """For each of them the tensor's index."""
     chunks_count: int
@@ -96,10 +96,13 @@ def transplant(
         One of the storages failed.
     """
     began = target.environment.monotonic()
-    found = _find(manifest.pieces, target, target_cache, source_id, without, near)
-    missing = [row for row, place in enumerate(found) if place is None]
+    own = manifest.first[-1]
+    found, bases = _located(manifest, target, target_cache, source_id, without, near)
+    missing = [row for row, place in found.items() if place is None]
     labels = read_content(manifest).labels
-    owners = np.repeat(np.arange(len(manifest.tensors)), np.diff(manifest.first))
+    owners = np.zeros(len(manifest.pieces), np.int64)
+    owners[:own] = np.repeat(np.arange(len(manifest.tensors)), np.diff(manifest.first))
+    owners[[*bases]] = owners[[*bases.values()]]
     copied = copy_chunks(
         manifest.pieces,
         [Want(row=row, out=None, label=labels[int(owners[row])]) for row in missing],
@@ -109,7 +112,8 @@ def transplant(
         options=target.options,
         progress=progress,
     )
-    table = _placed(manifest.pieces, found, copied.places)
+    arrived = [row for row in missing if row < own]
+    table = _placed(manifest.pieces, own, found, copied.places)
     return Landed(
         manifest=replace(manifest, pieces=table),
         roles=_role_bytes(manifest, owners, missing),
@@ -118,8 +122,8 @@ def transplant(
             "pack_bytes": float(copied.pack_bytes),
             "packs_count": float(copied.packs_count),
         },
-        rows=tuple(missing),
-        owners=tuple(owners[missing].tolist()),
+        rows=tuple(arrived),
+        owners=tuple(owners[arrived].tolist()),
         chunks_count=len(copied.places),
         chunk_bytes=sum(
             CHUNK_HEADER_BYTES + place.stored_bytes for place in copied.places.values()
@@ -144,9 +148,9 @@ def foresee(
         Ids of pieces that travel before, for versions that are copied earlier; is added to.
     """
     table = manifest.pieces
-    found = _find(table, target, target_cache, source_id, (), near)
+    found, _ = _located(manifest, target, target_cache, source_id, (), near)
     chunks: dict[tuple[int, int], int] = {}
-    for row, place in enumerate(found):
+    for row, place in found.items():
         piece = table.ids[row].tobytes()
         if place is None and piece not in planned:
             planned.add(piece)
@@ -155,20 +159,46 @@ def foresee(
     return Foreseen(chunks_count=len(chunks), chunk_bytes=total)
 
 
-def _find(
-    table: PieceTable,
+def _located(
+    manifest: Manifest,
     target: Repo,
     cache: Manifests,
     source_id: str,
     without: Collection[str],
     near: Sequence[str],
-) -> list[Location | None]:
-    """Return where each piece lies in the target already, or None."""
-    found: list[Location | None] = [None] * len(table)
-    left = list(range(len(table)))
+) -> tuple[dict[int, Location | None], dict[int, int]]:
+    """Return where each piece lies in the target already, or None, by row.
+
+    With the pieces of tensors also what those refer to that are deltas and have to travel: these
+    bases are given as well, with the row of the first such delta.
+    """
+    table = manifest.pieces
+    candidates = list(_candidates(target.catalog, source_id, near))
+    rows = range(manifest.first[-1])
+    found = _find(table, rows, target, cache, candidates, without, deltas=True)
+    bases: dict[int, int] = {}
+    for row in rows:
+        if found[row] is None and (base := table.base_of(row)) is not None:
+            bases.setdefault(base, row)
+    return found | _find(table, bases, target, cache, candidates, without, deltas=False), bases
+
+
+def _find(
+    table: PieceTable,
+    rows: Collection[int],
+    target: Repo,
+    cache: Manifests,
+    candidates: Sequence[Version],
+    without: Collection[str],
+    *,
+    deltas: bool,
+) -> dict[int, Location | None]:
+    """Return where some pieces lie in the target already, or None."""
+    found: dict[int, Location | None] = dict.fromkeys(rows)
+    left = list(rows)
     catalog = target.catalog
     looked = 0
-    for version in _candidates(catalog, source_id, near):
+    for version in candidates:
         if not left or looked > limits.TRANSPLANT_PIECES_MAX:
             break
         try:
@@ -178,7 +208,7 @@ def _find(
         looked += len(there)
         gone = catalog.gone(map(pack_key, there.packs))
         avoid = {pack for pack in there.packs if pack_key(pack) in gone}.union(without)
-        known = KnownPieces([there], without=avoid)
+        known = KnownPieces([there], without=avoid, deltas=deltas)
         for row in left:
             found[row] = known.find(table.ids[row].tobytes(), int(table.raw[row]))
         left = [row for row in left if found[row] is None]
@@ -203,47 +233,54 @@ def _candidates(catalog: Catalog, source_id: str, near: Sequence[str]) -> Iterat
 
 def _placed(
     table: PieceTable,
-    found: Sequence[Location | None],
+    own: int,
+    found: Mapping[int, Location | None],
     places: Mapping[tuple[str, int], Placed],
 ) -> PieceTable:
-    """Return the table with every piece where it lies in the target."""
-    packs: dict[str, int] = {}
-    pack = np.zeros(len(table), np.uint32)
-    offset = np.zeros(len(table), np.uint64)
-    stored, inner, slab = table.stored.copy(), table.inner.copy(), table.slab.copy()
-    for row, location in enumerate(found):
-        if location is None:
-            placed = places[table.packs[int(table.pack[row])], int(table.offset[row])]
-            pack[row] = packs.setdefault(placed.pack, len(packs))
-            offset[row] = placed.offset
-        else:
-            pack[row] = packs.setdefault(location.pack, len(packs))
-            offset[row] = location.offset
-            stored[row], inner[row] = location.stored_bytes, location.inner
-            slab[row] = location.slab_bytes
-    return PieceTable(
-        ids=table.ids,
-        raw=table.raw,
-        pack=pack,
-        offset=offset,
-        stored=stored,
-        inner=inner,
-        slab=slab,
-        packs=list(packs),
-    )
+    """Return the table with every piece where it lies in the target.
+
+    Parameters
+    ----------
+    own
+        Pieces of tensors; what deltas refer to comes behind them.
+    """
+    builder = TableBuilder(table.ids[:own], table.raw[:own])
+
+    def place(row: int) -> Location:
+        location = found[row]
+        if location is not None:
+            return location
+        placed = places[table.packs[int(table.pack[row])], int(table.offset[row])]
+        base = table.base_of(row)
+        refers = base is not None and Base(piece_id=table.ids[base].tobytes(), location=place(base))
+        return Location(
+            pack=placed.pack,
+            offset=placed.offset,
+            stored_bytes=placed.stored_bytes,
+            inner=int(table.inner[row]),
+            slab_bytes=int(table.slab[row]),
+            base=refers or None,
+        )
+
+    for row in range(own):
+        builder.put(row, place(row))
+    return builder.build()
 
 
 def _role_bytes(
     manifest: Manifest, owners: npt.NDArray[np.int64], missing: Sequence[int]
 ) -> dict[str, RoleBytes]:
-    """Return bytes by role; a chunk that travelled counts for the role of its first piece."""
+    """Return bytes by role; a chunk that travelled counts for the role of its first piece.
+
+    What deltas refer to counts for the role of the first of these, by what it takes.
+    """
     table = manifest.pieces
     sums = {role: [size, 0, 0] for role, size in logical_bytes(manifest).items()}
     ids: set[bytes] = set()
     chunks: set[tuple[int, int]] = set()
     for row in missing:
         part = sums[manifest.tensors[int(owners[row])].role]
-        if (piece := table.ids[row].tobytes()) not in ids:
+        if row < manifest.first[-1] and (piece := table.ids[row].tobytes()) not in ids:
             ids.add(piece)
             part[1] += int(table.raw[row])
         if (chunk := (int(table.pack[row]), int(table.offset[row]))) not in chunks:
