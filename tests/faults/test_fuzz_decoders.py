@@ -10,6 +10,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
+import numpy as np
 import pytest
 import torch
 import zstandard
@@ -24,6 +25,7 @@ from ckptstore.checkpoint.content import read_content
 from ckptstore.codecs import registry
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.layout import Layout
+from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CkptStoreError
 from ckptstore.format import manifest, pack, skeleton
 from ckptstore.format.commit import decode_commit
@@ -61,9 +63,39 @@ def healthy() -> dict[str, bytes]:
     return objects
 
 
-def frame_of(magic: bytes, raw: bytes) -> bytes:
+def frame_of(magic: bytes, raw: bytes, *, flags: int = 0) -> bytes:
     """Return a frame with right digest and lengths around a payload."""
-    return frame(magic, zstandard.ZstdCompressor().compress(raw), len(raw))
+    return frame(magic, zstandard.ZstdCompressor().compress(raw), len(raw), flags=flags)
+
+
+def with_recipes() -> bytes:
+    """Return the payload of a manifest with tensors of every kind of recipe."""
+    body: dict[str, Any] = msgspec.msgpack.decode(MANIFEST)
+    raw = [90, 45, 45, 12]
+    columns = {"raw": "<u4", "pack": "<u4", "offset": "<u8", "stored": "<u4", "inner": "<u4"}
+    sizes = {"raw": raw, "stored": raw, "offset": [32] * 4}
+    for name, dtype in {**columns, "slab": "<u4"}.items():
+        body[name] = np.array(sizes.get(name, raw if name == "slab" else [0] * 4), dtype).tobytes()
+    body["ids"] = bytes(range(128))
+    body["dtypes"] = ["float32", "bfloat16", "int8", "uint8"]
+    body["roles"] = ["weights"]
+    shape = [5, 9]
+    body["tensors"] = [
+        [0, 0, shape, None, 180, 0],
+        [0, 0, shape, [1, 0], 180, 0],
+        [1, 0, shape, None, 90, 0],
+        [1, 0, shape, None, 90, 1],
+        [2, 0, shape, None, 45, 1],
+        [3, 0, shape, [1, 0], 45, 1],
+        [0, 0, [3], None, 12, 1],
+    ]
+    body["recipes"] = [
+        [0, 0, [3], 0, 0, bytes(64), [0.5, 0.25, None, 1.0]],
+        [1, 1, [5, 6], 2, 16, bytes(64), [0.5, 0.25, None, None]],
+        [2, 1, [4, 6], 0, 16, bytes(32), []],
+    ]
+    body["skeleton"] = skeleton.encode(["l", ["T", 0], ["T", 1], ["T", 2]])
+    return msgspec.msgpack.encode(body)
 
 
 def payload(objects: dict[str, bytes], kind: str) -> bytes:
@@ -117,6 +149,28 @@ def open_manifest(raw: bytes) -> None:
     read_content(found).tensors()
 
 
+def open_recipes(raw: bytes) -> None:
+    """Decode a manifest of this payload that says that it has recipes, and make the tensors."""
+    found = manifest.decode(frame_of(manifest.MAGIC, raw, flags=2), where="m", version=VERSION)
+    content = read_content(found)
+    for index, record in enumerate(found.tensors):
+        if record.recipe is not None and record.nbytes < 1 << 20:
+            content.rows(index)
+            sources = [found.tensors[place] for place in record.recipe.sources]
+            stored = [memoryview(bytes(source.nbytes)) for source in sources]
+            decode_elements(
+                record.recipe.kind,
+                record.recipe.code,
+                record.recipe.block,
+                record.dtype,
+                sources[0].dtype,
+                0,
+                stored[0],
+                stored[1] if len(stored) > 1 else None,
+                memoryview(bytearray(record.nbytes)),
+            )
+
+
 def open_skeleton(raw: bytes) -> None:
     """Decode and validate a skeleton, and build the state over a few records."""
     build(skeleton.decode(raw))
@@ -156,6 +210,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
     "snapshot": (open_snapshot, SNAPSHOT),
     "rows": (open_rows, SNAPSHOT),
     "manifest": (open_manifest, MANIFEST),
+    "recipes": (open_recipes, with_recipes()),
     "skeleton": (open_skeleton, SKELETON),
     "pack": (open_pack, PACK),
 }
