@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-__all__ = ["Receipt", "ReceiptState", "Ref", "RefKind", "RoleBytes", "RunInfo", "Version"]
+__all__ = [
+    "Receipt",
+    "ReceiptState",
+    "Ref",
+    "RefKind",
+    "RoleBytes",
+    "RunInfo",
+    "Version",
+    "auto_choice",
+]
 
 RefKind = Literal["latest", "step", "best", "tag", "back", "id", "valid"]
 ReceiptState = Literal[
@@ -122,13 +131,23 @@ class Receipt:
     """The rest."""
     stored_bytes: int = 0
     """What the new part takes in packs, encoded."""
+    auto: str = ""
+    """What ``codec="auto"`` chose, ``"planes"`` or ``"raw"``; empty where it was another codec."""
 
     @classmethod
     def of(cls, numbers: Mapping[str, float], state: ReceiptState) -> Receipt:
         """Return the receipt that the entries of a catalog's record make."""
         seconds = {name: numbers.get(name, 0.0) for name in _SECONDS}
         sizes = {name: int(numbers.get(name, 0)) for name in _SIZES}
-        return cls(state=state, **seconds, **sizes)  # type: ignore[arg-type]  # by their names
+        auto = auto_choice(numbers)
+        return cls(state=state, auto=auto, **seconds, **sizes)  # type: ignore[arg-type]  # by name
+
+
+def auto_choice(numbers: Mapping[str, float]) -> str:
+    """Return what ``codec="auto"`` chose in a save, from its receipt; empty for other codecs."""
+    if "auto_planes" not in numbers:
+        return ""
+    return "planes" if numbers["auto_planes"] else "raw"
 
 
 _SECONDS = ("blocked_s", "staging_s", "hashing_s", "encoding_s", "writing_s", "committing_s")

@@ -27,7 +27,7 @@ from ckptstore.cli.text import (
 )
 from ckptstore.config import SYSTEM
 from ckptstore.errors import InvalidInputError
-from ckptstore.model import Version
+from ckptstore.model import Version, auto_choice
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ def _receipt_text(name: str, value: float) -> str:
     """Return an entry of a receipt in the unit that its name ends in."""
     if not math.isfinite(value):
         return str(value)
+    if name.endswith("_bytes_per_s"):
+        return f"{bytes_text(value)}/s"
     if name.endswith("_s"):
         return seconds_text(value)
     if name.endswith("_bytes"):
@@ -157,7 +159,11 @@ class _View:
             self._draw_tensors(screen)
         screen.line()
         screen.heading("RECEIPT")
+        auto = auto_choice(version.receipt)
         entries = {name: _receipt_text(name, x) for name, x in version.receipt.items()}
+        if auto:
+            entries = {"auto": auto, **entries}
+            del entries["auto_planes"]
         screen.fields({"state": version.state, **entries})
 
     def _fields(self) -> dict[str, str]:

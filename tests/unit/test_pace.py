@@ -1,0 +1,223 @@
+"""What ``codec="auto"`` decides, and from what."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import ckptstore
+from ckptstore import limits
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.posix_settings import SETTINGS
+from ckptstore.backends.throttled import ThrottledBackend
+from ckptstore.config import SYSTEM, Options
+from ckptstore.objects.pace import Pace, Rates, Sample, verdict
+from ckptstore.repo import create_on
+from ckptstore.store.store import Store
+from ckptstore.testing.environment import SimulatedEnvironment
+
+GB = 1e9
+BIG = limits.PACE_BYTES_MIN
+LOCAL = SETTINGS["local"].capabilities.write_bytes_per_s
+
+
+def sample(**changes: object) -> Sample:
+    """Return a save of 1 GB by two threads on a storage that is no limit."""
+    found = Sample(
+        planes=False,
+        total_bytes=10**9,
+        new_bytes=10**9,
+        stored_bytes=10**9,
+        wall_s=0.5,
+        hashing_s=0.6,
+        encoding_s=0.0,
+        storage_s=0.4,
+    )
+    return replace(found, **changes)  # type: ignore[arg-type]  # fields of it
+
+
+def raw_save(rate: float) -> Sample:
+    """Return a raw save that the storage bounds to `rate` bytes a second."""
+    return sample(wall_s=1e9 / rate, storage_s=1e9 / rate)
+
+
+def planes_save(rate: float, *, storage: float, stored: float = 0.82) -> Sample:
+    """Return a compressed save of `rate`, for a part of which the storage was busy."""
+    return sample(
+        planes=True,
+        stored_bytes=int(stored * 1e9),
+        wall_s=1e9 / rate,
+        storage_s=stored * 1e9 / storage,
+        encoding_s=1.0,
+    )
+
+
+def run(pace: Pace, *, raw: float, planes: float, storage: float, saves: int) -> list[bool]:
+    """Let `pace` decide saves that then take what each way takes; return the decisions."""
+    chosen = []
+    for _ in range(saves):
+        chosen.append(pace.choose(workers=2).planes)
+        seen = planes_save(planes, storage=storage) if chosen[-1] else raw_save(raw)
+        pace.note(seen)
+    return chosen
+
+
+def test_first_save_goes_by_the_claim() -> None:
+    """Before anything was measured, two threads are too slow for a disk and not for S3 or NFS."""
+    assert not verdict(Rates(storage=LOCAL), workers=2).planes
+    assert verdict(Rates(storage=limits.WRITE_BYTES_PER_S_DEFAULT), workers=2).planes
+    assert verdict(Rates(storage=SETTINGS["nfs"].capabilities.write_bytes_per_s), workers=2).planes
+
+
+def test_many_threads_compress_on_a_disk() -> None:
+    """Where encoding outruns the disk, fewer bytes are the faster save."""
+    assert verdict(Rates(storage=LOCAL), workers=8).planes
+
+
+def test_a_local_disk_that_is_slow_is_found_out() -> None:
+    """A raw save at 0.2 GB/s is the storage's fault: the next one compresses, and all after it."""
+    pace = Pace(LOCAL)
+    assert run(pace, raw=0.2 * GB, planes=0.24 * GB, storage=0.2 * GB, saves=40) == [
+        False,
+        *[True] * 39,
+    ]
+
+
+def test_an_object_store_that_is_fast_is_found_out() -> None:
+    """A compressed save that left the storage idle for most of the time was held up by encoding."""
+    pace = Pace(limits.WRITE_BYTES_PER_S_DEFAULT)
+    chosen = run(pace, raw=2 * GB, planes=1.1 * GB, storage=3 * GB, saves=40)
+    assert chosen == [True, *[False] * 39]
+
+
+@pytest.mark.parametrize("rates", [(1.0, 1.0), (1.19, 1.0), (1.3, 1.0), (1.0, 1.2)])
+def test_noise_does_not_flap(rates: tuple[float, float]) -> None:
+    """Rates that vary by a tenth, whatever their ratio, change the decision at most twice."""
+    pace = Pace(LOCAL)
+    chosen = []
+    for turn in range(30):
+        noise = 1 + 0.05 * (-1) ** turn
+        chosen += run(
+            pace,
+            raw=rates[0] * noise * GB,
+            planes=rates[1] / noise * GB,
+            storage=1.5 * GB,
+            saves=1,
+        )
+    assert sum(one != other for one, other in zip(chosen, chosen[1:], strict=False)) <= 2
+
+
+def test_an_estimate_that_was_wrong_is_tried_seldom() -> None:
+    """A storage that looks idle and is not is tried once in PACE_SAVES, not every other save."""
+    pace = Pace(limits.WRITE_BYTES_PER_S_DEFAULT)
+    chosen = run(pace, raw=0.9 * GB, planes=1.1 * GB, storage=4 * GB, saves=200)
+    assert 1 <= chosen.count(False) <= 200 // limits.PACE_SAVES + 1
+
+
+def test_equal_rates_take_fewer_bytes() -> None:
+    """What is no faster by more than it is larger is not worth its room."""
+    known = Rates(storage=GB, raw=1.1 * GB, planes=GB)
+    assert verdict(known, workers=2).planes
+    assert not verdict(replace(known, raw=1.5 * GB), workers=2).planes
+
+
+def test_what_does_not_compress_stays_raw() -> None:
+    """After saves of noise, which planes do not shrink, encoding cannot pay on a fast disk."""
+    known = Rates(storage=LOCAL).after(planes_save(1.2 * GB, storage=8 * GB, stored=1.0))
+    assert not verdict(known.after(raw_save(2 * GB)), workers=2).planes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"new_bytes": BIG - 1},
+        {"total_bytes": 2 * 10**9 + 1},
+        {"wall_s": 0.0},
+    ],
+)
+def test_short_saves_teach_nothing(changes: dict[str, object]) -> None:
+    """A small save, one that shared most of its pieces, and a clock that stands, are no sample."""
+    known = Rates(storage=LOCAL, raw=GB)
+    assert known.after(sample(**changes)) == known
+
+
+def test_seconds_of_nothing_are_not_divided_by() -> None:
+    """A save whose parts took no time on the clock still gives finite rates."""
+    seen = sample(planes=True, hashing_s=0.0, encoding_s=0.0, storage_s=0.0)
+    known = Rates(storage=LOCAL).after(seen)
+    assert (known.planes, known.hashing, known.encoding) == (2 * GB, 0.0, 0.0)
+    assert verdict(known, workers=2).raw_bytes_per_s > 0
+
+
+def store_of(bytes_per_s: float, claim: float) -> Store:
+    """Return a new store on memory that takes so many bytes a second of a simulated clock."""
+    environment = SimulatedEnvironment()
+    inner = MemoryBackend(SYSTEM.random_hex(8))
+    capabilities = replace(inner.capabilities, write_bytes_per_s=claim)
+
+    class Slow(ThrottledBackend):
+        @property
+        def capabilities(self) -> object:  # type: ignore[override]
+            return capabilities
+
+    backend = Slow(inner, bytes_per_s=bytes_per_s, environment=environment)
+    options = Options(workers=1, host_bytes=64 * limits.MIB, engine="thread")
+    return Store(create_on(backend, environment=environment, options=options))
+
+
+def test_end_to_end_on_a_storage_that_is_slower_than_it_claims() -> None:
+    """The first save believes the claim; its receipt says so, and what the second one knows."""
+    torch = pytest.importorskip("torch")
+    with store_of(bytes_per_s=50e6, claim=5e9) as store:
+        run = store.run("a")
+        receipts = []
+        for step in range(3):
+            torch.manual_seed(step)
+            state = {"w": torch.randn(BIG // 4)}
+            version = run.save(state, step=step)
+            receipts.append(version.receipt)
+            assert torch.equal(store.load("a@latest")["w"], state["w"])
+    assert [receipt["auto_planes"] for receipt in receipts] == [0.0, 1.0, 1.0]
+    assert [receipt["stored_bytes"] < 0.9 * BIG for receipt in receipts] == [False, True, True]
+    assert receipts[0]["auto_raw_bytes_per_s"] == pytest.approx(limits.PACE_HASH_BYTES_PER_S)
+    assert receipts[1]["auto_raw_bytes_per_s"] == pytest.approx(50e6, rel=0.05)
+    assert receipts[1]["auto_planes_bytes_per_s"] == pytest.approx(50e6 / 0.82, rel=0.05)
+    assert receipts[2]["auto_planes_bytes_per_s"] > receipts[2]["auto_raw_bytes_per_s"]
+
+
+def test_choices_of_the_user_are_kept() -> None:
+    """``planes`` and ``raw`` are what they say on any storage, and teach what they took."""
+    torch = pytest.importorskip("torch")
+    state = {"w": torch.randn(BIG // 4)}
+    with store_of(bytes_per_s=50e6, claim=5e9) as store:
+        packed = store.run("a").save(state, step=0, codec="planes")
+        plain = store.run("b").save(state, step=0, codec="raw")
+        assert packed.receipt["stored_bytes"] < 0.9 * plain.receipt["stored_bytes"]
+        assert "auto_planes" not in packed.receipt
+        rates = store.repo.pace.rates
+        assert rates.planes > rates.raw > 0
+        assert store.run("c").save(state, step=0).receipt["auto_planes"] == 1.0
+
+
+def test_the_codec_does_not_decide_what_is_shared() -> None:
+    """Pieces are named before the codec: after a change of mind an unchanged state costs nothing."""
+    torch = pytest.importorskip("torch")
+    state = {"w": torch.randn(1 << 20)}
+    with store_of(bytes_per_s=50e6, claim=5e9) as store:
+        store.run("a").save(state, step=0, codec="planes")
+        assert store.run("a").save(state, step=1, codec="raw").receipt["new_bytes"] == 0
+        assert store.run("a").save(state, step=2).receipt["new_bytes"] == 0
+
+
+def test_the_receipt_says_what_was_chosen(tmp_path: object) -> None:
+    """``Receipt.auto`` of a pending save; empty where the user chose."""
+    torch = pytest.importorskip("torch")
+    with ckptstore.open(f"{tmp_path}/store", create=True, engine="thread") as store:
+        state = {"w": torch.randn(1000)}
+        pending = store.run("a").save_async(state, step=0)
+        pending.result()
+        assert pending.receipt.auto in {"raw", "planes"}
+        chosen = store.run("a").save_async(state, step=1, codec="raw")
+        chosen.result()
+        assert chosen.receipt.auto == ""
