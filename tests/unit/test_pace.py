@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -105,7 +106,7 @@ def test_noise_does_not_flap(rates: tuple[float, float]) -> None:
             storage=1.5 * GB,
             saves=1,
         )
-    assert sum(one != other for one, other in zip(chosen, chosen[1:], strict=False)) <= 2
+    assert sum(one != other for one, other in itertools.pairwise(chosen)) <= 2
 
 
 def test_an_estimate_that_was_wrong_is_tried_seldom() -> None:
@@ -201,7 +202,7 @@ def test_choices_of_the_user_are_kept() -> None:
 
 
 def test_the_codec_does_not_decide_what_is_shared() -> None:
-    """Pieces are named before the codec: after a change of mind an unchanged state costs nothing."""
+    """Pieces are named before the codec: an unchanged state costs nothing."""
     torch = pytest.importorskip("torch")
     state = {"w": torch.randn(1 << 20)}
     with store_of(bytes_per_s=50e6, claim=5e9) as store:
