@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, check_choice, decode
+from ckptstore.codecs.registry import CODECS, DELTA, Base, check_choice, decode
 from ckptstore.errors import CkptStoreError, CorruptObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -28,13 +28,14 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest
-from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.index import Base as Place
+from ckptstore.objects.index import KnownPieces, Location, TableBuilder, location_of
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.objects.scan import FoundChunk, scan_chunks
 from ckptstore.objects.writer import write_pieces
 from ckptstore.repo import Repo
 
-__all__ = ["Need", "Rescue", "location_of", "replaced", "rows_of"]
+__all__ = ["Need", "Rescue", "replaced", "rows_of"]
 
 _Place = tuple[str, int, int]
 """Pack, offset of the chunk, place in the decoded chunk."""
@@ -50,6 +51,8 @@ class Need:
     """Of a tensor that it belongs to, for the codec."""
     places: dict[_Place, tuple[int, int]] = field(default_factory=dict)
     """Where it should be: stored and decoded length of the chunk."""
+    bases: dict[bytes, Place] = field(default_factory=dict)
+    """What it refers to in places where it is a delta, by the id of that."""
 
 
 _Slabs = dict[tuple[int, int], list[tuple[int, Need]]]
@@ -106,7 +109,7 @@ class Rescue:
     rescued: set[bytes] = field(default_factory=set)
     origins: Counter[str] = field(default_factory=Counter)
     """How many came from where: ``elsewhere`` and ``moved`` (sound in
-    this store), ``salvaged``, ``scanned``, ``source``."""
+    this store), ``salvaged``, ``scanned``, ``source``, ``rebased`` (what it refers to is back)."""
     written_bytes: int = 0
     """Bytes of new packs."""
     _held: list[_Bytes] = field(default_factory=list)
@@ -125,11 +128,41 @@ class Rescue:
         pack = table.packs[int(table.pack[row])]
         place = (pack, int(table.offset[row]), int(table.inner[row]))
         need.places[place] = (int(table.stored[row]), int(table.slab[row]))
+        if (base := location_of(table, row).base) is not None:
+            need.bases[base.piece_id] = base
 
     def point(self, piece_id: bytes, location: Location) -> None:
         """Note that a piece lies, sound, in another place of the store."""
         self.placed[piece_id] = location
         self._mark(piece_id, "elsewhere")
+
+    def rebase(self, table: PieceTable, rows: Sequence[int]) -> None:
+        """Find out which missing deltas can be had now that what they refer to was brought back.
+
+        Parameters
+        ----------
+        table
+            In which the bases lie where they were brought to.
+        """
+        lost: set[int] = set()
+        wants = [Want(row=row, out=None, label="") for row in rows]
+
+        def failed(want: Want, _: CkptStoreError) -> None:
+            lost.add(want.row)
+
+        repo = self.repo
+        read_pieces(
+            table,
+            wants,
+            backend=repo.backend,
+            options=repo.options,
+            progress=silent,
+            on_failure=failed,
+        )
+        for row in rows:
+            if row not in lost:
+                self.placed[table.ids[row].tobytes()] = location_of(table, row)
+                self._mark(table.ids[row].tobytes(), "rebased")
 
     def give(self, piece_id: bytes, data: bytes | bytearray, origin: str) -> bool:
         """Take the bytes of a piece if they are right; return whether they are."""
@@ -176,9 +209,9 @@ class Rescue:
                 raise IntegrityError(msg)
             self.placed[item.need.piece_id] = place
 
-    def forget(self, packs: Collection[str]) -> None:
+    def forget(self, packs: AbstractSet[str]) -> None:
         """Drop places in packs that were condemned meanwhile: those pieces are needed again."""
-        gone = [piece_id for piece_id, place in self.placed.items() if place.pack in packs]
+        gone = [key for key, place in self.placed.items() if not packs.isdisjoint(place.packs)]
         for piece_id in gone:
             del self.placed[piece_id]
             self.rescued.discard(piece_id)
@@ -224,7 +257,8 @@ class Rescue:
         for (pack, offset, stored, slab), members in sorted(chunks.items(), key=lambda x: x[0]):
             data = _read(self.repo.backend, pack, offset, CHUNK_HEADER_BYTES + stored)
             if data is not None:
-                for decoded in _decodings(data, stored, slab):
+                bases = [base for _, need in members for base in self._bases_of(need)]
+                for decoded in _decodings(data, stored, slab, bases):
                     for inner, need in members:
                         piece = decoded[inner : inner + need.raw_bytes]
                         self.give(need.piece_id, bytes(piece), "salvaged")
@@ -270,13 +304,39 @@ class Rescue:
             wanted.append((0, self.needs[header.chunk_id]))
         if all(need.piece_id in self.rescued for _, need in wanted):
             return
-        out = bytearray(header.raw_bytes)
-        try:
-            decode(header.codec, header.layout, memoryview(chunk.stored), memoryview(out))
-        except CodecError:
-            return
-        for inner, need in wanted:
-            self.give(need.piece_id, bytes(out[inner : inner + need.raw_bytes]), "scanned")
+        bases: list[Base | None] = [None]
+        if header.codec == DELTA.code:
+            bases = [base for _, need in wanted for base in self._bases_of(need)]
+        for base in bases:
+            out = bytearray(header.raw_bytes)
+            stored = memoryview(chunk.stored)
+            try:
+                decode(header.codec, header.layout, stored, memoryview(out), base=base)
+            except CodecError:
+                continue
+            for inner, need in wanted:
+                self.give(need.piece_id, bytes(out[inner : inner + need.raw_bytes]), "scanned")
+
+    def _bases_of(self, need: Need) -> Iterator[Base]:
+        """Yield what a piece refers to where it is a delta, as far as that can be read."""
+        for piece_id, place in need.bases.items():
+            builder = TableBuilder(
+                np.frombuffer(piece_id, np.uint8).reshape(1, 32),
+                np.array([need.raw_bytes], np.uint32),
+            )
+            builder.put(0, self.placed.get(piece_id, place.location))
+            lost: list[CkptStoreError] = []
+            memory = memoryview(bytearray(need.raw_bytes))
+            read_pieces(
+                builder.build(),
+                [Want(row=0, out=memory, label="")],
+                backend=self.repo.backend,
+                options=self.repo.options,
+                progress=silent,
+                on_failure=lambda _, error, lost=lost: lost.append(error),  # type: ignore[misc]
+            )
+            if not lost:
+                yield Base(piece_id=piece_id, data=memory)
 
 
 def _read(backend: Backend, pack: str, offset: int, size: int) -> bytes | None:
@@ -288,25 +348,26 @@ def _read(backend: Backend, pack: str, offset: int, size: int) -> bytes | None:
     return bytes(memory)
 
 
-def _decodings(data: bytes, stored: int, slab: int) -> Iterator[memoryview]:
+def _decodings(data: bytes, stored: int, slab: int, bases: Sequence[Base]) -> Iterator[memoryview]:
     """Yield what a chunk may decode to: as its header says, or where that is damaged, every way."""
     body = memoryview(data)[CHUNK_HEADER_BYTES:]
     ways: Iterable[tuple[int, int]]
     try:
         header = parse_chunk_header(data[:CHUNK_HEADER_BYTES], where="")
     except CorruptObjectError:
-        ways = product(CODECS, Layout)
+        ways = product((*CODECS, DELTA.code), Layout)
     else:
         if (header.stored_bytes, header.raw_bytes) != (stored, slab):
             return  # another chunk lies here
         ways = ((header.codec, header.layout),)
     for codec, layout in ways:
-        out = memoryview(bytearray(slab))
-        try:
-            decode(codec, layout, body, out)
-        except CodecError:
-            continue
-        yield out
+        for base in bases if codec == DELTA.code else (None,):
+            out = memoryview(bytearray(slab))
+            try:
+                decode(codec, layout, body, out, base=base)
+            except CodecError:
+                continue
+            yield out
 
 
 def rows_of(table: PieceTable, wanted: Collection[bytes]) -> list[int]:
@@ -319,39 +380,24 @@ def rows_of(table: PieceTable, wanted: Collection[bytes]) -> list[int]:
     return [row for row in rows if table.ids[row].tobytes() in wanted]
 
 
-def location_of(table: PieceTable, row: int) -> Location:
-    """Return where the piece in one row lies."""
-    return Location(
-        pack=table.packs[int(table.pack[row])],
-        offset=int(table.offset[row]),
-        stored_bytes=int(table.stored[row]),
-        inner=int(table.inner[row]),
-        slab_bytes=int(table.slab[row]),
-    )
+def replaced(table: PieceTable, own: int, places: Mapping[int, Location]) -> PieceTable:
+    """Return a table with other places for some rows, over the packs that are then needed.
 
-
-def replaced(table: PieceTable, places: Mapping[int, Location]) -> PieceTable:
-    """Return a table with other places for some rows, over the packs that are then needed."""
-    columns: dict[str, npt.NDArray[Any]] = {
-        name: np.array(getattr(table, name))
-        for name in ("pack", "offset", "stored", "inner", "slab")
-    }
-    packs = {pack: place for place, pack in enumerate(table.packs)}
-    for row, place in places.items():
-        columns["pack"][row] = packs.setdefault(place.pack, len(packs))
-        columns["offset"][row] = place.offset
-        columns["stored"][row] = place.stored_bytes
-        columns["inner"][row] = place.inner
-        columns["slab"][row] = place.slab_bytes
-    names = list(packs)
-    used, pack = np.unique(columns.pop("pack"), return_inverse=True)
-    return PieceTable(
-        ids=table.ids,
-        raw=table.raw,
-        pack=pack.astype(np.uint32),
-        packs=[names[int(place)] for place in used],
-        **columns,
-    )
+    Parameters
+    ----------
+    own
+        Pieces of tensors; what deltas refer to comes behind them, as far as it is still needed.
+    """
+    builder = TableBuilder(table.ids[:own], table.raw[:own])
+    for row in range(own):
+        place = places.get(row)
+        if place is None:
+            place = location_of(table, row)
+            base = table.base_of(row)
+            if base in places and place.base is not None:
+                place = replace(place, base=replace(place.base, location=places[base]))
+        builder.put(row, place)
+    return builder.build()
 
 
 def _batches(table: PieceTable, rows: Sequence[int]) -> Iterator[list[int]]:

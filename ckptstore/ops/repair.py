@@ -28,8 +28,9 @@ from ckptstore.format.keys import manifest_key, pack_id, pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
+from ckptstore.objects.index import location_of
 from ckptstore.ops.mend_log import mend_log, mend_snapshots
-from ckptstore.ops.rebuild import Rescue, location_of, replaced, rows_of
+from ckptstore.ops.rebuild import Rescue, replaced, rows_of
 from ckptstore.ops.repair_report import CommitFinding, Lost, Mended, RepairReport
 from ckptstore.ops.survey import Survey, piece_key
 from ckptstore.ops.verify import Level
@@ -191,6 +192,8 @@ class _Repair:
         rows = set(np.nonzero(np.isin(table.pack, places))[0].tolist())
         if self.survey.bad:
             rows.update(r for r in range(len(table)) if piece_key(table, r) in self.survey.bad)
+        if table.base is not None:  # what cannot be decoded any more
+            rows.update(np.nonzero(np.isin(table.base, sorted(rows)))[0].tolist())
         return sorted(rows)
 
     def _rebuilt(self, version: Version) -> Content | None:
@@ -264,6 +267,34 @@ class _Repair:
         if self.source is not None and rescue.missing:
             self._from_source()
         rescue.flush()
+        if rescue.missing:
+            self._rebase()
+
+    def _rebase(self) -> None:
+        """Take deltas as they are whose bases are back, now that they can be checked."""
+        rescue = self.rescue
+        for item in self.items:
+            manifest = item.content.manifest
+            table, own = manifest.pieces, manifest.first[-1]
+            left = [row for row in rows_of(table, rescue.missing) if table.base_of(row) is not None]
+            if (
+                rescue.dry_run
+            ):  # nothing was put back: whether they can be had is not known for sure
+                ids = [table.ids[int(table.base[row])].tobytes() for row in left]  # type: ignore[index]
+                rescue.rescued.update(
+                    table.ids[row].tobytes()
+                    for row, base in zip(left, ids, strict=True)
+                    if base in rescue.rescued
+                )
+                continue
+            places = {
+                row: place
+                for row in range(own, len(table))
+                if (place := rescue.placed.get(table.ids[row].tobytes())) and place.base is None
+            }
+            if left and places:
+                moved = replaced(table, own, places)
+                rescue.rebase(moved, [row for row in left if table.base_of(row) in places])
 
     def _from_here(self) -> None:
         """Take what other versions of this store have, or packs whose index alone is damaged."""
@@ -349,7 +380,7 @@ class _Repair:
             skeleton=old.skeleton,
             tensors=old.tensors,
             first=old.first,
-            pieces=replaced(table, places),
+            pieces=replaced(table, old.first[-1], places),
         )
         data = manifests.encode(manifest)
         # A name of its own: that of the manifest that is lost may be taken by what is left of it.
@@ -446,13 +477,16 @@ def _as(manifest: Manifest, version: Version) -> Manifest:
 
 
 class _RowDtype:
-    """Tells the dtype of the tensor that a row belongs to."""
+    """Tells the dtype of the tensor that a row belongs to, or the first delta to what is in it."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._records = manifest.tensors
         self._first = np.asarray(manifest.first)
+        self._base = manifest.pieces.base
 
     def __call__(self, row: int) -> str:
+        if row >= self._first[-1] and self._base is not None:
+            row = int(np.flatnonzero(self._base == row)[0])
         return self._records[int(np.searchsorted(self._first, row, "right")) - 1].dtype
 
 
