@@ -126,6 +126,9 @@ COMMIT_NUMBER_MAX: Final = 10**9 - 1
 # Manifests that ageing writes before it commits them together. Source: a relocate takes under 2 KiB
 # of COMMIT_BYTES_MAX, and two operations in three stay free in COMMIT_OPS_MAX.
 RELOCATES_PER_COMMIT: Final = 256
+# The same where weights are rounded. Source: what a crash may cost: 16 versions of 1 GB are some
+# minutes of reading and writing.
+ROUNDED_PER_COMMIT: Final = 16
 # Level at which records (manifests, snapshots) are compressed. Source: zstd's own default.
 RECORD_ZSTD_LEVEL: Final = 3
 # Required features that a superblock may name. Source: one a release for sixty releases.

@@ -63,6 +63,7 @@ COMMANDS: Final = {
     "gc": "gc",
     "verify": "verify",
     "repair": "repair",
+    "replicate": "replicate",
     "export": "export",
     "import": "import_",
     "doctor": "doctor",

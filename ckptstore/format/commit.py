@@ -60,6 +60,7 @@ from ckptstore.format.names import (
     check_run_name,
     check_tag,
 )
+from ckptstore.format.replicas import Replicate, Replicated
 
 __all__ = [
     "Annotate",
@@ -198,6 +199,8 @@ Op = (
     | Relocate
     | Condemn
     | Swept
+    | Replicate
+    | Replicated
 )
 """Every operation of this format; each has one entry in :mod:`ckptstore.catalog.fold`."""
 
@@ -329,7 +332,7 @@ def _floats(op: Save | Annotate) -> None:
 
 def _wire(op: Op) -> Any:  # noqa: ANN401 - one of the operations, or a dict that stands for it
     """Return what JSON can hold in place of `op`: metrics that are not finite become texts."""
-    if not isinstance(op, Save | Annotate):
+    if not isinstance(op, Save | Annotate | Replicate):
         return op
     floats = {name: float(value) for name, value in op.metrics.items()}
     if all(map(math.isfinite, floats.values())):

@@ -20,6 +20,7 @@ from ckptstore.repo import open_repo
 from ckptstore.store import restarts
 from ckptstore.store.background import Background
 from ckptstore.store.checking import Checking
+from ckptstore.store.replicating import Replicating
 from ckptstore.store.retaining import Retaining
 from ckptstore.store.run import Run
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.checkpoint.transfer import TransferReport
+    from ckptstore.encodings.rules import Encodings
     from ckptstore.format.commit import Commit
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
@@ -130,7 +132,7 @@ def open_store(
     return Store(repo)
 
 
-class Store(Background, Checking, Retaining):
+class Store(Background, Checking, Replicating, Retaining):
     """One location with everything in it; made by :func:`ckptstore.open`.
 
     A context manager. Any thread may use it. Close it when no save or load is running; saves in
@@ -172,23 +174,38 @@ class Store(Background, Checking, Retaining):
 
     # --- looking ------------------------------------------------------------------------------
 
-    def run(self, name: str, *, metrics: Mapping[str, str] | None = None) -> Run:
+    def run(
+        self,
+        name: str,
+        *,
+        metrics: Mapping[str, str] | None = None,
+        encodings: Encodings | None = None,
+    ) -> Run:
         """Return a run to save to or load from; it appears in the catalog with its first save.
 
         Parameters
         ----------
         metrics
             Metric to ``"min"`` or ``"max"``: which way it gets better. Needed for ``best:METRIC``.
+        encodings
+            What saves with this object store in fewer bytes unless they say otherwise; see
+            :meth:`Run.save`. By default what the run's policy says.
 
         Raises
         ------
         InvalidInputError
-            The name or a direction is not accepted, or the run has declared the other one.
+            The name, a direction or an encoding is not accepted, or the run has declared the
+            other direction.
         StorageError
             `metrics` are given, and the log cannot be read.
         """
         wanted = check_directions({} if metrics is None else metrics)
-        made = Run(self, check_run_name(name), wanted)
+        rules = None
+        if encodings is not None:
+            from ckptstore.encodings.rules import EncodingRules
+
+            rules = EncodingRules(encodings)
+        made = Run(self, check_run_name(name), wanted, rules)
         if wanted:
             changes.ensure_run(self._known(), name, wanted)
         return made

@@ -8,6 +8,7 @@ import json
 import struct
 import sys
 import zlib
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ DTYPES = np.sctypeDict | {"bfloat16": "u2", "bits16": "u2", "complex32": "u4"}  
 SHARES = ((1,), (1, 1, 2), (1, 1), (1,) * 8, (1, 1), (1,) * 4, (1,) * 8)  # of planes, by layout
 FIRST = {"d": 1, "o": 2, "dd": 2, "ct": 1, "l": 1, "t": 1, "q": 2}  # where the items begin
 NUMBERS = dict(zip(range(0xCA, 0xD4), "fdBHIQbhiq", strict=True))  # MessagePack code to struct's
+FLOAT8 = {"float8_e4m3fn": (3, 7, 0x7E), "float8_e5m2": (2, 15, 0x7C)}  # bits, bias, last number
+QUIET = {"float64": 0x7FF8 << 48, "float32": 0x7FC00000, "float16": 0x7E00, "bfloat16": 0x7FC0}
+QUIET |= dict.fromkeys(FLOAT8, 0x7F)
 SIZED = ((0xDE, dict, 2), (0xDC, list, 2), (0xD9, str, 1), (0xC4, bytes, 1))
 
 
@@ -95,7 +99,7 @@ def read_manifest(store: Path, save: dict[str, Any]) -> dict[str, Any]:
     right = (len(data), blake3(data).hexdigest()) == (pointer["bytes"], pointer["blake3"])
     require(right, f"{pointer['key']} is not what the commit names")
     magic, form, flags, zero, raw, length, digest = struct.unpack_from("<8sHHIQQ32s", data)
-    require((magic, form, flags | 1, zero) == (b"CKPTMANI", 1, 1, 0), "no manifest of format 1")
+    require((magic, form, flags | 3, zero) == (b"CKPTMANI", 1, 3, 0), "no manifest of format 1")
     right = len(data) == 64 + length and blake3(data[64:]).digest() == digest
     require(right and raw <= max(16 << 20, 2000 * length), "a damaged manifest")
     body = unpack(io.BytesIO(unzstd(data[64:], raw)))
@@ -146,6 +150,87 @@ def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
     return data[inner : inner + raw]
 
 
+@np.errstate(all="ignore")
+def to_float32(dtype: str, data: bytes) -> np.ndarray:
+    """Return floats of any type as float32."""
+    if dtype in FLOAT8:
+        return float8(dtype)[np.frombuffer(data, "u1")]
+    if dtype == "bfloat16":
+        return (np.frombuffer(data, "u2").astype("u4") << 16).view("f4")
+    return quiet("float32", np.frombuffer(data, dtype).astype("f4"))
+
+
+@np.errstate(all="ignore")
+def from_float32(dtype: str, values: np.ndarray) -> bytes:
+    """Return the nearest floats of a type, ties to even; a NaN is the quiet one of its sign."""
+    if dtype == "float32":
+        return values.tobytes()
+    if dtype == "bfloat16":
+        bits = values.view("u4").astype("u8")
+        made = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype("u2")
+    elif dtype in FLOAT8:
+        size, book = np.abs(values).astype("f8"), float8(dtype)[:128].astype("f8")
+        book = book[: FLOAT8[dtype][2] + 1]  # to the largest, and to what lies beyond it if any
+        book[-1] = 65536 if dtype == "float8_e5m2" else book[-1]
+        low = np.clip(np.searchsorted(book, size, "right") - 1, 0, len(book) - 2)
+        left, right = size - book[low], book[low + 1] - size
+        made = (low + ((left > right) | (left == right) & (low % 2 == 1))).astype("u1")
+        made |= np.signbit(values).astype("u1") << 7
+    else:
+        made = values.astype(dtype)
+    return quiet(dtype, made, np.isnan(values), np.signbit(values)).tobytes()
+
+
+@np.errstate(all="ignore")
+def float8(dtype: str) -> np.ndarray:
+    """Return the values of the 256 codes of a type of 8 bits."""
+    bits, bias, last = FLOAT8[dtype]
+    exponent, part = np.divmod(np.arange(128), 1 << bits)
+    size = ((exponent > 0) + part / (1 << bits)) * 2.0 ** (np.maximum(exponent, 1) - bias)
+    size[last:] = size[last:] if dtype == "float8_e4m3fn" else np.inf
+    size[last + 1 :] = np.nan
+    return quiet("float32", np.concatenate([size, -size]).astype("f4"))
+
+
+def quiet(
+    dtype: str, made: np.ndarray, nan: np.ndarray | None = None, sign: np.ndarray | None = None
+) -> np.ndarray:
+    """Return floats in which each NaN is the quiet one of its sign."""
+    nan, sign = (np.isnan(made), np.signbit(made)) if nan is None else (nan, sign)
+    bits = made.view(f"u{made.itemsize}").copy()
+    bits[nan] = QUIET[dtype] + (np.asarray(sign)[nan].astype(bits.dtype) << 8 * made.itemsize - 1)
+    return bits.view(made.dtype)
+
+
+def codebook(code: int) -> np.ndarray:
+    """Return what each of the 256 codes of a block stands for, as a share of its scale."""
+    if code == 0:
+        return (np.arange(256, dtype="u1").view("i1") / 127).astype("f4")
+    found = [Fraction(0), Fraction(1)]
+    for decade in range(7):
+        parts, top = 2 ** (decade + code - 1), Fraction(10) ** (decade - 6)
+        for part in range(parts):
+            share = top * (1 + Fraction(9 * (2 * part + 1), 2 * parts)) / 10
+            found += [share, -share] if code == 1 else [share]
+    return np.array([float(value) for value in sorted(found)], "f4")
+
+
+def follow(body: dict[str, Any], recipe: list[Any], stored: list[bytes]) -> bytes:
+    """Return the bytes of a tensor that follows from others, checked against their digest."""
+    place, kind, sources, code, block, digests, _ = recipe
+    names = [body["dtypes"][body["tensors"][at][0]] for at in (place, sources[0])]
+    if kind == 0:
+        values = to_float32(names[1], stored[sources[0]])
+    else:
+        require(kind == 1 and code < 3, "an unknown recipe")
+        codes = np.frombuffer(stored[sources[0]], "u1")
+        scales = np.repeat(np.frombuffer(stored[sources[1]], "f4"), block)
+        values = codebook(code)[codes] * scales[: len(codes)]
+    made = from_float32(names[0], values)
+    require(blake3(made).digest() == digests[:32], f"tensor {place} has another digest")
+    return made
+
+
 def collect(node: Any, path: str, tensors: list[Any], into: dict[str, Any]) -> None:  # noqa: ANN401
     """Put what is below a node of the skeleton into `into`, by dotted path."""
     tag = node[0] if isinstance(node, list) else None
@@ -172,8 +257,14 @@ def restore(store: Path, name: str) -> dict[str, Any]:
     """Return what the newest version of a run, or the version of an id, holds, by dotted path."""
     body = read_manifest(store, find_save(store, name))
     tensors, row, found, blocks = [], 0, dict[str, Any](), dict(body.get("blocks", []))
-    for place, (dtype, _, shape, order, nbytes, count) in enumerate(body["tensors"]):
-        data = b"".join(read_piece(store, body, at) for at in range(row, row + count))
+    stored = []
+    for *_, count in body["tensors"]:
+        stored.append(b"".join(read_piece(store, body, at) for at in range(row, row + count)))
+        row += count
+    for recipe in body.get("recipes", []):  # what one names has none itself
+        stored[recipe[0]] = follow(body, recipe, stored)
+    for place, (dtype, _, shape, order, nbytes, _) in enumerate(body["tensors"]):
+        data = stored[place]
         require(len(data) == nbytes, "the pieces of a tensor do not add up to its bytes")
         order = order or list(range(len(shape)))  # the dimensions as they lie in memory
         flat = np.frombuffer(data, DTYPES.get(body["dtypes"][dtype], "u1"))
@@ -187,7 +278,6 @@ def restore(store: Path, name: str) -> dict[str, Any]:
             require(covered.all() and not len(flat), "the boxes of a tensor do not tile it")
             data = array.tobytes()
         tensors.append((array, data))
-        row += count
     collect(unpack(io.BytesIO(body["skeleton"])), "", tensors, found)
     return found
 

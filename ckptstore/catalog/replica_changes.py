@@ -1,0 +1,234 @@
+"""From versions of another store to the operations that make them versions of this one.
+
+As in ``changes``: called inside :meth:`ckptstore.catalog.log.Log.append` on the newest catalog,
+again for every number that is tried; raise when a precondition fails; touch nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from ckptstore.catalog import changes, lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.lifecycle import parts_of_level
+from ckptstore.errors import ConflictError
+from ckptstore.format.commit import Op
+from ckptstore.format.fields import ManifestPointer, RoleSizes
+from ckptstore.format.lifecycle import Fork
+from ckptstore.format.names import check_run_name, encode_metadata
+from ckptstore.format.replicas import Replicate, Replicated
+from ckptstore.model import RoleBytes, Version
+
+__all__ = ["Arrival", "arrive", "check_line", "follow", "lineage", "replicated"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """The content of one version, as it lies in the store that it comes to."""
+
+    manifest: ManifestPointer
+    roles: Mapping[str, RoleBytes]
+    receipt: Mapping[str, float] = field(default_factory=dict)
+    """What the copy took; is put beside what the save took."""
+    relies_on: Collection[str]
+    """Keys of the manifest and of all packs that it names."""
+
+
+def lineage(source: Catalog, versions: Iterable[str]) -> list[Version]:
+    """Return versions and all their ancestors, of every run, in the order of their commits."""
+    found: dict[str, Version] = {}
+    for version_id in versions:
+        for version in source.ancestors(version_id):
+            if version.id in found:
+                break
+            found[version.id] = version
+    return sorted(found.values(), key=lambda version: version.commit)
+
+
+def check_line(target: Catalog, source: Catalog, runs: Iterable[str]) -> None:
+    """Refuse to mix a run with one of the same name that has nothing to do with it.
+
+    Raises
+    ------
+    ConflictError
+        The target has a run of this name that shares no version with the source's.
+    """
+    for name in runs:
+        if not target.has_run(name):
+            continue
+        own = {v.id for v in (*target.versions(name), *target.versions(name, deleted=True))}
+        if own and not any(source.has_version(version_id) for version_id in own):
+            msg = f"the run {name!r} of the target has nothing in common with the source's"
+            raise ConflictError(msg, hint="fork it to another name there: ckptstore fork --to")
+
+
+def arrive(
+    target: Catalog,
+    source: Catalog,
+    versions: Sequence[Version],
+    *,
+    store: str,
+    arrivals: Mapping[str, Arrival],
+) -> list[Op]:
+    """Return what makes versions of another store visible here; nothing for those that are.
+
+    Parameters
+    ----------
+    source
+        The catalog that the versions are of.
+    versions
+        In the order of their commits, each after its parent, unless that is here already.
+    store
+        Id of the source, for versions that were first saved there.
+    arrivals
+        Content by id of the version; the others come as records.
+
+    Raises
+    ------
+    CondemnedError
+        An object that a version relies on was condemned meanwhile.
+    ConflictError
+        The target has another run of this name.
+    """
+    check_line(target, source, {version.run for version in versions})
+    ops: list[Op] = []
+    made: set[str] = set()
+    coming: set[str] = set()
+    for version in versions:
+        arrival = arrivals.get(version.id)
+        if target.has_version(version.id):
+            here = target.version(version.id)
+            if here.deleted or here.level != "record" or arrival is None:
+                continue
+        if arrival is not None:
+            changes.check_not_condemned(target, arrival.relies_on)
+        if version.run not in made:
+            made.add(version.run)
+            ops += _run(target, source, version.run, coming)
+        coming.add(version.id)
+        head = arrival is not None and _advances(target, source, version)
+        ops.append(_replicate(version, arrival, store=store, head=head))
+    return ops
+
+
+def _advances(target: Catalog, source: Catalog, version: Version) -> bool:
+    """Return whether a version is further on the line on which the run's head is here."""
+    head = target.head_id(version.run)
+    return not version.abandoned and (not head or _descends(source, version.id, head))
+
+
+def _descends(catalog: Catalog, version_id: str, ancestor: str) -> bool:
+    return any(found.id == ancestor for found in catalog.ancestors(version_id))
+
+
+def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -> list[Op]:
+    info = source.run(name)
+    known = target.has_version(info.origin) and not target.version(info.origin).deleted
+    if not target.has_run(name) and info.origin and (known or info.origin in coming):
+        run = check_run_name(name)
+        return [Fork(run=run, source=info.origin, metrics=dict(info.metrics))]
+    return changes.ensure_run(target, name, info.metrics)
+
+
+def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: bool) -> Replicate:
+    level, encoding = parts_of_level("record" if arrival is None else version.level)
+    roles = version.roles if arrival is None else arrival.roles
+    receipt = dict(version.receipt)
+    if arrival is not None:
+        receipt.update(arrival.receipt)
+    return Replicate(
+        version=version.id,
+        run=version.run,
+        step=version.step,
+        parent=version.parent,
+        created_at_ms=round(version.created_at.timestamp() * 1000),
+        store=version.origin or store,
+        level=level,
+        encoding=encoding,
+        manifest=None if arrival is None else arrival.manifest,
+        content=version.content,
+        metrics=dict(version.metrics),
+        metadata=msgspec.Raw(encode_metadata(version.metadata)),
+        roles={
+            role: RoleSizes(logical=item.logical, new=item.new, stored=item.stored)
+            for role, item in roles.items()
+        },
+        receipt=receipt,
+        abandoned=version.abandoned,
+        head=head,
+    )
+
+
+def follow(target: Catalog, source: Catalog, runs: Iterable[str]) -> list[Op]:
+    """Return what brings heads, metrics and tags of runs to where the source has them.
+
+    The head of a run moves where the source has gone on from it, or has abandoned it. It stays
+    where the training went on in the target. Of metrics and tags that both have, those of the
+    source count; what only the target has stays.
+    """
+    ops: list[Op] = []
+    for name in runs:
+        if not (target.has_run(name) and source.has_run(name)):
+            continue
+        ops += changes.ensure_run(target, name, _new_directions(target, source, name))
+        ops += _metrics(target, source, name)
+        ops += _tags(target, source, name)
+        ops += _head(target, source, name)
+    return ops
+
+
+def _new_directions(target: Catalog, source: Catalog, name: str) -> dict[str, str]:
+    known = target.run(name).metrics
+    return {metric: way for metric, way in source.run(name).metrics.items() if metric not in known}
+
+
+def _metrics(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
+    for version in source.versions(name):
+        if not target.has_version(version.id):
+            continue
+        here = target.version(version.id)
+        fresh = {
+            metric: value
+            for metric, value in version.metrics.items()
+            if metric not in here.metrics or not _same(here.metrics[metric], value)
+        }
+        if fresh and not here.deleted:
+            yield from changes.annotate(target, version.id, fresh)
+
+
+def _same(first: float, second: float) -> bool:
+    return first == second or (first != first and second != second)  # NaN is the same as NaN
+
+
+def _tags(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
+    here = target.run(name).tags
+    for tag, version_id in source.run(name).tags.items():
+        if here.get(tag) == version_id or not target.has_version(version_id):
+            continue
+        if not target.version(version_id).deleted:
+            yield from changes.tag(target, name, version_id, tag)
+
+
+def _head(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
+    wanted, here = source.head_id(name), target.head_id(name)
+    if not wanted or wanted == here or (here and not source.has_version(here)):
+        return
+    left = here and source.version(here).abandoned
+    if here and not left and not _descends(source, wanted, here):
+        return
+    if target.has_version(wanted) and not target.version(wanted).deleted:
+        reason = "follows the store that it is a replica of"
+        yield from lifecycle_changes.rollback(target, run=name, version=wanted, reason=reason)
+
+
+def replicated(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
+    """Return what notes that another store has versions; nothing if that is known."""
+    fresh = [
+        version_id
+        for version_id in versions
+        if catalog.has_version(version_id) and store not in catalog.version(version_id).replicas
+    ]
+    return [Replicated(versions=fresh, store=store)] if fresh else []

@@ -1,0 +1,138 @@
+"""``ckptstore replicate``: make versions of a store versions of another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from ckptstore.cli.options import (
+    AsJson,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+    parse_storage_options,
+)
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import opened, vouching
+from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text
+from ckptstore.errors import IntegrityError
+from ckptstore.store.replicating import open_target
+
+if TYPE_CHECKING:
+    from ckptstore.ops.replicate import ReplicateReport
+
+__all__ = ["replicate"]
+
+
+def replicate(
+    to: Annotated[
+        str,
+        typer.Option("--to", metavar="URL", help="The other store; is made if there is none."),
+    ],
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REF]...", help="Versions; all of the store if nothing is named."),
+    ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="RUN", help="All versions of this run. Repeatable."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep",
+            metavar="RULES",
+            help="Of the runs, what a retention policy of these rules would keep: "
+            "'tagged, best 2 val_loss'. Repeatable.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would travel; change nothing.")
+    ] = False,
+    no_check: Annotated[
+        bool,
+        typer.Option(
+            "--no-check",
+            help="Do not read back what was written; the versions then do not count as replicated.",
+        ),
+    ] = False,
+    limit_rate: Annotated[
+        str | None,
+        typer.Option("--limit-rate", metavar="SIZE", help="Bytes a second, such as 50MiB."),
+    ] = None,
+    to_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to-option",
+            metavar="KEY=VALUE",
+            help="As --option, for the storage of --to. Repeatable.",
+        ),
+    ] = None,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make versions of a store versions of another: same ids, metrics, tags and lineage.
+
+    Only chunks that the other store does not have travel, and each is read back there. Run it again
+    to finish what was interrupted, or to bring what is new. Nothing is deleted on either side.
+    Exits with 5 if a version could not be copied since it is damaged; the others are.
+    """
+    output = Output("replicate", as_json=json, quiet=quiet)
+    rate = 0.0 if limit_rate is None else float(parse_bytes(limit_rate))
+    # What is noted in the source is worth less than the copy: a source may be read-only.
+    with (
+        opened(store, option, writing=not dry_run, single_writer=single_writer) as source,
+        vouching(),
+        open_target(
+            to,
+            chunk_bytes=source.info.chunk_bytes,
+            dry_run=dry_run,
+            single_writer=single_writer,
+            **parse_storage_options(to_option or ()),
+        ) as target,
+    ):
+        with progress_bars(output) as progress:
+            report = source.replicate(
+                target,
+                refs or None,
+                runs=run or None,
+                keep=keep or None,
+                check=not no_check,
+                bytes_per_s=rate,
+                dry_run=dry_run,
+                progress=progress,
+            )
+        document = {"store": source.url, **msgspec.to_builtins(report), "target": to}
+        output.show(document, lambda screen: _draw(screen, report, to))
+    if report.failures:
+        raise typer.Exit(IntegrityError.exit_code)
+
+
+def _draw(screen: Screen, report: ReplicateReport, to: str) -> None:
+    count = counted(len(report.copied), "version")
+    sizes = f"{bytes_text(report.logical_bytes)} in memory, {bytes_text(report.chunk_bytes)}"
+    chunks = counted(report.chunks_count, "chunk")
+    if report.dry_run:
+        screen.line(f"would copy {count} to {to}: {sizes} in {chunks} would travel")
+    else:
+        took = seconds_text(report.seconds)
+        read_back = ", read back" if report.checked and report.copied else ""
+        screen.line(f"copied {count} to {to}: {sizes} in {chunks}{read_back}; {took}")
+    if report.present:
+        screen.line(f"{counted(len(report.present), 'version')} there already")
+    if report.records_count:
+        screen.line(f"{counted(report.records_count, 'ancestor')} came as a record")
+    if report.left:
+        screen.line(f"{counted(len(report.left), 'version')} left out: deleted")
+    for failure in report.failures:
+        name = f"{failure.run}@{failure.step} {failure.version[:8]}"
+        screen.line(f"not copied: {name}: {failure.message}", style="red")
+    if report.note_failure:
+        screen.line(f"not noted in {report.source}: {report.note_failure}")

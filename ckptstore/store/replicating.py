@@ -1,0 +1,150 @@
+"""The part of the facade that brings versions to other stores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.config import SYSTEM
+from ckptstore.errors import InvalidInputError, StoreNotFoundError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.names import check_listed
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+if TYPE_CHECKING:
+    import os
+
+    from ckptstore.checkpoint.manifests import Manifests
+    from ckptstore.ops.replicate import ReplicateReport
+    from ckptstore.store.store import Store
+
+__all__ = ["Replicating", "open_target"]
+
+
+class Replicating:
+    """What :class:`ckptstore.Store` does to be in more than one place."""
+
+    _repo: Repo
+
+    if TYPE_CHECKING:
+
+        @property
+        def _manifests(self) -> Manifests: ...
+
+        def resolve(self, ref: str) -> Version:
+            """Return the version that a ref names."""
+
+    def replicate(
+        self,
+        to: Store | str | os.PathLike[str],
+        refs: Sequence[str] | None = None,
+        *,
+        runs: Sequence[str] | None = None,
+        keep: str | Sequence[str] | None = None,
+        check: bool = True,
+        bytes_per_s: float = 0.0,
+        dry_run: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> ReplicateReport:
+        """Make versions of this store versions of another, under the same ids.
+
+        Only chunks that the other store does not have travel. Metrics, tags, the heads of runs and
+        where forks began come along, and of ancestors that are not copied the record. A repetition
+        finishes what was interrupted, and costs a few requests where nothing is new. Nothing is
+        deleted in either store.
+
+        Parameters
+        ----------
+        to
+            The other store; or where it is: it is made there, if there is none.
+        refs
+            Versions; with neither `refs` nor `runs` nor `keep`: all of the store.
+        runs
+            Names of runs, of which all versions count.
+        keep
+            Rules as in a retention policy, such as ``"tagged, best 2 val_loss"``: the versions of
+            `runs`, or of all runs, that they would keep.
+        check
+            Read back every chunk that travelled before its version becomes visible in the target.
+        bytes_per_s
+            Bandwidth limit, both directions together; 0 for none.
+        dry_run
+            Change nothing; the report says what would travel.
+        progress
+            Called with the bytes (in memory) of the versions that are done.
+
+        Returns
+        -------
+        ReplicateReport
+            Versions that could not be copied since they are damaged are listed in it.
+
+        Raises
+        ------
+        InvalidRefError, RunNotFoundError, VersionNotFoundError, InvalidInputError
+            Something names nothing. Nothing was written.
+        ConflictError
+            Both are one store; or the other has a run of the same name with other versions.
+        ReadOnlyError, UnsafeBackendError, StorageError
+            The other store cannot be written to, or a storage failed. What was committed stays.
+        """
+        from ckptstore.ops.replicate import ReplicateRequest, replicate
+        from ckptstore.ops.select_versions import select_versions
+        from ckptstore.store.store import Store
+
+        if bytes_per_s < 0:
+            msg = f"bytes_per_s={bytes_per_s} must not be negative"
+            raise InvalidInputError(msg)
+        chosen = select_versions(
+            self._repo,
+            refs=[self.resolve(ref) for ref in check_listed(refs or (), "refs")],
+            runs=check_listed(runs or (), "runs"),
+            rules=keep,
+        )
+        request = ReplicateRequest(
+            dry_run=dry_run, check=check, bytes_per_s=bytes_per_s, progress=progress
+        )
+        with ExitStack() as stack:
+            if not isinstance(to, Store):
+                size = self._repo.superblock.chunk_bytes
+                to = stack.enter_context(open_target(to, chunk_bytes=size, dry_run=dry_run))
+            return replicate(self._repo, self._manifests, to._repo, to._manifests, chosen, request)
+
+
+@contextmanager
+def open_target(
+    url: str | os.PathLike[str],
+    *,
+    chunk_bytes: int,
+    dry_run: bool,
+    single_writer: bool = False,
+    **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
+) -> Iterator[Store]:
+    """Open the store that versions are to come to; make it if there is none.
+
+    For a dry run nothing is made: where there is no store, an empty one in memory stands in.
+
+    Raises
+    ------
+    CkptStoreError
+        As :func:`ckptstore.store.open_store`.
+    """
+    from ckptstore.store.store import open_store
+
+    with ExitStack() as stack:
+        try:
+            store = open_store(
+                url,
+                create=not dry_run,
+                read_only=dry_run,
+                chunk_bytes=chunk_bytes,
+                single_writer=single_writer,
+                **storage_options,
+            )
+        except StoreNotFoundError:
+            if not dry_run:
+                raise
+            name = SYSTEM.random_hex(8)
+            store = open_store(f"memory://stand-in-{name}", create=True, chunk_bytes=chunk_bytes)
+        yield stack.enter_context(store)
