@@ -14,6 +14,7 @@ from ckptstore.errors import CkptStoreError
 if TYPE_CHECKING:
     from ckptstore.catalog.early_stopping import DivergenceGuard, EarlyStopping
     from ckptstore.checkpoint.lazy import LazyTensor, LazyVersion
+    from ckptstore.encodings.encoding import Encoding
     from ckptstore.events import Progress
     from ckptstore.model import Receipt, RoleBytes, RunInfo, Version
     from ckptstore.saver.pending import PendingSave
@@ -27,6 +28,7 @@ __all__ = [
     "CkptStoreError",
     "DivergenceGuard",
     "EarlyStopping",
+    "Encoding",
     "LazyTensor",
     "LazyVersion",
     "PendingSave",
@@ -45,6 +47,7 @@ __all__ = [
 _LAZY = {
     "DivergenceGuard": ("ckptstore.catalog.early_stopping", "DivergenceGuard"),
     "EarlyStopping": ("ckptstore.catalog.early_stopping", "EarlyStopping"),
+    "Encoding": ("ckptstore.encodings.encoding", "Encoding"),
     "LazyTensor": ("ckptstore.checkpoint.lazy", "LazyTensor"),
     "LazyVersion": ("ckptstore.checkpoint.lazy", "LazyVersion"),
     "PendingSave": ("ckptstore.saver.pending", "PendingSave"),

@@ -9,10 +9,11 @@ from typing import Any
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.write import Content, WriteRequest, write_version
 from ckptstore.codecs.registry import check_choice
+from ckptstore.encodings.rules import EncodingRules, Target
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import TensorRecord
-from ckptstore.format.paths import Pattern
+from ckptstore.format.paths import Pattern, path_text
 from ckptstore.format.roles import RoleRules
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -36,6 +37,8 @@ class SaveRequest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     roles: Mapping[Pattern, str] = field(default_factory=dict)
     """Pattern to role, before the conventions."""
+    encodings: EncodingRules = field(default_factory=EncodingRules)
+    """Which tensors are stored in which lossy form."""
     codec: str = "auto"
     adapters: Sequence[TypeAdapter] = ()
     progress: ProgressCallback = silent
@@ -64,6 +67,10 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
         Something in the state cannot be represented; nothing was written.
     InvalidInputError
         A name, metric, tag or step is not accepted; nothing was written.
+    UnsafeEncodingError
+        A rule would spoil a tensor; nothing was written.
+    TornStateError
+        A tensor that is encoded, or derived from another, changed meanwhile; no version appeared.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to; nothing was written.
     CondemnedError
@@ -75,7 +82,7 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     repo.check_writable()
     check_choice(request.codec)
     flat = flatten(state, request.adapters)
-    content = content_of(flat, request.roles)
+    content = content_of(flat, request.roles, request.encodings)
     settle(flat.tensors)
     version, _ = write_version(
         repo,
@@ -90,12 +97,29 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     return version
 
 
-def content_of(flat: FlatState, roles: Mapping[Pattern, str]) -> Content:
-    """Return what a version of a state is made of; it reads the memory of the state."""
+def content_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingRules) -> Content:
+    """Return what a version of a state is made of; it reads the memory of the state.
+
+    Raises
+    ------
+    UnsafeEncodingError
+        A rule would spoil a tensor; it is named.
+    """
+    records = _records(flat, roles)
+    wishes = {}
+    if encodings:
+        wishes = encodings.wishes(
+            [
+                Target(tensor.paths[0], record.role, record.dtype, record.shape)
+                for tensor, record in zip(flat.tensors, records, strict=True)
+            ]
+        )
     return Content(
         sources=flat.tensors,
-        records=_records(flat, roles),
+        records=records,
         frame=skeleton.encode(flat.skeleton),
+        names=[path_text(tensor.paths[0]) for tensor in flat.tensors],
+        wishes=wishes,
     )
 
 

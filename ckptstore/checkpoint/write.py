@@ -342,7 +342,9 @@ class _Saving:
             self._add(name, seconds)
         self._add("pack_bytes", float(written.pack_bytes))
         self._add("packs_count", float(written.packs_count))
-        self.receipt["tensors_count"] = float(len(self.content.records))
+        self.receipt["tensors_count"] = float(
+            self.content.visible_count or len(self.content.records)
+        )
         return written
 
     def _describe(self, written: Written, name: str) -> tuple[Manifest, ManifestPointer]:

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 from ckptstore import limits
 from ckptstore.encodings.casts import FLOATS
@@ -20,7 +20,7 @@ __all__ = ["EncodingRules", "Encodings", "Target", "is_second_moment", "loses_sm
 
 _log = logging.getLogger("ckptstore")
 
-Encodings: TypeAlias = "Mapping[Pattern, Encoding | str]"
+Encodings: TypeAlias = "Mapping[str, Encoding | str] | Mapping[Pattern, Encoding | str]"
 """As a user writes rules: pattern of paths, or ``role:NAME``, to encoding. The first wins."""
 
 _ROLE: Final = "role:"
@@ -137,7 +137,7 @@ class EncodingRules:
         return found
 
 
-def _mapping(rules: object) -> Mapping[Pattern, Encoding | str]:
+def _mapping(rules: object) -> Mapping[Any, Any]:
     if isinstance(rules, Mapping | None):
         return rules or {}
     msg = f"encodings are a mapping of patterns to encodings, not {rules!r:.80}"

@@ -11,6 +11,7 @@ from typing import Protocol
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.write import Content, WriteRequest, write_version
 from ckptstore.config import Options
+from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import ProgressCallback
 from ckptstore.format.manifest import TensorRecord
@@ -49,6 +50,8 @@ class Job:
     records: tuple[Row, ...]
     """What the manifest says of each tensor."""
     frame: bytes
+    wishes: Mapping[int, Encoding]
+    """The lossy forms that rules ask for, by place."""
     request: WriteRequest
     receipt: Mapping[str, float]
     """``blocked_s`` and ``staging_s``."""
@@ -137,6 +140,8 @@ def write_job(
             for dtype, shape, order, role, nbytes in job.records
         ),
         frame=job.frame,
+        names=[tensor.name for tensor in job.tensors],
+        wishes=job.wishes,
     )
     version, receipt = write_version(
         repo,

@@ -10,13 +10,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.save import SaveRequest, content_of
 from ckptstore.checkpoint.write import Content, WriteRequest, check_wishes
 from ckptstore.codecs.registry import check_choice
+from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
 from ckptstore.events import Events, SaveEvent, SaveEventKind
 from ckptstore.model import Version
@@ -54,6 +55,7 @@ class _Departure:
     records: tuple[Row, ...] = ()
     tensors: tuple[StagedTensor, ...] = ()
     frame: bytes = b""
+    wishes: Mapping[int, Encoding] = field(default_factory=dict)
     digests: Digests | None = None
 
     def describe(self) -> None:
@@ -63,6 +65,7 @@ class _Departure:
         self.records = tuple(map(row_of, content.records))
         self.tensors = self.staging.describe()
         self.frame = content.frame
+        self.wishes = content.wishes
 
 
 def _cancelled() -> OperationCancelledError:
@@ -175,7 +178,7 @@ class Saver:
         departure = _Departure(
             flight=flight,
             request=wishes,
-            content=lambda: content_of(flat, request.roles),
+            content=lambda: content_of(flat, request.roles, request.encodings),
             staging=Staging(flat.tensors, layout, lent[0], later=later),
             arena=lent[0],
             retain=retain,
@@ -263,6 +266,7 @@ class Saver:
             tensors=departure.tensors,
             records=departure.records,
             frame=departure.frame,
+            wishes=departure.wishes,
             request=departure.request,
             receipt=flight.numbers(),
             retain=departure.retain,

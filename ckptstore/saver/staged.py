@@ -52,6 +52,15 @@ class StagedBytes:
         self._digests = digests
         self._check = check
 
+    @property
+    def piece_bytes(self) -> int:
+        """Return the length of its pieces."""
+        return self._tensor.piece_bytes
+
+    def unguarded(self) -> Payload:
+        """Return the same bytes for any range; what is made of them is compared by its maker."""
+        return _Unguarded(self._memory, self._check)
+
     def view(self) -> memoryview | None:
         """Return None: the bytes are copied first and compared then, so that they stay still."""
         return None
@@ -76,6 +85,22 @@ class StagedBytes:
             msg = f"{self._tensor.name!r} was changed in memory after it had been staged"
             hint = "nothing was saved; save again, and look for what writes to memory it has freed"
             raise TornStateError(msg, hint=hint)
+
+
+class _Unguarded:
+    """The bytes of a staged tensor, as they are."""
+
+    def __init__(self, memory: memoryview, check: Callable[[], None]) -> None:
+        self._memory = memory
+        self._check = check
+
+    def view(self) -> memoryview | None:
+        self._check()
+        return self._memory
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        self._check()
+        out[:] = self._memory[start : start + len(out)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

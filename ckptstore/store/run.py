@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.checkpoint.transfer import TransferReport
+    from ckptstore.encodings.rules import EncodingRules, Encodings
     from ckptstore.format.commit import Direction
     from ckptstore.format.paths import Pattern
     from ckptstore.ops.latest_valid import LatestValid
@@ -35,9 +36,16 @@ _log = logging.getLogger("ckptstore")
 class Run:
     """A named line of training in a store; made by :meth:`Store.run`. Any thread may use it."""
 
-    def __init__(self, store: Store, name: str, directions: Mapping[str, Direction]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        directions: Mapping[str, Direction],
+        encodings: EncodingRules | None = None,
+    ) -> None:
         self._store = store
         self._directions = directions
+        self._encodings = encodings
         self.name = name
 
     def __repr__(self) -> str:
@@ -76,6 +84,7 @@ class Run:
         tags: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
         roles: Mapping[Pattern, str] | None = None,
+        encodings: Encodings | None = None,
         codec: str | None = None,
         adapters: Sequence[TypeAdapter] = (),
         retain: bool = False,
@@ -102,6 +111,12 @@ class Run:
         roles
             Pattern of paths to ``weights``, ``optimizer``, ``rng``, ``data`` or ``extra``, where
             the conventions (the top-level keys) do not fit.
+        encodings
+            Pattern of paths, or ``role:NAME``, to an encoding such as ``"bf16"`` or
+            ``"int8:rel_l2=0.02"`` (:class:`ckptstore.Encoding`): the tensors that it takes are
+            stored with an error, which is measured, recorded, and held within its bounds; what
+            would exceed them is stored as it is, with a warning. The first pattern that matches
+            counts. By default those of :meth:`Store.run`, or of the run's policy; ``{}`` for none.
         codec
             Overrides the store's for this save.
         adapters
@@ -119,6 +134,11 @@ class Run:
             written.
         InvalidInputError
             A name, metric or step is not accepted. Nothing was written.
+        UnsafeEncodingError
+            An encoding would make zeros of second moments, which the optimizer divides by.
+            Nothing was written.
+        TornStateError
+            Another thread changed a tensor while it was encoded; no version appeared.
         ReadOnlyError, UnsafeBackendError
             The store cannot be written to. Nothing was written.
         StorageError
@@ -139,6 +159,7 @@ class Run:
             tags=tags,
             metadata=metadata or {},
             roles=roles or {},
+            encodings=self._rules(encodings),
             codec=codec or self._store.repo.options.codec,
             adapters=adapters,
             progress=progress,
@@ -158,6 +179,7 @@ class Run:
         tags: Sequence[str] = (),
         metadata: Mapping[str, Any] | None = None,
         roles: Mapping[Pattern, str] | None = None,
+        encodings: Encodings | None = None,
         codec: str | None = None,
         adapters: Sequence[TypeAdapter] = (),
         retain: bool = False,
@@ -174,7 +196,7 @@ class Run:
 
         Parameters
         ----------
-        state, step, metrics, tags, metadata, roles, codec, adapters
+        state, step, metrics, tags, metadata, roles, encodings, codec, adapters
             As for :meth:`save`.
         retain
             Carry out the retention policy of the run when it is durable.
@@ -196,7 +218,7 @@ class Run:
 
         Raises
         ------
-        StateError, InvalidInputError
+        StateError, InvalidInputError, UnsafeEncodingError
             As :meth:`save`. Nothing was saved.
         TornStateError
             Another thread changed the state while it was copied; the tensor is named.
@@ -222,6 +244,7 @@ class Run:
             tags=tags,
             metadata=metadata or {},
             roles=roles or {},
+            encodings=self._rules(encodings),
             codec=codec or self._store.repo.options.codec,
             adapters=adapters,
             progress=progress,
@@ -233,6 +256,17 @@ class Run:
         if not pending.skipped:
             restarts.saved(self._store.repo, self.name, pending.step, pending.version_id)
         return pending
+
+    def _rules(self, encodings: Encodings | None) -> EncodingRules:
+        """Return the rules that hold for a save: its own, this object's, or the run's policy's."""
+        from ckptstore.catalog.retention import stored_encodings
+        from ckptstore.encodings.rules import EncodingRules
+
+        if encodings is not None:
+            return EncodingRules(encodings)
+        if self._encodings is not None:
+            return self._encodings
+        return EncodingRules(stored_encodings(self._store.repo.catalog, self.name))
 
     def _check_policy(self, catalog: Catalog) -> None:
         """Raise before a save that is to be followed by retention, if that could only fail."""

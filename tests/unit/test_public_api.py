@@ -19,6 +19,7 @@ def test_root_names_are_these() -> None:
         "CkptStoreError",
         "DivergenceGuard",
         "EarlyStopping",
+        "Encoding",
         "LazyTensor",
         "LazyVersion",
         "PendingSave",
