@@ -191,9 +191,7 @@ class _Repair:
         places = [place for place, p in enumerate(table.packs) if p in self.survey.broken_packs]
         rows = set(np.nonzero(np.isin(table.pack, places))[0].tolist())
         if self.survey.bad:
-            rows.update(r for r in range(len(table)) if piece_key(table, r) in self.survey.bad)
-        if table.base is not None:  # what cannot be decoded any more
-            rows.update(np.nonzero(np.isin(table.base, sorted(rows)))[0].tolist())
+            rows.update(r for r in range(len(table)) if self.survey.why(table, r))
         return sorted(rows)
 
     def _rebuilt(self, version: Version) -> Content | None:
@@ -405,13 +403,14 @@ class _Repair:
         for index, label in enumerate(content.labels):
             if index in content.hidden:  # whatever follows from it is named
                 continue
-            keys = [k for n in content.rows(index) if (k := piece_key(table, n)) in self.survey.bad]
-            gone = [self.survey.bad[key] for key in keys if key[3] not in self.rescue.rescued]
-            if not keys:  # its pieces are sound, but what follows from them may be wrong
+            wrong = [(n, why) for n in content.rows(index) if (why := self.survey.why(table, n))]
+            back = self.rescue.rescued
+            gone = [why for row, why in wrong if table.ids[row].tobytes() not in back]
+            if not wrong:  # its pieces are sound, but what follows from them may be wrong
                 gone = self.survey.wrong(content, index)
             if gone:
                 lost[label] = gone[0]
-            elif keys:
+            elif wrong:
                 whole.append(label)
         version = item.version
         if whole or item.rebuilt:

@@ -333,11 +333,19 @@ class Survey:
         if rows.start in earlier:
             self.unlike[key] = earlier[rows.start]
 
+    def why(self, table: PieceTable, row: int) -> str:
+        """Return why a piece cannot be had: for its own bytes, or those that it refers to."""
+        found = self.bad.get(piece_key(table, row), "")
+        if not found and (base := table.base_of(row)) is not None:
+            found = self.bad.get(piece_key(table, base), "")
+            found = found and f"its base is lost: {found}"
+        return found
+
     def wrong(self, content: Content, index: int) -> list[str]:
         """Return what is wrong with a tensor: with its pieces, or with what follows from them."""
         table = content.manifest.pieces
-        keys = (piece_key(table, row) for row in content.rows(index)) if self.bad else ()
-        found = [self.bad[key] for key in keys if key in self.bad]
+        rows = content.rows(index) if self.bad else ()
+        found = [why for row in rows if (why := self.why(table, row))]
         if self.unlike and content.manifest.tensors[index].recipe is not None:
             found += filter(None, [self.unlike.get(recipe_key(content, index))])
         return found
