@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
+from ckptstore.encodings.encoding import DERIVED, LOSSLESS, form_name
 from ckptstore.errors import CkptStoreError, CorruptObjectError
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest
@@ -37,6 +39,19 @@ class TensorInfo:
     """Bytes in memory."""
     pieces: int
     """How many pieces it is read from; 0 for an empty tensor."""
+    encoding: str = LOSSLESS
+    """How it is stored: ``lossless``, ``derived``, or a lossy form such as ``int8``."""
+    derived_from: str = ""
+    """Path of the tensor that it is, converted; of a derived one."""
+    coded_bytes: int = 0
+    """What is stored of it, before compression: `nbytes` if lossless, 0 if derived."""
+    max_abs: float = 0.0
+    """Largest difference of an element to what was saved, over the finite ones."""
+    rel_l2: float = 0.0
+    """Root of the sum of squared differences, over that of the squares of what was saved."""
+    max_abs_bound: float | None = None
+    """What was allowed when it was saved; None for anything."""
+    rel_l2_bound: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +88,29 @@ class Content:
                     role=record.role,
                     nbytes=record.nbytes,
                     pieces=len(self.rows(index)),
+                    **self._form(index),
                 )
             )
         return found
+
+    def _form(self, index: int) -> dict[str, Any]:
+        """Return how a tensor is stored, and how far that is from what was saved."""
+        records = self.manifest.tensors
+        recipe = records[index].recipe
+        if recipe is None:
+            return {"coded_bytes": records[index].nbytes}
+        errors = {
+            "max_abs": recipe.max_abs,
+            "rel_l2": recipe.rel_l2,
+            "max_abs_bound": recipe.max_abs_bound,
+            "rel_l2_bound": recipe.rel_l2_bound,
+        }
+        first = recipe.sources[0]
+        if first not in self.hidden:
+            return {"encoding": DERIVED, "derived_from": self.labels[first], **errors}
+        coded = sum(records[place].nbytes for place in recipe.sources)
+        name = form_name(recipe.kind, recipe.code, recipe.block, records[first].dtype)
+        return {"encoding": name, "coded_bytes": coded, **errors}
 
     def rows(self, index: int) -> list[int]:
         """Return the rows of the pieces that a tensor is read from: its own, or its sources'."""

@@ -26,6 +26,7 @@ from ckptstore.cli.text import (
     time_text,
 )
 from ckptstore.config import SYSTEM
+from ckptstore.encodings.encoding import LOSSLESS
 from ckptstore.errors import InvalidInputError
 from ckptstore.model import Version, auto_choice
 from ckptstore.store import Store
@@ -157,6 +158,7 @@ class _View:
         if self.tensors is not None:
             screen.line()
             self._draw_tensors(screen)
+            self._draw_forms(screen)
         screen.line()
         screen.heading("RECEIPT")
         auto = auto_choice(version.receipt)
@@ -219,6 +221,37 @@ class _View:
             Column(title="NEW", right=True),
             Column(title="STORED", right=True),
         )
+        screen.table(columns, rows)
+
+    def _draw_forms(self, screen: Screen) -> None:
+        """Draw how tensors are stored that are not stored as they are."""
+        rows = [
+            (
+                tensor.path,
+                f"as {tensor.derived_from}" if tensor.derived_from else tensor.encoding,
+                bytes_text(tensor.nbytes),
+                bytes_text(tensor.coded_bytes),
+                f"{tensor.max_abs:.3g}",
+                "-" if tensor.max_abs_bound is None else f"{tensor.max_abs_bound:.3g}",
+                f"{tensor.rel_l2:.3g}",
+                "-" if tensor.rel_l2_bound is None else f"{tensor.rel_l2_bound:.3g}",
+            )
+            for tensor in self.tensors or ()
+            if tensor.encoding != LOSSLESS
+        ]
+        if not rows:
+            return
+        columns = (
+            Column(title="ENCODED"),
+            Column(title="STORED"),
+            Column(title="SIZE", right=True, wrap=False, drop=3),
+            Column(title="CODED", right=True, wrap=False, drop=4),
+            Column(title="MAX ABS", right=True),
+            Column(title="BOUND", right=True, drop=1),
+            Column(title="REL L2", right=True),
+            Column(title="BOUND", right=True, drop=2),
+        )
+        screen.line()
         screen.table(columns, rows)
 
     def _draw_tensors(self, screen: Screen) -> None:

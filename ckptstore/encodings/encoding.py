@@ -12,7 +12,7 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError
 
-__all__ = ["CASTS", "LOSSLESS", "NAMES", "SCALED", "Encoding"]
+__all__ = ["CASTS", "DERIVED", "LOSSLESS", "NAMES", "SCALED", "Encoding", "form_name"]
 
 CASTS: Final[Mapping[str, str]] = {
     "bf16": "bfloat16",
@@ -25,6 +25,8 @@ SCALED: Final = ("int8", "dynamic8")
 """Forms of 8-bit codes with a scale a block."""
 LOSSLESS: Final = "lossless"
 NAMES: Final = (LOSSLESS, *CASTS, *SCALED)
+DERIVED: Final = "derived"
+"""What is said of a tensor that is another one, converted; nobody asks for it."""
 _OPTIONS: Final = ("block", "max_abs", "rel_l2")
 _HINT: Final = 'such as "bf16", "int8:block=64" or "bf16:rel_l2=0.004"'
 
@@ -151,6 +153,21 @@ class Encoding:
             return cls.parse(value)
         msg = f"{value!r} is neither an Encoding nor a text"
         raise InvalidInputError(msg, hint=_HINT)
+
+
+def form_name(kind: str, code: str, block: int, dtype: str) -> str:
+    """Return what a form is called: the text of an encoding that makes it.
+
+    Parameters
+    ----------
+    kind, code, block
+        Of the recipe.
+    dtype
+        Of the tensor that holds the codes.
+    """
+    if kind == "cast":
+        return next((name for name, target in CASTS.items() if target == dtype), dtype)
+    return str(Encoding("int8" if code == "linear" else "dynamic8", block=block))
 
 
 _DEFAULT: Final = ("block", limits.ENCODING_BLOCK_DEFAULT)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.encodings.rules import EncodingRules
 from ckptstore.errors import (
     InvalidInputError,
     InvalidRefError,
@@ -32,6 +33,7 @@ from ckptstore.model import Version
 from ckptstore.store import Run, Store
 
 if TYPE_CHECKING:
+    from ckptstore.encodings.rules import Encodings
     from ckptstore.integrations.preemption import Preemption
     from ckptstore.saver.pending import PendingSave
     from ckptstore.tensors.adapters import TypeAdapter
@@ -40,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["LoopIO", "LoopState"]
 
 _log = logging.getLogger("ckptstore")
-_OPTIONS = ("metrics", "tags", "metadata", "roles")
+_OPTIONS = ("metrics", "tags", "metadata", "roles", "encodings")
 
 
 class LoopIO:
@@ -63,6 +65,9 @@ class LoopIO:
         and a retention policy decides what stays.
     retain
         Carry out the retention policy of the run after each save.
+    encodings
+        What is stored in fewer bytes; see :meth:`ckptstore.Run.save`. By default what the run's
+        policy says.
     adapters
         Ways to represent hyper-parameters or states of callbacks that are not plain.
 
@@ -81,6 +86,7 @@ class LoopIO:
         background: bool = False,
         remove: str = "delete",
         retain: bool = False,
+        encodings: Encodings | None = None,
         adapters: Sequence[TypeAdapter] = (),
     ) -> None:
         if remove not in ("delete", "keep"):
@@ -94,6 +100,9 @@ class LoopIO:
         self._background = background
         self._remove = remove
         self._retain = retain
+        if encodings is not None:
+            EncodingRules(encodings)  # what it refuses is told now, not at the first save
+        self._encodings = encodings
         self._adapters = adapters
         self._trainer: weakref.ref[Any] | None = None
         self._validated: dict[str, int] = {}
@@ -105,7 +114,9 @@ class LoopIO:
     @property
     def run(self) -> Run:
         """The run that is saved to."""
-        return self._store.run(self._name, metrics=self._directions or None)
+        return self._store.run(
+            self._name, metrics=self._directions or None, encodings=self._encodings
+        )
 
     @property
     def resume(self) -> str | None:
@@ -145,8 +156,8 @@ class LoopIO:
         path
             What Lightning calls it. Kept in the version's metadata below ``lightning``.
         storage_options
-            ``metrics``, ``tags``, ``metadata`` and ``roles`` for :meth:`ckptstore.Run.save`;
-            from ``trainer.save_checkpoint(path, storage_options={...})``.
+            ``metrics``, ``tags``, ``metadata``, ``roles`` and ``encodings`` for
+            :meth:`ckptstore.Run.save`; from ``save_checkpoint(path, storage_options={...})``.
 
         Raises
         ------

@@ -63,7 +63,8 @@ class StoreTrainerMixin:
     Parameters
     ----------
     run
-        To save to and resume from. Its store must be open for writing on rank 0.
+        To save to and resume from. Its store must be open for writing on rank 0. What it is to
+        store in fewer bytes, its ``encodings``, hold here.
     background
         Save with ``save_async``. Errors are raised by the next save, or when training ends.
     preemption
