@@ -1,9 +1,10 @@
 """Other ways to keep the same state in files, each as durable as it can be made from outside.
 
 Every `save` returns when files and folders are fsynced, whether the peer does so itself (DCP, its
-files and ``.metadata``, but no folder) or not (torch.save, safetensors, torchsnapshot). Every load
-into new memory ends with one byte of each page read (:func:`touch`), so that a peer that maps
-files has at least read them. None of the peers verifies what it reads; ckptstore always does.
+files and ``.metadata``, but no folder) or not (torch.save, safetensors, torchsnapshot,
+torch_checkpointing). Every load into new memory ends with one byte of each page read
+(:func:`touch`), so that a peer that maps files has at least read them. None of the peers verifies
+what it reads; ckptstore always does.
 """
 
 from __future__ import annotations
@@ -218,6 +219,36 @@ def _snapshot_row(folder: Path, path: str, row: int) -> torch.Tensor:
     return found[row]
 
 
+# --- torch_checkpointing ------------------------------------------------------------------------
+
+
+def _manager() -> Any:  # noqa: ANN401 - it has no types that could be named without importing it
+    """Return a manager that saves in this process, without O_DIRECT: ext4 refuses its writes."""
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.config import SyncCheckpointSaverConfig
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    config = CheckpointManager.Config(
+        save=SyncCheckpointSaverConfig(),
+        storage_config=LocalFileSystemStorageConfig(use_direct_io=False),
+    )
+    return CheckpointManager(config)
+
+
+def _manager_save(state: State, folder: Path) -> None:
+    manager = _manager()
+    manager.save(str(folder / "checkpoint"), state)
+    manager.close()
+    fsync_tree(folder)
+
+
+def _manager_load_into(folder: Path, state: State) -> object:
+    manager = _manager()
+    loaded: object = manager.load(str(folder / "checkpoint"), into=state)
+    manager.close()
+    return loaded
+
+
 PEERS = (
     Peer(
         name="torch.save",
@@ -241,6 +272,7 @@ PEERS = (
         load_into=_snapshot_load_into,
         row=_snapshot_row,
     ),
+    Peer(name="torch_checkpointing", save=_manager_save, load_into=_manager_load_into),
 )
 TORCH_MMAP = Peer(
     name="torch.save",
