@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,17 @@ from threadwatch import begin  # noqa: E402
 def _threads_of_others() -> None:
     """Let no test be charged with threads that an earlier one left running."""
     begin()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Let SIGINT interrupt, this process and its children.
+
+    Whatever a shell starts in the background, without control of jobs, ignores it.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

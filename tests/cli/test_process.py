@@ -50,6 +50,7 @@ def test_reader_that_goes_away_is_no_error(history: Path) -> None:
     assert (process.wait(300), errors) == (141, b"")
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> None:
     """SIGINT while a file is read: exit code 130, one line, no version."""
     pipe = tmp_path / "slow.safetensors"
@@ -59,11 +60,15 @@ def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> 
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    deadline = time.monotonic() + 300
-    while not _waits_on(process.pid, b"wait_for_partner") and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    out, errors = process.communicate(timeout=300)
+    with process:
+        try:
+            deadline = time.monotonic() + 60  # where the kernel does not tell, it has begun by then
+            while not _waits_on(process.pid, b"wait_for_partner") and time.monotonic() < deadline:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            out, errors = process.communicate(timeout=300)
+        finally:
+            process.kill()
     assert (process.returncode, out, errors) == (130, b"", b"error: interrupted\n")
 
 

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dcp"))
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from rankkit import jobs
-from rankkit.campaign import campaign
+from rankkit.campaign import Figures, campaign
 from rankkit.groups import run_ranks
 
 import ckptstore
@@ -70,7 +70,10 @@ def test_ranks_on_s3(bucket: S3Bucket) -> None:
 
 def test_killed_ranks_on_s3(bucket: S3Bucket) -> None:
     """A rank is killed at random moments: every version in the bucket is whole."""
-    assert campaign(bucket.url, bucket.options(), rounds=KILLS, seed=3, last_s=1.5) > 0
+    figures = campaign(bucket.url, bucket.options(), rounds=KILLS, seed=3, last_s=1.5)
+
+    print(figures)  # noqa: T201 - for docs/reference/campaigns.md
+    assert figures.acknowledged > 0
 
 
 def test_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
@@ -81,7 +84,10 @@ def test_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
 def test_killed_ranks_on_two_mounts_of_cephfs(ceph: Ceph) -> None:
     """A rank is killed at random moments: every version is whole, by the first mount."""
     places: jobs.Url = [str(mount / "killed") for mount in ceph.mounts]
-    assert campaign(places, rounds=KILLS, seed=4, last_s=1.5) > 0
+    figures = campaign(places, rounds=KILLS, seed=4, last_s=1.5)
+
+    print(figures)  # noqa: T201 - for docs/reference/campaigns.md
+    assert figures.acknowledged > 0
 
 
 # --- NFS ------------------------------------------------------------------------------------------
@@ -153,4 +159,5 @@ def test_killed_ranks_on_two_hosts(nfs: Nfs, hosts: Hosts) -> None:
             seen |= {step for what, step in told if what == "saved"}
         last = start_ranks(hosts, 1, 29700 + turn, "check_killed", url, sorted(seen))
         first = results(last)[0] + 1
+    print(Figures(kills=HOSTS_KILLS, versions=first - 1, acknowledged=len(seen)))  # noqa: T201
     assert first > 1

@@ -96,6 +96,7 @@ def test_a_handler_is_left_out_when_asked() -> None:
     assert heard == []
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_the_second_interrupt_interrupts() -> None:
     """Ctrl-C asks politely once; a second one is a KeyboardInterrupt as ever."""
     with Preemption([signal.SIGINT]) as preemption:

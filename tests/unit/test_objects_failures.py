@@ -217,6 +217,7 @@ def test_packs_take_nothing_after_they_were_aborted() -> None:
     assert not backend.objects
 
 
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("stage", ["writer.write", "writer.commit", "open_writer"])
 def test_an_interrupt_ends_a_save(stage: str, tmp_path: Path) -> None:
     """Ctrl-C while workers write: KeyboardInterrupt, no thread, no file under any name."""
@@ -293,6 +294,7 @@ while True:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("ctrl_c")
 def test_an_interrupted_program_ends_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """SIGINT to a program in the middle of a save: it ends by KeyboardInterrupt, without a hang.
 
@@ -306,12 +308,15 @@ def test_an_interrupted_program_ends_and_leaves_nothing_behind(tmp_path: Path) -
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as program:
-        assert program.stdout is not None
-        assert program.stdout.readline() == b"begins\n"
-        while not any(path.name.startswith(".tmp-") for path in folder.rglob("*")):
-            time.sleep(0.001)  # until a pack is being written
-        program.send_signal(signal.SIGINT)
-        _, told = program.communicate(timeout=300)
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == b"begins\n"
+            while not any(path.name.startswith(".tmp-") for path in folder.rglob("*")):
+                time.sleep(0.001)  # until a pack is being written
+            program.send_signal(signal.SIGINT)
+            _, told = program.communicate(timeout=300)
+        finally:
+            program.kill()
 
     assert b"KeyboardInterrupt" in told
     assert program.returncode == -signal.SIGINT

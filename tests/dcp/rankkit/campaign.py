@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,22 @@ import ckptstore
 from rankkit import jobs
 from rankkit.groups import Group, Rank
 
-__all__ = ["campaign"]
+__all__ = ["Figures", "campaign"]
 
 Options = dict[str, Any]
 WORLD = 4
 HERE = Rank(rank=0, world=1, tell=lambda _value: None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a campaign was; that it ended says that no version was partial, and none lost."""
+
+    kills: int
+    versions: int
+    """That are there, each loaded and compared."""
+    acknowledged: int
+    """Of them, by how many a rank was told that it is there."""
 
 
 def round_of_kills(
@@ -54,8 +66,8 @@ def campaign(
     rounds: int,
     seed: int,
     last_s: float = 0.4,
-) -> int:
-    """Kill a rank in each of some rounds; return how many saves were seen to end well.
+) -> Figures:
+    """Kill a rank in each of some rounds; hold after each that every version is whole.
 
     Parameters
     ----------
@@ -70,4 +82,4 @@ def campaign(
         # In the first save of an opened store as often as in the second, which shares with it.
         seen |= round_of_kills(url, words, first, dice, last_s, undisturbed=turn % 2)
         first = jobs.check_killed(HERE, own, sorted(seen), words) + 1
-    return len(seen)
+    return Figures(kills=rounds, versions=first - 1, acknowledged=len(seen))
