@@ -26,6 +26,7 @@ __all__ = ["Policy", "Rules", "rounding_of"]
 _FIELDS: Final[dict[Level, str]] = {level: level.replace("-", "_") for level in get_args(Level)}
 """Level to the field that holds its rules, from the most that is kept to the least."""
 _ROUNDINGS: Final = ("bf16", "int8")
+"""Encodings that levels have, from the most that is kept to the least."""
 
 Rules: TypeAlias = "str | Sequence[str]"
 """Rules as a user writes them: one text, or several; commas separate rules in each."""
@@ -142,8 +143,8 @@ class Policy:
         """Whether it says what is kept, and not only how it is saved."""
         return any(getattr(self, name) for name in _FIELDS.values())
 
-    def rounding(self, level: Level) -> Encoding | None:
-        """Return what the weights are rounded to at a level, with its bounds; None if they stay."""
+    def rounding(self, level: Level) -> tuple[Encoding, ...]:
+        """Return what the weights are rounded to at a level: see :func:`rounding_of`."""
         return rounding_of(level, self.lossy)
 
     def check(self) -> None:
@@ -156,24 +157,28 @@ class Policy:
             raise PolicyError(msg, hint=RULES_HINT)
 
 
-def rounding_of(level: Level, lossy: Iterable[Encoding | str]) -> Encoding | None:
-    """Return what the weights are rounded to at a level; None if they are not.
+def rounding_of(level: Level, lossy: Iterable[Encoding | str]) -> tuple[Encoding, ...]:
+    """Return what the weights are rounded to at a level; nothing if they are not.
+
+    A tensor that the first one does not hold within its bounds gets the next one: that of the
+    level above.
 
     Parameters
     ----------
     lossy
-        With bounds, as in :attr:`Policy.lossy`; the one of the level counts.
+        With bounds, as in :attr:`Policy.lossy`.
 
     Raises
     ------
     InvalidInputError
         One is not for ageing, or is there twice.
     """
-    checked = _lossy(list(lossy))
+    bounded = {one.name: one for one in _lossy(list(lossy))}
     name = level.removeprefix("weights-")
     if name == level:
-        return None
-    return next((one for one in checked if one.name == name), Encoding(name))
+        return ()
+    names = _ROUNDINGS[: _ROUNDINGS.index(name) + 1]
+    return tuple(bounded.get(one, Encoding(one)) for one in reversed(names))
 
 
 def _texts(key: str, value: object, hint: str) -> list[str]:

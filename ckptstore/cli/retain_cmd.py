@@ -11,8 +11,9 @@ from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.rounding import rounding_document, rounding_text
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import bytes_text, count_text, metric_text
+from ckptstore.cli.text import bytes_text, count_text, counted, metric_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.ops.retain import RetainReport
 from ckptstore.store import Store
@@ -119,7 +120,7 @@ def retain(
             document = {"run": run, "policy": policy.to_json() if policy else None}
             output.show(document, lambda screen: None if quiet else screen.line(text))
             return
-        report = opening.retain(policy, run=run, dry_run=not apply)
+        report = opening.retain(policy, run=run, dry_run=not apply, quick=quick)
         output.show(_document(opening, report), lambda screen: _draw(screen, report))
         _notes(output, report)
 
@@ -161,7 +162,7 @@ def _document(store: Store, report: RetainReport) -> dict[str, Any]:
     return {
         "store": store.url,
         "dry_run": report.dry_run,
-        "runs": [_run_document(plan) for plan in report.plans],
+        "runs": [_run_document(plan, report) for plan in report.plans],
         "deleted_count": sum(decision.fate == "gone" for decision in report.changes),
         "aged_count": sum(decision.fate != "gone" for decision in report.changes),
         "reclaimable_bytes": report.reclaimable_bytes,
@@ -169,7 +170,7 @@ def _document(store: Store, report: RetainReport) -> dict[str, Any]:
     }
 
 
-def _run_document(plan: RunPlan) -> dict[str, Any]:
+def _run_document(plan: RunPlan, report: RetainReport) -> dict[str, Any]:
     return {
         "run": plan.run,
         "policy": plan.policy.to_json() if plan.policy else None,
@@ -182,6 +183,7 @@ def _run_document(plan: RunPlan) -> dict[str, Any]:
                 "fate": decision.fate,
                 "reasons": list(decision.reasons),
                 "reclaimable_bytes": decision.reclaimable_bytes,
+                "rounding": rounding_document(report.roundings.get(decision.version.id)),
             }
             for decision in plan.decisions
         ],
@@ -191,13 +193,14 @@ def _run_document(plan: RunPlan) -> dict[str, Any]:
 def _draw(screen: Screen, report: RetainReport) -> None:
     rows: list[Sequence[str]] = []
     for plan in report.plans:
-        rows += [_row(decision) for decision in reversed(plan.decisions)]
+        rows += [_row(decision, report) for decision in reversed(plan.decisions)]
     columns = (
         Column(title="RUN"),
         Column(title="STEP", right=True, wrap=False),
         Column(title="ID", wrap=False),
         Column(title="KEPT", wrap=False),
         Column(title="FREES", right=True, wrap=False),
+        *([Column(title="ERROR", wrap=False)] if report.roundings else []),
         Column(title="METRICS", drop=1),
         Column(title="WHY"),
     )
@@ -207,7 +210,7 @@ def _draw(screen: Screen, report: RetainReport) -> None:
             screen.line(f"{plan.run}: refused: {plan.refused}", "bold red")
 
 
-def _row(decision: Decision) -> Sequence[str]:
+def _row(decision: Decision, report: RetainReport) -> Sequence[str]:
     version = decision.version
     kept = decision.fate if not decision.changes else f"{version.level} -> {decision.fate}"
     metrics = ", ".join(f"{k} {metric_text(v)}" for k, v in list(version.metrics.items())[:3])
@@ -217,6 +220,7 @@ def _row(decision: Decision) -> Sequence[str]:
         version.id[:8],
         kept,
         bytes_text(decision.reclaimable_bytes) if decision.changes else "-",
+        *([rounding_text(report.roundings.get(version.id))] if report.roundings else []),
         metrics,
         "; ".join(decision.reasons),
     )
@@ -231,3 +235,6 @@ def _notes(output: Output, report: RetainReport) -> None:
     if report.dry_run and report.changes:
         text += "; --apply does it"
     output.note(text)
+    exact = sum(len(rounding.problems) for rounding in report.roundings.values())
+    if exact:
+        output.note(f"{counted(exact, 'tensor')} kept more exactly than the level says: --json")

@@ -10,6 +10,7 @@ import typer
 
 from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.rounding import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened
 from ckptstore.cli.text import bytes_text, count_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
@@ -130,6 +131,7 @@ def _document(removal: Removal) -> dict[str, Any]:
         "step": version.step,
         "obstacle": removal.obstacle or None,
         "reclaimable_bytes": removal.reclaimable_bytes,
+        "rounding": rounding_document(removal.rounding),
     }
 
 
@@ -146,11 +148,13 @@ def _summary(found: Sequence[Removal], part: str | None, *, dry_run: bool) -> st
 
 
 def _draw(screen: Screen, found: Sequence[Removal]) -> None:
+    rounded = any(removal.rounding for removal in found)
     columns = (
         Column(title="RUN"),
         Column(title="STEP", right=True, wrap=False),
         Column(title="ID", wrap=False),
         Column(title="FREES", right=True, wrap=False),
+        *([Column(title="ERROR", wrap=False)] if rounded else []),
         Column(title="IN THE WAY"),
     )
     rows = [
@@ -159,6 +163,7 @@ def _draw(screen: Screen, found: Sequence[Removal]) -> None:
             str(removal.version.step),
             removal.version.id[:8],
             bytes_text(removal.reclaimable_bytes),
+            *([rounding_text(removal.rounding)] if rounded else []),
             removal.obstacle or "-",
         )
         for removal in found

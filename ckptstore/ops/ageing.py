@@ -1,18 +1,16 @@
-"""Ageing: less of a version is kept: its weights only, then its record only. Torch-free.
+"""Ageing: less of a version is kept: its weights, these in fewer bits, its record. Torch-free.
 
-No tensor is read or written. A new manifest names what stays, where it lies; one commit makes the
-version point to it and condemns the old manifest, and what only that one named is a collection's
-to free. A crash before the commit leaves an orphan, and the version as it was.
-
-What the weights part is: the tensors of role ``weights``, as the roles were when they were saved;
-and plain values, but those of a part of the state whose tensors all go, or which the conventions of
-:mod:`ckptstore.format.roles` count to the optimizer, the generators or the data. A tensor that
-the weights share with another part of the state stays with the weights.
+For its weights alone no tensor is read or written, but for those that follow from one that goes; to
+have them in fewer bits, they are read, rounded and written. Then comes a new manifest, which names
+what stays; and one commit makes the version point to it and condemns the old manifest, and what
+only that one named is a collection's to free. A crash before the commit leaves orphans, and the
+version as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptstore import limits
@@ -21,35 +19,38 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.catalog.retention import reclaimable
-from ckptstore.checkpoint.content import Content, content_digest, read_content
+from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.checkpoint.parts import part_of
-from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
 from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.lifecycle import Level
-from ckptstore.format.manifest import Manifest
-from ckptstore.format.paths import Path
-from ckptstore.format.roles import RoleRules
-from ckptstore.format.skeleton import prune
+from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import blake3_hex
-from ckptstore.model import RoleBytes, Version
+from ckptstore.model import Version
+from ckptstore.ops.lowering import Lowered, Target, lower, weigh
 from ckptstore.ops.remove import Removal
+from ckptstore.ops.rewriting import Rounding
 from ckptstore.repo import Repo
 
-__all__ = ["Target", "age", "foresee", "prepare", "relocating", "weights_part"]
+__all__ = ["Prepared", "Target", "age", "foresee", "prepare", "relocating", "warn"]
+
+_log = logging.getLogger("ckptstore")
+_RECENT = 2
+"""Versions that were written just before, whose pieces are looked through for equal ones."""
+_NAMED = 5
+"""Tensors that a warning names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """How much of a version is to be kept, and how."""
+class Prepared:
+    """What a commit can carry out: everything that it names is durable."""
 
-    level: Level
-    rounding: Encoding | None = None
-    """What weights are rounded to, and how far they may change by it; None: they are not."""
+    move: Move
+    lowered: Lowered | None
+    """What is left; None for a record."""
 
 
 def age(
@@ -82,26 +83,51 @@ def age(
     chosen = _concerned(versions, target.level)
     for version in chosen:
         _check(catalog, version, target.level, force=force)
-    for start in range(0, len(chosen), limits.RELOCATES_PER_COMMIT):
-        part = chosen[start : start + limits.RELOCATES_PER_COMMIT]
-        _commit(repo, cache, part, target, force=force)
+    size = limits.ROUNDED_PER_COMMIT if target.encodings else limits.RELOCATES_PER_COMMIT
+    recent: list[PieceTable] = []
+    for start in range(0, len(chosen), size):
+        _commit(repo, cache, chosen[start : start + size], target, recent, force=force)
     return [version.id for version in chosen]
 
 
 def foresee(
-    repo: Repo, versions: Sequence[Version], level: Level, *, force: bool = False
+    repo: Repo,
+    cache: Manifests,
+    versions: Sequence[Version],
+    target: Target,
+    *,
+    force: bool = False,
+    measure: bool = False,
 ) -> list[Removal]:
-    """Return the versions that :func:`age` would change, and what is in the way of each."""
+    """Return the versions that :func:`age` would change, and what is in the way of each.
+
+    Parameters
+    ----------
+    measure
+        Read and round what the level rounds, and say what comes of it; else what is freed is an
+        estimate from the catalog.
+    """
     catalog = repo.refresh()
+    recent: list[PieceTable] = []
     found = []
-    for version in _concerned(versions, level):
+    for version in _concerned(versions, target.level):
         obstacle = ""
         try:
-            _check(catalog, version, level, force=force)
+            _check(catalog, version, target.level, force=force)
         except PolicyError as error:
             obstacle = error.message
-        frees = reclaimable(version, level)
-        found.append(Removal(version=version, obstacle=obstacle, reclaimable_bytes=frees))
+        frees, rounding = reclaimable(version, target.level), None
+        if measure and target.encodings and not obstacle:
+            lowered = weigh(repo, cache, version, target, recent)
+            frees, rounding = lowered.reclaimable_bytes, lowered.rounding
+        found.append(
+            Removal(
+                version=version,
+                obstacle=obstacle,
+                reclaimable_bytes=frees,
+                rounding=rounding,
+            )
+        )
     return found
 
 
@@ -129,10 +155,17 @@ def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> 
 
 
 def _commit(
-    repo: Repo, cache: Manifests, versions: Sequence[Version], target: Target, *, force: bool
+    repo: Repo,
+    cache: Manifests,
+    versions: Sequence[Version],
+    target: Target,
+    recent: list[PieceTable],
+    *,
+    force: bool,
 ) -> None:
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        moves = [prepare(repo, cache, version, target) for version in versions]
+        del recent[:-_RECENT]
+        moves = [prepare(repo, cache, one, target, recent).move for one in versions]
 
         def build(now: Catalog, moves: Sequence[Move] = moves) -> list[Op]:
             for version in versions:
@@ -163,97 +196,60 @@ def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
     ]
 
 
-def prepare(repo: Repo, cache: Manifests, version: Version, target: Target) -> Move:
-    """Write the manifest of what is to stay of a version, and return the move to it.
+def prepare(
+    repo: Repo, cache: Manifests, version: Version, target: Target, recent: list[PieceTable]
+) -> Prepared:
+    """Write what is to stay of a version, and its manifest; return the move to it.
+
+    Parameters
+    ----------
+    recent
+        See :func:`ckptstore.ops.lowering.lower`.
 
     Raises
     ------
     CorruptObjectError
         The version's manifest is damaged.
+    CorruptTensorError
+        A tensor that has to be read is.
     StorageError
         The storage failed; nothing has changed.
     """
     if target.level == "record":
-        return Move(
+        move = Move(
             version=version.id,
             based_on=version.manifest_digest,
             level=target.level,
             manifest=None,
             content=version.content,
         )
-    if target.level != "weights":
+        return Prepared(move=move, lowered=None)
+    if target.level == "full":
         msg = f"a version does not age to {target.level!r}"
-        raise InvalidInputError(msg, hint="weights, or record")
-    part = weights_part(cache.load(version))
-    data = manifests.encode(part)
+        raise InvalidInputError(msg, hint=", ".join(reversed(LEVELS[:-1])))
+    lowered = lower(repo, cache, version, target, recent)
+    data = manifests.encode(lowered.manifest)
     key = manifest_key(repo.environment.random_hex(16))
     repo.backend.put(key, data)
     pointer = ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
-    return Move(
+    move = Move(
         version=version.id,
         based_on=version.manifest_digest,
         level=target.level,
         manifest=pointer,
-        content=content_digest(part),
-        roles=_roles(part, version.roles),
-        relies_on=(key, *map(pack_key, part.pieces.packs)),
+        content=content_digest(lowered.manifest),
+        roles=lowered.roles,
+        relies_on=(key, *map(pack_key, lowered.manifest.pieces.packs)),
     )
+    warn(version, lowered.rounding)
+    return Prepared(move=move, lowered=lowered)
 
 
-def weights_part(manifest: Manifest) -> Manifest:
-    """Return the manifest of what of a state is weights; see the module for what that is."""
-    content = read_content(manifest)
-    wanted, roles = _weights(content)
-    return part_of(manifest, prune(content.node, wanted), roles=roles)
-
-
-def _weights(content: Content) -> tuple[Callable[[Path], bool], dict[int, str]]:
-    """Return which leaves are part of the weights, and tensors that take on their role."""
-    paths = [leaf.path for leaf in content.leaves]
-    by_index: dict[int, list[Path]] = {}
-    for leaf in content.leaves:
-        by_index.setdefault(leaf.index, []).append(leaf.path)
-    firsts = [found[0] for found in by_index.values()]
-    rules = RoleRules(flat=RoleRules.is_flat(firsts))
-    kept: set[Path] = set()
-    changed: dict[int, str] = {}
-    for index, found in by_index.items():
-        if content.manifest.tensors[index].role == "weights":
-            # Further paths of a weight may lie in the optimizer, say; the first one decided.
-            kept.update(p for p in found if p == found[0] or rules(p) in ("weights", "extra"))
-        elif len(found) > 1 and any(rules(path) == "weights" for path in found):
-            kept.update(path for path in found if rules(path) == "weights")
-            changed[index] = "weights"
-    gone = _prefixes(paths) - _prefixes(kept)
-    tensors = set(paths)
-    fate: dict[Path, bool] = {}
-
-    def wanted(path: Path) -> bool:
-        if path in tensors:
-            return path in kept
-        parent = path[:-1]
-        if parent not in fate:
-            fate[parent] = not any(parent[:length] in gone for length in range(1, len(path)))
-        return fate[parent] and path not in gone and rules(path) in ("weights", "extra")
-
-    return wanted, changed
-
-
-def _prefixes(paths: Sequence[Path] | set[Path]) -> set[Path]:
-    return {path[:length] for path in paths for length in range(1, len(path))}
-
-
-def _roles(part: Manifest, before: Mapping[str, RoleBytes]) -> dict[str, RoleBytes]:
-    """Return the bytes of what stays; what was new, and what that took, is as it was at most."""
-    logical: dict[str, int] = {}
-    for record in part.tensors:
-        logical[record.role] = logical.get(record.role, 0) + record.nbytes
-    none = RoleBytes(logical=0, new=0, stored=0)
-    return {
-        role: RoleBytes(
-            logical=size,
-            new=min(before.get(role, none).new, size),
-            stored=before.get(role, none).stored,
-        )
-        for role, size in logical.items()
-    }
+def warn(version: Version, rounding: Rounding | None) -> None:
+    """Log which tensors of a version are not in the form that its level asks for."""
+    problems = () if rounding is None else rounding.problems
+    if problems:
+        named = "; ".join(f"{one.path} ({one.problem})" for one in problems[:_NAMED])
+        more = f" and {len(problems) - _NAMED} more" if problems[_NAMED:] else ""
+        where = f"{version.run}@{version.step} (#{version.id[:8]})"
+        _log.warning("%s: kept more exactly than its level says: %s%s", where, named, more)

@@ -25,6 +25,7 @@ from ckptstore.errors import (
 from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_key
 from ckptstore.model import Ref, Version
+from ckptstore.ops.rewriting import Rounding
 from ckptstore.repo import Repo
 
 __all__ = ["Removal", "find_deleted", "remove", "undelete"]
@@ -40,6 +41,8 @@ class Removal:
     reclaimable_bytes: int
     """Stored bytes that no longer have to be kept for it; a collection frees that much at most,
     since other versions may share a part of them."""
+    rounding: Rounding | None = None
+    """What rounding its weights makes of them, where that was measured."""
 
 
 def remove(

@@ -7,21 +7,23 @@ tagged or pinned meanwhile stays, and one that became the head too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckptstore import limits
 from ckptstore.catalog import changes, lifecycle_changes, retention
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
 from ckptstore.format.commit import Op
 from ckptstore.format.lifecycle import SetPolicy
+from ckptstore.format.manifest import PieceTable
 from ckptstore.ops import ageing
-from ckptstore.ops.ageing import Target
+from ckptstore.ops.ageing import Prepared, Target
+from ckptstore.ops.lowering import Lowered, weigh
+from ckptstore.ops.rewriting import Rounding
 from ckptstore.repo import Repo
 
 __all__ = ["AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
@@ -29,6 +31,8 @@ __all__ = ["AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
 AnyPolicy: TypeAlias = "Policy | Mapping[str, object]"
 """A policy, or its JSON form: ``{"full": "last 3", "weights": ["best 5 val_loss"]}``."""
 _Key: TypeAlias = tuple[str, str, str]
+_RECENT = 2
+"""Versions that were written just before, whose pieces are looked through for equal ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +44,8 @@ class RetainReport:
     """Of each run. After a run that was not dry: what was decided about versions as they were."""
     commits: tuple[int, ...] = ()
     """Numbers of the commits that carried it out."""
+    roundings: Mapping[str, Rounding] = field(default_factory=dict)
+    """Version id to what became of its weights, or would, where they were read for it."""
 
     @property
     def changes(self) -> tuple[Decision, ...]:
@@ -105,8 +111,14 @@ def retain(
     policy: AnyPolicy | None = None,
     run: str | None = None,
     dry_run: bool,
+    quick: bool = False,
 ) -> RetainReport:
     """Plan what becomes of versions, and carry it out unless `dry_run`.
+
+    Parameters
+    ----------
+    quick
+        A dry run reads no tensor: what rounding frees is estimated, and its errors are not known.
 
     Raises
     ------
@@ -130,11 +142,36 @@ def retain(
         of = f"run {run!r}" if run is not None else "this store"
         msg = f"{of} has no retention policy, and none was given"
         raise InvalidInputError(msg, hint="such as full='last 3', weights='best 5 val_loss'")
-    if dry_run:
-        return RetainReport(dry_run=True, plans=tuple(plans))
-    repo.check_writable()
-    commits = applying.carry_out()
-    return RetainReport(dry_run=False, plans=tuple(plans), commits=tuple(commits))
+    commits: list[int] = []
+    if not dry_run:
+        repo.check_writable()
+        commits = applying.carry_out()
+    elif not quick:
+        applying.measure(plans)
+    return RetainReport(
+        dry_run=dry_run,
+        plans=tuple(_measured(plan, applying.lowered) for plan in plans),
+        commits=tuple(commits),
+        roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
+    )
+
+
+def _measured(plan: RunPlan, lowered: Mapping[str, Lowered]) -> RunPlan:
+    """Return a plan with what was found to be freed in place of what was estimated."""
+    decisions = tuple(
+        replace(one, reclaimable_bytes=lowered[one.version.id].reclaimable_bytes)
+        if one.changes and one.version.id in lowered
+        else one
+        for one in plan.decisions
+    )
+    return replace(plan, decisions=decisions)
+
+
+def target_of(plan: RunPlan, decision: Decision) -> Target:
+    """Return what a decision of a plan, which is not ``gone``, does to its version."""
+    assert decision.fate != "gone"  # noqa: S101 - for the type checker
+    encodings = plan.policy.rounding(decision.fate) if plan.policy else ()
+    return Target(level=decision.fate, encodings=encodings)
 
 
 class _Retaining:
@@ -148,10 +185,24 @@ class _Retaining:
         self._policy = policy
         self._run = run
         self._now_ms = repo.environment.now_ms()
-        self._prepared: dict[_Key, Move] = {}
+        self._prepared: dict[_Key, Prepared] = {}
+        self._recent: list[PieceTable] = []
+        self.lowered: dict[str, Lowered] = {}
+        """Version id to what is left of it, where tensors had to be read to know that."""
 
     def plans(self, catalog: Catalog) -> list[RunPlan]:
         return retention.plan(catalog, policy=self._policy, run=self._run, now_ms=self._now_ms)
+
+    def measure(self, plans: Sequence[RunPlan]) -> None:
+        """Round what would be rounded, and keep what that tells."""
+        recent: list[PieceTable] = []
+        for plan in plans:
+            for one in () if plan.refused else plan.changes:
+                if one.fate == "gone" or not (target := target_of(plan, one)).encodings:
+                    continue
+                del recent[:-_RECENT]
+                found = weigh(self._repo, self._cache, one.version, target, recent)
+                self.lowered[one.version.id] = found
 
     def carry_out(self) -> list[int]:
         """Commit until nothing is left to do; return the numbers of the commits."""
@@ -170,6 +221,7 @@ class _Retaining:
                 continue
             if commit is not None:
                 numbers.append(commit.number)
+                self._note()
             elif not left:
                 return numbers
 
@@ -187,8 +239,7 @@ class _Retaining:
                 if decision.fate == "gone":
                     gone.append(version.id)
                 else:
-                    rounding = plan.policy.rounding(decision.fate) if plan.policy else None
-                    target = Target(level=decision.fate, rounding=rounding)
+                    target = target_of(plan, decision)
                     aged[version.id, version.manifest_digest, decision.fate] = target
         return gone, aged
 
@@ -196,12 +247,17 @@ class _Retaining:
         """Write manifests for one commit; return whether there was anything to do."""
         gone, aged = self._todo(catalog)
         self._prepared = {key: move for key, move in self._prepared.items() if key in aged}
+        del self._recent[:-_RECENT]
+        room = limits.ROUNDED_PER_COMMIT
         for key, target in aged.items():
-            if len(self._prepared) == limits.RELOCATES_PER_COMMIT:
+            if len(self._prepared) == limits.RELOCATES_PER_COMMIT or not room:
                 break
             if key not in self._prepared:
                 version = catalog.version(key[0])
-                self._prepared[key] = ageing.prepare(self._repo, self._cache, version, target)
+                self._prepared[key] = ageing.prepare(
+                    self._repo, self._cache, version, target, self._recent
+                )
+                room -= bool(target.encodings)
         return bool(gone or aged)
 
     def _build(self, now: Catalog) -> Sequence[Op]:
@@ -210,10 +266,18 @@ class _Retaining:
         if gone:
             part = gone[: limits.VERSIONS_PER_OP_MAX]
             ops += lifecycle_changes.delete(now, part, reason="retention")
-        moves = [move for key, move in self._prepared.items() if key in aged]
+        moves = [prepared.move for key, prepared in self._prepared.items() if key in aged]
         return [*ops, *ageing.relocating(now, moves)]
+
+    def _note(self) -> None:
+        """Remember what the moves that were committed have made of their versions."""
+        for (version, _, _), prepared in self._prepared.items():
+            if prepared.lowered is not None and prepared.lowered.rounding is not None:
+                self.lowered[version] = prepared.lowered
 
     def _forget(self, keys: frozenset[str]) -> None:
         self._prepared = {
-            key: move for key, move in self._prepared.items() if keys.isdisjoint(move.relies_on)
+            key: prepared
+            for key, prepared in self._prepared.items()
+            if keys.isdisjoint(prepared.move.relies_on)
         }

@@ -66,6 +66,7 @@ class Retaining:
         *,
         run: str | None = None,
         dry_run: bool = False,
+        quick: bool = False,
     ) -> RetainReport:
         """Delete and age versions by a policy; deletion can be undone until a collection.
 
@@ -79,7 +80,10 @@ class Retaining:
         run
             Only this run; None for all.
         dry_run
-            Change nothing; the report says what would become of each version, and why.
+            Change nothing; the report says what would become of each version, and why. For levels
+            that round weights these are read, rounded and measured.
+        quick
+            With `dry_run`: do not; what is freed is then estimated, and errors are not known.
 
         Raises
         ------
@@ -92,7 +96,9 @@ class Retaining:
         """
         from ckptstore.ops.retain import retain
 
-        return retain(self._repo, self._manifests, policy=policy, run=run, dry_run=dry_run)
+        return retain(
+            self._repo, self._manifests, policy=policy, run=run, dry_run=dry_run, quick=quick
+        )
 
     def age(
         self,
@@ -184,7 +190,7 @@ class Retaining:
         if reason or not versions:
             msg = "no version to remove a part of" if not versions else "a part goes without reason"
             raise InvalidInputError(msg, hint="reasons are kept of whole versions that are deleted")
-        found = foresee(self._repo, versions, target.level, force=force)
+        found = foresee(self._repo, self._manifests, versions, target, force=force, measure=dry_run)
         if not dry_run:
             age(self._repo, self._manifests, versions, target, force=force)
         return found
@@ -219,8 +225,8 @@ def _target(level: LowerLevel, lossy: Encoding | str | None) -> Target:
     from ckptstore.ops.ageing import Target
 
     given = None if lossy is None else Encoding.of(lossy)
-    rounding = rounding_of(level, [] if given is None else [given])
-    if given is not None and (rounding is None or rounding.name != given.name):
-        msg = f"{str(lossy)!r} is not what the level {level} is written in"
-        raise InvalidInputError(msg, hint="weights-bf16 with bf16, weights-int8 with int8")
-    return Target(level=level, rounding=rounding)
+    encodings = rounding_of(level, [] if given is None else [given])
+    if given is not None and given.name not in [one.name for one in encodings]:
+        msg = f"{str(given)!r} is not what the level {level} is written in"
+        raise InvalidInputError(msg, hint="weights-bf16 goes with bf16, weights-int8 with int8")
+    return Target(level=level, encodings=encodings)

@@ -464,6 +464,8 @@ class Run:
 
         set_policy(self._store.repo, self.name, policy, directions=self._directions)
 
-    def retain(self, policy: AnyPolicy | None = None, *, dry_run: bool = False) -> RetainReport:
+    def retain(
+        self, policy: AnyPolicy | None = None, *, dry_run: bool = False, quick: bool = False
+    ) -> RetainReport:
         """Delete and age versions of this run by a policy; see :meth:`Store.retain`."""
-        return self._store.retain(policy, run=self.name, dry_run=dry_run)
+        return self._store.retain(policy, run=self.name, dry_run=dry_run, quick=quick)
