@@ -2,11 +2,12 @@
 
     python tests/compat/make_golden.py tests/compat/golden/v1
     python tests/compat/make_golden.py tests/compat/golden/v1-blocks
+    python tests/compat/make_golden.py tests/compat/golden/v1-recipes
 
-The second holds what came to the format later: tensors in blocks. The golden stores are committed.
-Later versions of ckptstore must read them as they are, so a store that is there is never made
-again; ``test_golden_v1.py`` and ``test_golden_blocks.py`` hold what every value must be, as
-literals.
+The later ones hold what came to the format later: tensors in blocks, tensors that follow from
+others. The golden stores are committed. Later versions of ckptstore must read them as they are, so
+a store that is there is never made again; ``test_golden_v1.py`` and its like hold what every value
+must be, as literals.
 Ids, times and names come from simulated surroundings: the same program gives the same store, but
 for what zstd makes of the chunks.
 """
@@ -194,6 +195,44 @@ def make_blocks(folder: pathlib.Path) -> None:
         )
 
 
+def make_recipes(folder: pathlib.Path) -> None:
+    """Make the golden store of tensors that follow from others, in every form that there is."""
+    master = (((torch.arange(20_000) * 7919) % 2003 - 1001) / 256).reshape(100, 200)
+    wave = master.flatten()[:5000]
+    spread = wave * 2.0 ** -((torch.arange(5000) % 23).to(torch.float32))
+    turned = wave[:4800].reshape(2, 30, 8, 10).contiguous(memory_format=torch.channels_last)
+    state = {
+        "model": {"weight": master.to(torch.bfloat16), "half": master.to(torch.float16)},
+        "master": master,
+        "bf16": spread / 3,
+        "fp16": wave.to(torch.float64) / 3,
+        "fp8_e4m3fn": wave / 2,
+        "fp8_e5m2": torch.cat([wave / 2, torch.tensor([float("nan"), float("-inf"), -0.0])]),
+        "int8": spread / 5,
+        "int8_bf16": (wave / 6).to(torch.bfloat16),
+        "dynamic_signed": spread / 7,
+        "dynamic_unsigned": (spread / 9).square(),
+        "turned": turned / 3,
+        "scalar": torch.tensor(0.3),
+    }
+    encodings = {
+        "bf16": "bf16",
+        "fp16": "fp16",
+        "fp8_e4m3fn": "fp8_e4m3fn",
+        "fp8_e5m2": "fp8_e5m2",
+        "int8*": "int8:block=64",
+        "dynamic_*": "dynamic8",
+        "turned": "int8:block=16",
+        "scalar": "int8",
+    }
+    with Store(create(folder, SimulatedEnvironment(3))) as store:
+        store.run("coded").save(state, step=1, encodings=encodings)
+        state["master"][0, 0] = 5.0
+        state["model"]["weight"][0, 0] = 5.0
+        state["int8"][7] = 100.0
+        store.run("coded").save(state, step=2, encodings=encodings)
+
+
 def make(folder: pathlib.Path) -> None:
     """Make the golden store in a folder that is not there yet."""
     environment = SimulatedEnvironment(1)
@@ -225,4 +264,5 @@ def make(folder: pathlib.Path) -> None:
 
 if __name__ == "__main__":
     place = pathlib.Path(sys.argv[1])
-    (make_blocks if place.name.endswith("blocks") else make)(place)
+    kinds = {"v1": make, "v1-blocks": make_blocks, "v1-recipes": make_recipes}
+    kinds[place.name](place)
