@@ -23,6 +23,7 @@ from ckptstore.ops.candidates import Candidates, condemnable, find_candidates, s
 from ckptstore.ops.holders import Holder, holders_of
 from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.reach import Reach
+from ckptstore.ops.rebase import Rebased, dead_keys, rebase
 from ckptstore.ops.repack import Repacked, choose, repack
 from ckptstore.ops.sweep import due, sweep
 from ckptstore.repo import Repo
@@ -70,6 +71,8 @@ class GcReport:
     young: Kinds
     """Named by no live version, and too young to judge: uploads in flight, most likely."""
     repacked: Repacked
+    rebased: Rebased
+    """Deltas that were stored by themselves, since nothing else needed their bases."""
     condemned: Kinds
     """Condemned by this collection, packs that were written anew included; in a dry run, what it
     would condemn, those packs apart."""
@@ -150,7 +153,8 @@ def gc(
         Objects that no commit names are left alone for so long; in seconds by the storage's
         clock. 0 may make savers at work write again what they had written; nothing is lost.
     repack_below
-        Packs of which a smaller share than this is live are written anew; None leaves packs as
+        Packs of which a smaller share than this is live are written anew, and deltas whose bases
+        nothing else needs are stored by themselves, where that takes less; None leaves packs as
         they are, 1.0 leaves nothing dead in any.
     dry_run
         Say what would be done, and change nothing. Unless the store was opened read-only, one
@@ -160,7 +164,7 @@ def gc(
     force
         Collect even if what lies in the store says that commits were lost.
     progress
-        Stages ``list``, ``manifests``, ``repack`` and ``sweep``.
+        Stages ``list``, ``manifests``, ``rebase``, ``repack`` and ``sweep``.
 
     Raises
     ------
@@ -194,7 +198,12 @@ def gc(
     if not force:
         strays = [key for key in figures["orphans"] if version_id_of(key) is not None]
         check_log_is_whole(repo, catalog, strays, in_flight=orphan_age_s <= 0)
-    chunks = reach.chunks(catalog)
+    rebased = Rebased()
+    if repack_below is not None:
+        rebased = rebase(repo, cache, reach, dry_run=dry_run, progress=progress)
+        if not dry_run and rebased.versions_count:
+            found.dead.update(dead_keys(rebased) & found.objects.keys())
+    chunks = reach.chunks(repo.catalog if rebased.versions_count else catalog)
     below = repack_below if repack_below is not None else 0.0
     victims = choose(chunks, found.objects, below=below)
     repacked = Repacked(
@@ -229,6 +238,7 @@ def gc(
         orphan_age_s_max=max(map(found.age_s, figures["nameless"]), default=0.0),
         young=run.tally(figures["young"]),
         repacked=repacked,
+        rebased=rebased,
         condemned=run.tally(condemned),
         swept=run.tally(swept),
         leftovers=Tally(count=left.count, size_bytes=left.size_bytes),

@@ -69,6 +69,8 @@ class Footprint:
     """Ids of the packs that hold a chunk of it."""
     chunks: tuple[ChunkTable, ...]
     """Per pack."""
+    deltas: bool = False
+    """Whether it names pieces that are differences to others, which it needs too."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Footprint:
@@ -85,6 +87,7 @@ class Footprint:
                 ChunkTable(offset=table.offset[at], stored=table.stored[at], raw=table.slab[at])
                 for at in (parts if len(places) else ())
             ),
+            deltas=table.base is not None,
         )
 
 

@@ -102,6 +102,8 @@ class Rescue:
 
     repo: Repo
     dry_run: bool
+    codec: str = ""
+    """What pieces are written with; by default the store's."""
     progress: ProgressCallback = silent
     needs: dict[bytes, Need] = field(default_factory=dict)
     placed: dict[bytes, Location] = field(default_factory=dict)
@@ -197,7 +199,7 @@ class Rescue:
             options=repo.options,
             known=KnownPieces([]),
             chunk_bytes=max(repo.chunk_bytes, *(item.nbytes for item in held)),
-            choice=check_choice(repo.options.codec),
+            choice=check_choice(self.codec or repo.options.codec),
             progress=silent,
         )
         self.written_bytes += written.pack_bytes

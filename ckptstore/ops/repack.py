@@ -10,7 +10,7 @@ any other. A crash anywhere leaves new packs and manifests that nobody names: or
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -38,7 +38,7 @@ from ckptstore.objects.packs import PackSink
 from ckptstore.ops.reach import ChunkTable, Reach, changed
 from ckptstore.repo import Repo
 
-__all__ = ["Repacked", "Victim", "choose", "repack"]
+__all__ = ["Repacked", "Victim", "choose", "relocate", "repack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,14 @@ def repack(
         copying = _Copying(repo=repo, progress=progress, done=copied, total=total)
         copying.run(batch)
         copied = copying.done
-        moved = _relocate(repo, cache, reach, copying.places)
+        places = copying.places
+        moved = relocate(
+            repo,
+            cache,
+            reach,
+            places,
+            lambda manifest, places=places: _elsewhere(manifest.pieces, places),  # type: ignore[misc]
+        )
         whole = [victim for victim in batch if victim.pack in copying.places]
         done = Repacked(
             packs_count=done.packs_count + len(whole),
@@ -263,21 +270,43 @@ def _spans(live: ChunkTable, repo: Repo) -> Iterator[tuple[int, int]]:
 # --- versions -----------------------------------------------------------------------------------
 
 
-def _relocate(repo: Repo, cache: Manifests, reach: Reach, places: Mapping[str, _Moved]) -> int:
-    """Write manifests and commit; return how many versions lie elsewhere now."""
+def relocate(
+    repo: Repo,
+    cache: Manifests,
+    reach: Reach,
+    packs: Container[str],
+    change: Callable[[Manifest], PieceTable | None],
+) -> int:
+    """Write manifests and commit; return how many versions lie elsewhere now.
+
+    Parameters
+    ----------
+    packs
+        Live versions that need one of these are asked for.
+    change
+        Returns the table that a version is to have, over other places of the same pieces; None if
+        it stays as it is.
+
+    Raises
+    ------
+    StorageError
+        The storage failed; what was written is left as orphans.
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.append`.
+    """
     catalog = repo.refresh()
     needs = reach.of(catalog)
     concerned = [
         catalog.version(version)
         for version, need in needs.items()
-        if any(pack in places for pack in need.packs)
+        if any(pack in packs for pack in need.packs)
     ]
     # Of a version that has lost parts, a relocation would say that it is mended.
     concerned = [version for version in concerned if not version.damaged]
     moved = 0
     for start in range(0, len(concerned), limits.GC_MOVES_PER_COMMIT):
         part = concerned[start : start + limits.GC_MOVES_PER_COMMIT]
-        moves = list(_moves(repo, cache, reach, part, places))
+        moves = list(_moves(repo, cache, reach, part, change))
         old = {version.id: version.manifest_key for version in part}
         taken: list[int] = []
 
@@ -316,7 +345,7 @@ def _moves(
     cache: Manifests,
     reach: Reach,
     versions: Sequence[Version],
-    places: Mapping[str, _Moved],
+    change: Callable[[Manifest], PieceTable | None],
 ) -> Iterator[Move]:
     """Write the new manifests of versions; those that changed meanwhile are left out."""
 
@@ -327,7 +356,7 @@ def _moves(
             if not changed(repo, version):
                 raise
             return None
-        pieces = _elsewhere(manifest.pieces, places)
+        pieces = change(manifest)
         return None if pieces is None else _move(repo, version, replace(manifest, pieces=pieces))
 
     workers = min(repo.backend.capabilities.concurrency, len(versions))
