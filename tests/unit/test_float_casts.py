@@ -1,0 +1,122 @@
+"""Casts between float formats: bit for bit those of torch, whatever the processor."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from ckptstore.encodings.casts import FLOATS, raw_dtype, recast, to_float64
+from ckptstore.encodings.decoding import decode_elements
+from ckptstore.format.recipes import CASTS
+
+PAIRS = list(permutations(FLOATS, 2))
+_TORCH_RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+
+
+def _patterns(dtype: str) -> npt.NDArray[Any]:
+    """Return every element of a format of up to 16 bits; of a wider one, those that matter."""
+    kind = raw_dtype(dtype)
+    if kind.itemsize <= 2:
+        return np.arange(1 << 8 * kind.itemsize, dtype=np.uint32).astype(kind)
+    random = np.random.default_rng(8)
+    upper = np.arange(1 << 16, dtype=np.uint32) << np.uint32(16)
+    single = np.concatenate(
+        [
+            upper,  # every sign, exponent and first bits of the mantissa ...
+            upper | np.uint32(0x8000),  # ... in the middle between two bfloat16
+            upper | np.uint32(0x7FFF),
+            upper | np.uint32(0x8001),
+            np.arange(1 << 20, dtype=np.uint32) << np.uint32(12),  # ties of narrow formats
+            random.integers(0, 1 << 32, 1 << 20, dtype=np.uint32),
+        ]
+    )
+    if kind.itemsize == 4:
+        return single
+    low = random.integers(0, 1 << 29, len(single), dtype=np.uint64)
+    exact = to_float64("float32", single).view(np.uint64)
+    return np.concatenate([exact, exact | low, random.integers(0, 1 << 64, 1 << 18, np.uint64)])
+
+
+def _as_torch(dtype: str, raw: npt.NDArray[Any]) -> torch.Tensor:
+    return torch.from_numpy(raw.copy()).view(getattr(torch, dtype))
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: str(name))
+def test_casts_are_those_of_torch(source: str, target: str) -> None:
+    """Every pattern becomes what torch makes of it; a NaN stays one."""
+    raw = _patterns(source)
+    made = recast(source, target, raw)
+    asked = _as_torch(source, raw).to(getattr(torch, target))
+    wanted = asked.view(_TORCH_RAW[FLOATS[target]]).numpy()
+    missing = np.isnan(to_float64(target, wanted))
+    assert np.array_equal(made[~missing], wanted[~missing])
+    assert np.isnan(to_float64(target, made[missing])).all()
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: str(name))
+def test_zeros_and_infinities_keep_their_sign(source: str, target: str) -> None:
+    """-0 is -0 in every format; an infinity stays where there is one, else the largest value."""
+    values = torch.tensor([0.0, -0.0, torch.inf, -torch.inf]).to(getattr(torch, source))
+    raw = values.view(_TORCH_RAW[FLOATS[source]]).numpy()
+    made = to_float64(target, recast(source, target, raw))
+    assert np.array_equal(np.signbit(made), [False, True, False, True])
+    largest = 448.0 if "float8_e4m3fn" in (source, target) else np.inf
+    assert made.tolist() == [0, 0, largest, -largest]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float64", "bfloat16", "float8_e5m2"])
+def test_a_nan_made_anew_is_quiet(dtype: str) -> None:
+    """What is left of a NaN of float32 is its sign, on every processor."""
+    raw = np.array([0x7F80_0001, 0xFF80_0001, 0x7FFF_FFFF, 0xFFC0_0000], np.uint32)
+    made = recast("float32", dtype, raw)
+    assert made[0] == made[2]
+    assert made[1] == made[3]
+    assert int(made[0]) ^ int(made[1]) == 1 << 8 * FLOATS[dtype] - 1
+
+
+def test_decoding_a_cast_is_the_cast() -> None:
+    """What a load restores is what was measured, from any element on and in any number."""
+    raw = _patterns("bfloat16")
+    whole = recast("bfloat16", "float32", raw)
+    for start, stop in ((0, len(raw)), (1, 2), (7, 65_530), (65_536, 65_536)):
+        out = np.zeros(stop - start, np.uint32)
+        codes = raw[start:stop].view(np.uint8).data
+        decode_elements(
+            "cast", "", 0, "float32", "bfloat16", start, codes, None, out.view(np.uint8).data
+        )
+        assert np.array_equal(out, whole[start:stop])
+
+
+def test_the_format_knows_the_same_types() -> None:
+    """What a manifest may say of a cast is what can be cast."""
+    assert set(FLOATS) == CASTS
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "dtype", "source"),
+    [
+        ("cast", "", "int8", "float32"),
+        ("cast", "", "float32", "int8"),
+        ("scaled", "cubic", "float32", "int8"),
+        ("folded", "", "float32", "float16"),
+    ],
+)
+def test_what_is_unknown_is_refused(kind: str, code: str, dtype: str, source: str) -> None:
+    """Names that no manifest holds are an error, not a guess."""
+    out = memoryview(bytearray(4))
+    with pytest.raises(ValueError, match=r"unknown|restores"):
+        decode_elements(kind, code, 8, dtype, source, 0, memoryview(b"\0"), out, out)
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    """Fewer codes than elements, or fewer scales than blocks, are an error."""
+    out = memoryview(bytearray(64))
+    with pytest.raises(ValueError, match="elements for"):
+        decode_elements("cast", "", 0, "float32", "float16", 0, out[:30], None, out)
+    with pytest.raises(ValueError, match="scales"):
+        decode_elements("scaled", "linear", 8, "float32", "int8", 4, out[:16], out[:8], out)
