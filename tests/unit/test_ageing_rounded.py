@@ -282,7 +282,7 @@ def test_weights_that_have_so_few_bits_are_not_touched(store: ckptstore.Store) -
 
 
 def test_weights_whose_masters_go_are_written(store: ckptstore.Store, tmp_path: Path) -> None:
-    """Derived weights cost nothing beside their masters; without them they are stored themselves."""
+    """Derived weights cost nothing beside their masters; without these they are stored."""
     run = store.run("gpt")
     for step in (1, 2):
         run.save(_mixed(step), step=step)
