@@ -62,7 +62,7 @@ def older_of(
     rows: list[int | None] = []
     counts: list[int] = []
     for record, name in zip(records, names, strict=True):
-        index = there.get(name)
+        index = None if name is None else there.get(name)
         same = index is not None and _is_same(record, parent.tensors[index])
         rows.append(parent.first[index] if same and index is not None else None)
         counts.append(parent.first[index + 1] - parent.first[index] if index is not None else 0)

@@ -297,8 +297,8 @@ class Deltas:
         try:
             found = self._read(run)
         finally:
-            for other, data in zip(waiting, found[1:], strict=True):
-                other.set_result(data)
+            for promise, data in zip(waiting, found[1:], strict=True):
+                promise.set_result(data)
         return found[0]
 
     def _run(self, slot: int, row: int) -> list[int]:
@@ -342,8 +342,8 @@ class Deltas:
             )
         except CkptStoreError as error:
             lost = dict.fromkeys(rows, error)
-        for error in lost.values():
-            self._warn(error)
+        for why in lost.values():
+            self._warn(why)
         return [None if row in lost else data for row, data in zip(rows, memory, strict=True)]
 
     def _warn(self, error: CkptStoreError) -> None:

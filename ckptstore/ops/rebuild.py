@@ -396,7 +396,7 @@ def replaced(table: PieceTable, own: int, places: Mapping[int, Location]) -> Pie
         if place is None:
             place = location_of(table, row)
             base = table.base_of(row)
-            if base in places and place.base is not None:
+            if base is not None and base in places and place.base is not None:
                 place = replace(place, base=replace(place.base, location=places[base]))
         builder.put(row, place)
     return builder.build()
