@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 import ckptstore
 from benchmarks.disk import Workspace
-from benchmarks.failures import Row
 from benchmarks.measure import FAILURES, say
+from benchmarks.outcomes import Row, row_of_saves, threads_may_die
 from benchmarks.peers import empty_like
 from benchmarks.states import State, same
 from ckptstore.backends.base import Backend, Buffer, ObjectWriter
@@ -75,14 +75,6 @@ def _state(seed: int, *, elements: int = 1 << 16) -> State:
     return {"model": tensors}
 
 
-def _row(fault: str, tool: str, outcomes: Counter[str], good: Sequence[str]) -> Row:
-    total = outcomes.total()
-    text = "; ".join(f"{what}: {count} of {total}" for what, count in outcomes.most_common())
-    return Row(
-        fault=fault, tool=tool, observed=text, silent=any(one not in good for one in outcomes)
-    )
-
-
 # --- a write fails ------------------------------------------------------------------------------
 
 
@@ -100,10 +92,10 @@ def _writes_fail(space: Workspace, code: int, name: str, tries: int) -> list[Row
         for _ in range(tries):
             with _dcp_fails(code):
                 outcomes[_dcp_outcome(_state(1), space.fresh(), save)] += 1
-        rows.append(_row(fault, tool, outcomes, good))
+        rows.append(row_of_saves(fault, tool, outcomes, good))
     for engine in _ENGINES:
         outcomes = Counter(_store_outcome(space.fresh(), code, engine) for _ in range(tries))
-        rows.append(_row(fault, f"ckptstore save_async, {engine}", outcomes, good))
+        rows.append(row_of_saves(fault, f"ckptstore save_async, {engine}", outcomes, good))
     return rows
 
 
@@ -138,13 +130,8 @@ def _dcp_fails(code: int, *, every: bool = False) -> Iterator[None]:
             raise OSError(code, os.strerror(code), str(path))
         return genuine(self, path, mode)
 
-    hook = threading.excepthook
-    threading.excepthook = lambda _: None  # that a thread dies is the point
-    try:
-        with patch.object(FileSystem, "create_stream", failing):
-            yield
-    finally:
-        threading.excepthook = hook
+    with patch.object(FileSystem, "create_stream", failing), threads_may_die():
+        yield
 
 
 def _dcp_outcome(state: State, folder: Path, save: Callable[[State, Path], None]) -> str:
@@ -276,10 +263,10 @@ def _changed(space: Workspace, tries: int) -> list[Row]:
     fault = "state changed in place while it is staged in the background"
     good = ("raised, naming the tensor",)
     outcomes = Counter(_dcp_changed(space.fresh()) for _ in range(tries))
-    rows = [_row(fault, "DCP async_save, use_async_staging", outcomes, good)]
+    rows = [row_of_saves(fault, "DCP async_save, use_async_staging", outcomes, good)]
     for engine in _ENGINES:
         outcomes = Counter(_store_changed(space.fresh(), engine) for _ in range(tries))
-        rows.append(_row(fault, f"ckptstore save_async, {engine}", outcomes, good))
+        rows.append(row_of_saves(fault, f"ckptstore save_async, {engine}", outcomes, good))
     return rows
 
 

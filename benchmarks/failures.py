@@ -18,7 +18,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, cast
 from unittest.mock import patch
@@ -33,28 +33,19 @@ import ckptstore
 from benchmarks import peers
 from benchmarks.disk import Workspace
 from benchmarks.host import header
+from benchmarks.http_failures import failures_over_http
 from benchmarks.measure import FAILURES, Result, say
+from benchmarks.outcomes import Row, counted, row_of_saves, threads_may_die
 from benchmarks.peers import PEERS, Peer, empty_like
 from benchmarks.states import State, same
 
-__all__ = ["Row", "run"]
+__all__ = ["run"]
 
 _REPO = Path(__file__).resolve().parent.parent
 _MIB = 1 << 20
 _RUN = "bench"
 _TRIES = 10
 _FLIPS = 60
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One thing that was done to one tool."""
-
-    fault: str
-    tool: str
-    observed: str
-    silent: bool
-    """Whether wrong or missing data was passed off as success, or code was executed."""
 
 
 def run(space: Workspace, *, flips: int = _FLIPS, tries: int = _TRIES) -> Result:
@@ -72,6 +63,7 @@ def run(space: Workspace, *, flips: int = _FLIPS, tries: int = _TRIES) -> Result
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
         ("full disk in a writer thread", lambda: _no_space(space, tries)),
         ("file size limit in a writer thread", lambda: _size_limit(space, tries)),
+        ("errors over HTTP", lambda: failures_over_http(space, tries=tries)),
         ("bit flips", lambda: _bit_flips(space, flips)),
         ("killed while saving over a checkpoint", lambda: _killed(space)),
         ("a pickle in the place of metadata", lambda: _pickles(space)),
@@ -105,9 +97,9 @@ def _no_space(space: Workspace, tries: int) -> list[Row]:
     for _ in range(tries):
         with _full_for_threads():
             outcomes[_dcp_outcome(state, space.fresh(), threads=4)] += 1
-    rows = [_row_of_saves(fault, "DCP, 4 threads", outcomes, tries)]
+    rows = [row_of_saves(fault, "DCP, 4 threads", outcomes)]
     outcomes = Counter(_store_without_space(state, space.fresh()) for _ in range(tries))
-    return [*rows, _row_of_saves(fault, "ckptstore", outcomes, tries)]
+    return [*rows, row_of_saves(fault, "ckptstore", outcomes)]
 
 
 @contextmanager
@@ -120,19 +112,8 @@ def _full_for_threads() -> Iterator[None]:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         return genuine(self, path, mode)
 
-    with patch.object(FileSystem, "create_stream", full), _threads_may_die():
+    with patch.object(FileSystem, "create_stream", full), threads_may_die():
         yield
-
-
-@contextmanager
-def _threads_may_die() -> Iterator[None]:
-    """Keep the traceback of a dying thread off the screen: that it dies is the point."""
-    hook = threading.excepthook
-    threading.excepthook = lambda _: None
-    try:
-        yield
-    finally:
-        threading.excepthook = hook
 
 
 def _dcp_outcome(state: State, folder: Path, *, threads: int) -> str:
@@ -170,13 +151,13 @@ def _size_limit(space: Workspace, tries: int) -> list[Row]:
     state: State = {"model": {"large": large, "small": torch.randn(1 << 16, generator=generator)}}
     outcomes: Counter[str] = Counter()
     stored: Counter[str] = Counter()
-    with _files_up_to(8 * _MIB), _threads_may_die():
+    with _files_up_to(8 * _MIB), threads_may_die():
         for _ in range(tries):
             outcomes[_dcp_outcome(state, space.fresh(), threads=2)] += 1
             stored[_store_outcome(state, space.fresh())] += 1
     return [
-        _row_of_saves(fault, "DCP, 2 threads", outcomes, tries),
-        _row_of_saves(fault, "ckptstore", stored, tries),
+        row_of_saves(fault, "DCP, 2 threads", outcomes),
+        row_of_saves(fault, "ckptstore", stored),
     ]
 
 
@@ -203,20 +184,6 @@ def _store_outcome(state: State, folder: Path) -> str:
             return "raised" if len(run.versions()) == 1 else "raised, but a version appeared"
         loads = same(state, run.load())
     return "returned success, loads" if loads else "returned success, loads wrong"
-
-
-def _row_of_saves(fault: str, tool: str, outcomes: Counter[str], tries: int) -> Row:
-    good = {"raised", "returned success, loads"}
-    return Row(
-        fault=fault,
-        tool=tool,
-        observed=_counted(outcomes, tries),
-        silent=any(outcome not in good for outcome in outcomes),
-    )
-
-
-def _counted(outcomes: Counter[str], total: int) -> str:
-    return "; ".join(f"{outcome}: {count} of {total}" for outcome, count in outcomes.most_common())
 
 
 # --- bit flips --------------------------------------------------------------------------------
@@ -271,7 +238,7 @@ def _flip_all(
     return Row(
         fault=f"one bit flipped {where}",
         tool=peer.name,
-        observed=_counted(outcomes, flips),
+        observed=counted(outcomes),
         silent="loads wrong values" in outcomes,
     )
 

@@ -131,6 +131,9 @@ def test_failures(space: Workspace, tmp_path: Path) -> None:
     rows = result.facts["rows"]
     assert [row for row in rows if row["tool"].startswith("ckptstore") and row["silent"]] == []
     assert {row["tool"] for row in rows} >= {"torch.save", "safetensors", "DCP", "ckptstore"}
+    for fault in ("ENOSPC in threads", "HTTP 500", "connection cut", "server dead"):
+        told = [row for row in rows if row["fault"].startswith(fault)]
+        assert {row["tool"].split()[0].rstrip(",") for row in told} == {"DCP", "ckptstore"}
 
 
 def test_async(space: Workspace, tmp_path: Path) -> None:
