@@ -66,6 +66,7 @@ def keepers(only: Sequence[str] = ()) -> list[Keeper]:
         Keeper(name="restic", start=_Restic, note="torch.save, then backup"),
         Keeper(name="borg", start=_Borg, note="torch.save, then create, zstd"),
         Keeper(name="ckptstore auto", start=_stores("auto")),
+        Keeper(name="ckptstore planes", start=_stores("planes")),
         Keeper(name="ckptstore delta", start=_stores("delta")),
         Keeper(
             name="ckptstore bf16 + int8",

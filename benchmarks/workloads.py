@@ -20,7 +20,7 @@ import torch
 
 import ckptstore
 from benchmarks import peers
-from benchmarks.disk import Workspace, tree_bytes, warm
+from benchmarks.disk import Workspace, chill, tree_bytes, warm
 from benchmarks.host import header
 from benchmarks.measure import Case, Measured, Result, run_cases, say, trim
 from benchmarks.peers import PEERS, Peer, empty_like, touch
@@ -28,10 +28,20 @@ from benchmarks.resident import extra_bytes, mark
 from benchmarks.states import State, flat_tensors, same, state_bytes
 from benchmarks.workload_states import WORKLOADS, Workload, parameters
 
-__all__ = ["against_peers", "describe", "of_a_store", "run"]
+__all__ = [
+    "against_peers",
+    "describe",
+    "load_case",
+    "loader",
+    "of_a_store",
+    "run",
+    "save_case",
+    "store_load",
+    "store_save",
+]
 
 _RUN = "bench"
-_OURS = "ckptstore"
+_CODECS = ("auto", "planes")
 
 
 def run(
@@ -95,8 +105,8 @@ def against_peers(
     """Add the tables ``NAME: save`` and ``NAME: load``; `only` names peers, all by default."""
     name = workload.name
     chosen = [peer for peer in PEERS if not only or peer.name in only]
-    cases = [_save_case(peer.name, peer.save, state) for peer in chosen]
-    cases.append(_store_save(state))
+    cases = [save_case(peer.name, peer.save, state) for peer in chosen]
+    cases += [store_save(state, codec) for codec in _CODECS]
     result.tables[f"{name}: save"] = run_cases(f"{name} save", cases, space, rounds=rounds)
     target = empty_like(state)
     loads, folders = [], []
@@ -105,19 +115,22 @@ def against_peers(
         folders.append(folder)
         if not any(one.name == peer.name and one.error for one in result.tables[f"{name}: save"]):
             peer.save(state, folder)
-            loads.append(_load_case(peer.name, _loader(peer, target), folder, state))
-    folder = space.fresh()
-    folders.append(folder)
-    with ckptstore.open(folder, create=True) as store:
-        store.run(_RUN).save(state, step=1)
-    loads.append(_load_case(_OURS, lambda path: _store_load(path, target), folder, state))
+            loads.append(load_case(peer.name, loader(peer, target), folder, state))
+    for codec in _CODECS:
+        folder = space.fresh()
+        folders.append(folder)
+        with ckptstore.open(folder, create=True, codec=codec) as store:
+            store.run(_RUN).save(state, step=1)
+        load = partial(store_load, target=target)
+        loads.append(load_case(f"ckptstore {codec}", load, folder, state))
     result.tables[f"{name}: load"] = run_cases(f"{name} load", loads, space, rounds=rounds)
-    result.tables[f"{name}: weights"] = _parts(name, folders[0], folder, state, space, rounds)
+    result.tables[f"{name}: weights"] = _parts(name, folders[0], folders[-2], state, space, rounds)
     for folder in folders:
         space.discard(folder)
 
 
-def _save_case(name: str, save: Callable[[State, Path], None], state: State) -> Case:
+def save_case(name: str, save: Callable[[State, Path], None], state: State) -> Case:
+    """Return the case of a peer's save into a new folder."""
     before: list[int] = []
 
     def prepare(_: Path) -> None:
@@ -135,13 +148,13 @@ def _save_case(name: str, save: Callable[[State, Path], None], state: State) -> 
     )
 
 
-def _store_save(state: State) -> Case:
+def store_save(state: State, codec: str) -> Case:
     """Return the case of the first save into a new store, which is open as in a training loop."""
     stores: list[ckptstore.Store] = []
     before: list[int] = []
 
     def prepare(folder: Path) -> None:
-        stores.append(ckptstore.open(folder / "store", create=True))
+        stores.append(ckptstore.open(folder / "store", create=True, codec=codec))
         before[:] = [mark()]
 
     def after(folder: Path, _: object) -> Mapping[str, float]:
@@ -150,7 +163,7 @@ def _store_save(state: State) -> Case:
         return {"extra_bytes": extra, "stored_bytes": tree_bytes(folder)}
 
     return Case(
-        name=_OURS,
+        name=f"ckptstore {codec}",
         prepare=prepare,
         run=lambda _: stores[-1].run(_RUN).save(state, step=1),
         after=after,
@@ -158,7 +171,8 @@ def _store_save(state: State) -> Case:
     )
 
 
-def _loader(peer: Peer, target: State) -> Callable[[Path], object]:
+def loader(peer: Peer, target: State) -> Callable[[Path], object]:
+    """Return how a peer loads: into tensors that exist if it can, else into new memory."""
     into, new = peer.load_into, peer.load
     if into is not None:
         return lambda folder: into(folder, target)
@@ -172,19 +186,26 @@ def _loader(peer: Peer, target: State) -> Callable[[Path], object]:
     return load
 
 
-def _store_load(folder: Path, target: State) -> object:
+def store_load(folder: Path, target: State) -> object:
+    """Open a store, and fill a state from its newest version."""
     with ckptstore.open(folder, read_only=True) as store:
         return store.load(f"{_RUN}@latest", into=target)
 
 
-def _load_case(
-    name: str, load: Callable[[Path], object], folder: Path, state: State, note: str = ""
+def load_case(
+    name: str,
+    load: Callable[[Path], object],
+    folder: Path,
+    state: State,
+    *,
+    cold: bool = False,
 ) -> Case:
+    """Return the case of a load, compared once with what was saved."""
     before: list[int] = []
     checked: list[bool] = []
 
     def prepare(path: Path) -> None:
-        warm(path)
+        (chill if cold else warm)(path)
         before[:] = [mark()]
 
     def after(_: Path, loaded: object) -> Mapping[str, float]:
@@ -204,7 +225,6 @@ def _load_case(
         folder=folder,
         writes=False,
         logical_bytes=state_bytes(state),
-        note=note,
     )
 
 
@@ -226,9 +246,9 @@ def _parts(
             return store.load(f"{_RUN}@latest", include=["model"])
 
     cases = [
-        _load_case("torch.load", whole, files, weights),
-        _load_case("torch.load, mapped", mapped, files, weights),
-        _load_case(_OURS, included, stored, weights),
+        load_case("torch.load", whole, files, weights),
+        load_case("torch.load, mapped", mapped, files, weights),
+        load_case("ckptstore", included, stored, weights),
     ]
     return run_cases(f"{name} weights", cases, space, rounds=rounds)
 
