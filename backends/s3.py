@@ -1,24 +1,14 @@
-"""S3 and what speaks its protocol, through s3fs: its sessions, credentials and event loop.
+"""S3 and what speaks its protocol.
 
-Every request is one plain call of the S3 API; s3fs and botocore try it once, since retries belong
-to the retry wrapper. Below them, aiohttp sends a request again when a kept-alive connection turns
-out to be broken: a create whose answer was lost then finds its own object and is told that it
-exists, which the contract allows.
+Every request is one plain call of the S3 API, tried once, since retries belong to the retry
+wrapper. Two clients can send it: botocore alone (``s3_direct``), which moves a byte for half of
+the processor time, and s3fs (``s3_fsspec``), which knows every option that s3fs knows.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final
-
-import aiohttp
-import botocore.exceptions as boto
-import s3fs
-from botocore.config import Config
-from fsspec.asyn import sync
-from fsspec.exceptions import FSTimeoutError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import (
@@ -31,23 +21,28 @@ from ckptstore.backends.base import (
     check_prefix,
 )
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
-from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.object_url import BucketLocation, parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.scatter import Scatter, wanted_bytes
+from ckptstore.backends.s3_calls import Foreign, S3Calls
+from ckptstore.backends.s3_direct import DirectFactory
+from ckptstore.backends.s3_errors import translate
+from ckptstore.backends.s3_settings import read_settings
+from ckptstore.backends.scatter import wanted_bytes
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
+    InvalidUrlError,
+    MissingDependencyError,
     StorageError,
-    StoragePermissionError,
     TransientStorageError,
 )
 from ckptstore.limits import MIB
 
 __all__ = ["S3Backend", "open_s3"]
 
-Foreign = Any
-"""A value of s3fs or botocore, which ship no types."""
+T = TypeVar("T")
+
+_CLIENTS: Final = ("auto", "direct", "s3fs")
 
 CAPABILITIES: Final = Capabilities(
     # What AWS has done since August 2024; others ignore or refuse it: only the probe knows.
@@ -61,14 +56,6 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=0.0,  # strongly consistent since December 2020
 )
 
-_NO_CREDENTIALS = (
-    boto.NoCredentialsError,
-    boto.PartialCredentialsError,
-    boto.CredentialRetrievalError,
-    boto.TokenRetrievalError,
-    boto.ProfileNotFound,
-)
-
 
 class S3Backend(Backend):
     """The objects below one prefix of a bucket.
@@ -77,15 +64,15 @@ class S3Backend(Backend):
     ----------
     location
         The bucket is never created.
-    options
-        For ``s3fs.S3FileSystem``.
+    factory
+        Makes the client of a process; picklable.
     """
 
-    def __init__(self, location: BucketLocation, options: Mapping[str, object]) -> None:
+    def __init__(self, location: BucketLocation, factory: Callable[[], S3Calls]) -> None:
         self.url = location.url
         self.name = "s3"
         self._location = location
-        self._client = PerProcess(_ClientFactory(dict(options)))
+        self._client = PerProcess(factory)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -108,18 +95,14 @@ class S3Backend(Backend):
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
 
-        async def fetch(fs: Foreign, request: dict[str, Any]) -> bytes:
-            answer = await fs._call_s3("get_object", **request)
-            async with answer["Body"] as body:
-                size: int = answer["ContentLength"]
-                if size > bytes_max:
-                    msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
-                    raise CorruptObjectError(msg)
-                data: bytes = await body.read()
-            return data
+        def accept(answer: Mapping[str, Any]) -> None:
+            size: int = answer["ContentLength"]
+            if size > bytes_max:
+                msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
+                raise CorruptObjectError(msg)
 
-        data: bytes = self._run(f"get {key}", fetch, self._object(key))
-        return data
+        request = self._object(key)
+        return self._run(f"get {key}", lambda calls: calls.read(request, accept))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Fill `buffers` from one ranged GET."""
@@ -128,24 +111,19 @@ class S3Backend(Backend):
             self.stat(key)
             return
 
-        async def fetch(fs: Foreign, request: dict[str, Any]) -> None:
-            answer = await fs._call_s3("get_object", **request)
-            scatter = Scatter(buffers)
-            async with answer["Body"] as body:
-                if not answer.get("ContentRange", "").startswith(f"bytes {offset}-"):
-                    msg = f"get {key}: the storage ignores ranges"
-                    raise StorageError(msg)
-                if answer["ContentLength"] < wanted:
-                    msg = f"{key} ends before byte {offset + wanted}"
-                    raise CorruptObjectError(msg)
-                while scatter.left and (data := await body.read(limits.STREAM_BYTES)):
-                    scatter.feed(data)
-            if scatter.left:
-                msg = f"get {key}: the answer was cut short"
-                raise TransientStorageError(msg)
+        def accept(answer: Mapping[str, Any]) -> None:
+            if not answer.get("ContentRange", "").startswith(f"bytes {offset}-"):
+                msg = f"get {key}: the storage ignores ranges"
+                raise StorageError(msg)
+            if answer["ContentLength"] < wanted:
+                msg = f"{key} ends before byte {offset + wanted}"
+                raise CorruptObjectError(msg)
 
         request = self._object(key) | {"Range": f"bytes={offset}-{offset + wanted - 1}"}
-        self._run(f"get {key}", fetch, request)
+        what = f"get {key}"
+        if self._run(what, lambda calls: calls.read_into(request, buffers, accept)):
+            msg = f"{what}: the answer was cut short"
+            raise TransientStorageError(msg)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield objects page by page, each page fresh from the storage."""
@@ -186,46 +164,28 @@ class S3Backend(Backend):
 
     def close(self) -> None:
         """Close this process's connections."""
-        fs = self._client.take()
-        if fs is not None and fs._s3 is not None:
-            fs.close_session(fs.loop, fs._s3creator)
-            fs._s3 = None
+        calls = self._client.take()
+        if calls is not None:
+            calls.close()
 
     def _put(self, key: str, body: Body, *, conditional: bool = False) -> None:
-        view = body.getbuffer()
-        # So that a body damaged on its way is refused; not against anybody's malice.
-        digest = hashlib.md5(view, usedforsecurity=False).digest()
-        view.release()
-        body.seek(0)
-        request = self._object(key) | {
-            "Body": body,
-            "ContentMD5": base64.b64encode(digest).decode(),
-        }
+        request = self._object(key)
         if conditional:
             request["IfNoneMatch"] = "*"
         what = f"{'create' if conditional else 'put'} {key}"
-        self._call(what, "put_object", request, conditional=conditional)
+        self._run(what, lambda calls: calls.put(request, body), conditional=conditional)
 
     def _object(self, key: str) -> dict[str, Any]:
         return {"Bucket": self._location.bucket, "Key": self._location.object_name(key)}
 
-    def _call(
-        self, what: str, method: str, request: dict[str, Any], *, conditional: bool = False
-    ) -> Foreign:
+    def _call(self, what: str, method: str, request: dict[str, Any]) -> Foreign:
         """Return the answer of one call of the S3 API."""
+        return self._run(what, lambda calls: calls.call(method, request))
 
-        async def call(fs: Foreign) -> Foreign:
-            return await fs._call_s3(method, **request)
-
-        return self._run(what, call, conditional=conditional)
-
-    def _run(
-        self, what: str, coroutine: Foreign, *args: object, conditional: bool = False
-    ) -> Foreign:
-        """Run a coroutine function with the client, and translate what it raises."""
+    def _run(self, what: str, work: Callable[[S3Calls], T], *, conditional: bool = False) -> T:
+        """Return ``work(client)``, and translate what it raises."""
         try:
-            fs = self._client.get()
-            return sync(fs.loop, coroutine, fs, *args)
+            return work(self._client.get())
         except CkptStoreError:
             raise
         except Exception as error:
@@ -235,76 +195,36 @@ class S3Backend(Backend):
         return f"S3Backend({self.url!r})"
 
 
-class _ClientFactory:
-    """Makes the s3fs object of one process; picklable."""
+def open_s3(url: str, *, client: str = "auto", **options: object) -> S3Backend:
+    """Return the backend of ``s3://bucket/prefix``.
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-
-    def __call__(self) -> Foreign:
-        options = dict(self._options)
-        config: dict[str, Any] = {
-            "connect_timeout": limits.CONNECT_TIMEOUT_S,
-            "read_timeout": limits.READ_TIMEOUT_S,
-            "max_pool_connections": limits.CONNECTIONS_MAX,
-            "retries": {"total_max_attempts": 1},
-        }
-        # Trailing checksums, botocore's default since 1.36, break S3-compatible servers; a
-        # Content-MD5 is understood by all of them.
-        for option in ("request_checksum_calculation", "response_checksum_validation"):
-            if option in Config.OPTION_DEFAULTS:
-                config[option] = "when_required"
-        config.update(options.pop("config_kwargs", {}))
-        fs = s3fs.S3FileSystem(
-            **options, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
-        )
-        fs.retries = 1
-        return fs
-
-
-def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
-    """Return the error of our tree for anything that s3fs raised.
-
-    s3fs turns botocore's errors into Python's and loses their status; it is found again in the
-    cause.
-    """
-    for cause in (error, error.__cause__):
-        if isinstance(cause, boto.ClientError):
-            answer = cause.response
-            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            code = str(answer.get("Error", {}).get("Code", ""))
-            # A HEAD has no body, and botocore gives the status for a code.
-            code = "" if code.isdigit() else code
-            return error_for_answer(status, code, what, conditional=conditional)
-    if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # fsspec's cover over any timeout
-    msg = f"{what}: {type(error).__name__}"
-    if isinstance(error, _NO_CREDENTIALS):
-        return StoragePermissionError(msg, hint="no usable credentials were found")
-    if _not_sent(error):
-        return TransientStorageError(msg)
-    if isinstance(error, boto.ParamValidationError | TypeError | ValueError | ImportError):
-        return StorageError(msg, hint="check the storage options")
-    return error_for_silence(msg, conditional=conditional)
-
-
-def _not_sent(error: Exception) -> bool:
-    """Tell whether no connection was made, so that the outcome is not even ambiguous.
-
-    aiobotocore calls any broken connection an ``EndpointConnectionError``; what aiohttp said is
-    inside.
-    """
-    if isinstance(error, boto.EndpointConnectionError):
-        return isinstance(error.kwargs.get("error"), aiohttp.ClientConnectorError)
-    return isinstance(error, boto.ConnectTimeoutError | boto.ProxyConnectionError)
-
-
-def open_s3(url: str, **options: object) -> S3Backend:
-    """Return the backend of ``s3://bucket/prefix``; `options` are s3fs's.
+    Parameters
+    ----------
+    client
+        ``direct``: botocore alone; ``s3fs``; ``auto``: direct wherever it knows all options.
+    options
+        Those of ``s3fs.S3FileSystem``.
 
     Raises
     ------
     InvalidUrlError
-        If the URL names no bucket, or carries credentials.
+        If the URL names no bucket, or carries credentials; or for another `client`.
+    MissingDependencyError
+        s3fs is needed, and is not installed.
     """
-    return S3Backend(parse_bucket_url(url), options)
+    location = parse_bucket_url(url)
+    if client not in _CLIENTS:
+        msg = f"no S3 client is called {client!r:.40}"
+        raise InvalidUrlError(msg, hint=f"one of {', '.join(_CLIENTS)}")
+    settings = None if client == "s3fs" else read_settings(options)
+    if settings is not None:
+        return S3Backend(location, DirectFactory(settings))
+    if client == "direct":
+        msg = "only s3fs knows one of the storage options"
+        raise InvalidUrlError(msg, hint='leave out client="direct", or that option')
+    try:
+        from ckptstore.backends.s3_fsspec import S3fsFactory  # s3fs takes half a second to import
+    except ImportError as error:
+        msg = f"one of the storage options needs a package that is not installed ({error.name})"
+        raise MissingDependencyError(msg, hint="pip install 'ckptstore[s3]'") from error
+    return S3Backend(location, S3fsFactory(options))

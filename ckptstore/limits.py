@@ -368,6 +368,9 @@ CONNECTIONS_MAX: Final = 32
 # How much of an answer is taken from the socket at a time. Source: large enough that Python's share
 # is small, small enough to stay in the processor's cache.
 STREAM_BYTES: Final = 1 * MIB
+# Body of a PUT below which it is always signed with its SHA-256. Source: 1 ms of two processors'
+# time; above, a pack (docs/design/0014).
+SIGNED_BODY_BYTES_MAX: Final = 1 * MIB
 
 # --- probe ------------------------------------------------------------------------------------
 

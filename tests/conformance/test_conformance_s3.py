@@ -1,10 +1,11 @@
-"""S3 through s3fs keeps the contract, on moto."""
+"""S3 keeps the contract, through either client, on moto."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import urllib3
 from buckets import S3Bucket
 from local_servers import SECRET
 
@@ -14,16 +15,19 @@ from ckptstore.testing.conformance import BackendConformance
 
 
 class TestS3(BackendConformance):
-    """The server is another process; the side door is boto3."""
+    """By botocore alone. The server is another process; the side door is boto3."""
 
     backend_name = "s3"
+    client = "direct"
     secrets = (SECRET, "labaccess")
 
     @pytest.fixture
     def backend(self, s3_bucket: S3Bucket) -> Iterator[Backend]:
         """Return a backend on a prefix of a new bucket, without retries."""
         self.bucket = s3_bucket
-        backend = open_backend(s3_bucket.url, retry=False, **s3_bucket.options())
+        backend = open_backend(
+            s3_bucket.url, retry=False, client=self.client, **s3_bucket.options()
+        )
         yield backend
         backend.close()
 
@@ -38,3 +42,31 @@ class TestS3(BackendConformance):
     def raw_keys(self) -> set[str]:
         """List by boto3."""
         return self.bucket.keys()
+
+    def test_bytes_are_received_where_they_are_wanted(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """No library in between takes the body into memory of its own: a later one might."""
+        data = bytes(range(256)) * 40_000
+        backend.put("a", data)
+
+        def copied(*_: object, **__: object) -> None:
+            pytest.fail("urllib3 copied the body")
+
+        for name in ("read", "readinto", "read1", "stream"):
+            monkeypatch.setattr(urllib3.HTTPResponse, name, copied, raising=False)
+        parts = [memoryview(bytearray(size)) for size in (64, 5_000_000, 0, 64, 3_000_000)]
+        for _ in range(3):  # and the connection is good for another request
+            backend.read_into("a", 1000, parts)
+            assert b"".join(parts) == data[1000:8_001_128]
+
+
+class TestS3ByS3fs(TestS3):
+    """By s3fs, which takes over where it alone knows an option."""
+
+    client = "s3fs"
+
+    def test_bytes_are_received_where_they_are_wanted(
+        self, backend: Backend, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not here: aiohttp has buffers of its own."""

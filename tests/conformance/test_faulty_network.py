@@ -41,23 +41,25 @@ class Patient(SystemEnvironment):
 class Place:
     """A bucket, the backend that reaches it through the proxy, and the proxy."""
 
-    def __init__(self, bucket: S3Bucket | GcsBucket, proxy: FaultProxy) -> None:
+    def __init__(self, bucket: S3Bucket | GcsBucket, proxy: FaultProxy, **more: object) -> None:
         self.bucket = bucket
         self.proxy = proxy
         self.write = "POST" if isinstance(bucket, GcsBucket) else "PUT"
-        options = bucket.options(f"http://127.0.0.1:{proxy.port}")
+        options = bucket.options(f"http://127.0.0.1:{proxy.port}") | more
         self.backend = open_backend(bucket.url, retry=False, **options)
         self.backend.put("warm", b"")
         self.patient = Patient()
         self.retrying: Backend = RetryingBackend(self.backend, environment=self.patient)
 
 
-@pytest.fixture(params=["s3", "gcs"])
+@pytest.fixture(params=["s3", "s3fs", "gcs"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """Return S3 and GCS in turn, each behind its proxy."""
-    bucket = request.getfixturevalue(f"{request.param}_bucket")
-    proxy = request.getfixturevalue(f"{request.param}_proxy")
-    found = Place(bucket, proxy)
+    """Return S3 by either client and GCS in turn, each behind its proxy."""
+    server = "gcs" if request.param == "gcs" else "s3"
+    bucket = request.getfixturevalue(f"{server}_bucket")
+    proxy = request.getfixturevalue(f"{server}_proxy")
+    client = {"s3": {"client": "direct"}, "s3fs": {"client": "s3fs"}}.get(request.param, {})
+    found = Place(bucket, proxy, **client)
     yield found
     proxy.set()
     found.backend.close()
@@ -109,7 +111,7 @@ def test_answers_are_typed(
 def test_create_whose_answer_is_lost(place: Place) -> None:
     """Without an answer there is no success: either no clear answer, or "exists" by a repetition.
 
-    S3's client library repeats a PUT once on a connection that it had kept open; GCS's POST not.
+    s3fs repeats a PUT once on a connection that it had kept open; botocore, and GCS's POST, not.
     """
     place.proxy.set(Fault(kind=Kind.LOST, method=place.write))
     with pytest.raises((AmbiguousWriteError, ObjectExistsError)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http.client
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import botocore.exceptions as boto
 import fsspec.asyn
 import google.auth.exceptions
 import pytest
+import urllib3.exceptions
 from fsspec.exceptions import FSTimeoutError
 
 from ckptstore.backends.base import Backend
@@ -21,6 +23,9 @@ from ckptstore.backends.fsspec_backend import open_fsspec
 from ckptstore.backends.gcs import open_gcs
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3 import open_s3
+from ckptstore.backends.s3_calls import S3Calls
+from ckptstore.backends.s3_direct import DirectCalls
+from ckptstore.backends.s3_fsspec import S3fsCalls
 from ckptstore.errors import (
     AmbiguousWriteError,
     CkptStoreError,
@@ -41,6 +46,14 @@ def client_error(status: int, code: str) -> boto.ClientError:
 
 ERRORS: list[Exception] = [
     boto.EndpointConnectionError(endpoint_url="x", error=OSError()),
+    boto.EndpointConnectionError(
+        endpoint_url="x",
+        error=urllib3.exceptions.NewConnectionError(None, "x"),  # type: ignore[arg-type]
+    ),
+    boto.HTTPClientError(error=OSError()),
+    boto.IncompleteReadError(actual_bytes=1, expected_bytes=2),
+    http.client.IncompleteRead(b"x"),
+    urllib3.exceptions.ProtocolError("x"),
     boto.ConnectTimeoutError(endpoint_url="x"),
     boto.ReadTimeoutError(endpoint_url="x"),
     boto.ConnectionClosedError(endpoint_url="x"),
@@ -112,9 +125,15 @@ def broken(kind: str, error: Exception) -> Backend:
         generic = open_fsspec("memory://x")
         generic._client = PerProcess(lambda: (Broken(error), "/x"))
         return generic
-    backend = open_s3("s3://b/x") if kind == "s3" else open_gcs("gs://b/x")
-    backend._client = PerProcess(lambda: Broken(error))
-    return backend
+    if kind == "gcs":
+        gcs = open_gcs("gs://b/x")
+        gcs._client = PerProcess(lambda: Broken(error))
+        return gcs
+    s3 = open_s3("s3://b/x")
+    client = Broken(error)
+    calls: S3Calls = S3fsCalls(client) if kind == "s3fs" else DirectCalls(client, {})
+    s3._client = PerProcess(lambda: calls)
+    return s3
 
 
 def write(backend: Backend) -> None:
@@ -137,7 +156,7 @@ OPERATIONS: dict[str, Callable[[Backend], object]] = {
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-@pytest.mark.parametrize("kind", ["s3", "gcs", "fsspec"])
+@pytest.mark.parametrize("kind", ["s3", "s3fs", "gcs", "fsspec"])
 def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
     """Whatever a library raises, in whatever call, comes out as our error, or not at all."""
     for error in ERRORS:
@@ -154,7 +173,7 @@ def test_nothing_foreign_leaks(kind: str, operation: str) -> None:
         assert str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["s3", "gcs", "fsspec"])
+@pytest.mark.parametrize("kind", ["s3", "s3fs", "gcs", "fsspec"])
 def test_no_false_answer_to_a_create(kind: str) -> None:
     """Only the storage's own word says "exists"; silence is never called a plain failure."""
     silent = (
@@ -231,10 +250,11 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
 )
 def test_s3_codes(error: Exception, expected: type[CkptStoreError]) -> None:
     """Codes and statuses of S3 become exactly these errors on a read."""
-    with pytest.raises(expected) as caught:
-        broken("s3", error).get("a", bytes_max=1)
-    assert type(caught.value) is expected
+    for kind in ("s3", "s3fs"):
+        with pytest.raises(expected) as caught:
+            broken(kind, error).get("a", bytes_max=1)
+        assert type(caught.value) is expected
     wrapped = OSError("as s3fs wraps it")
     wrapped.__cause__ = error
     with pytest.raises(expected if isinstance(error, boto.ClientError) else CkptStoreError):
-        broken("s3", wrapped).get("a", bytes_max=1)
+        broken("s3fs", wrapped).get("a", bytes_max=1)

@@ -127,17 +127,26 @@ def test_kind_can_be_given(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "extra", "module"), [("s3", "s3", "s3fs"), ("gs", "gcs", "gcsfs")]
+    ("scheme", "extra", "module"), [("s3", "s3", "botocore"), ("gs", "gcs", "gcsfs")]
 )
 def test_missing_package_names_the_extra(
     scheme: str, extra: str, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the package of an extra the error says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
-    for name in ("ckptstore.backends.s3", "ckptstore.backends.gcs", f"{module}.core"):
+    ours = ("ckptstore.backends.s3", "ckptstore.backends.s3_direct", "ckptstore.backends.gcs")
+    for name in (*ours, f"{module}.core"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(MissingDependencyError, match=rf"ckptstore\[{extra}\]"):
         open_backend(f"{scheme}://bucket/x")
+
+
+def test_option_that_needs_s3fs_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An option that only s3fs knows, without s3fs: the error says what to install."""
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    monkeypatch.delitem(sys.modules, "ckptstore.backends.s3_fsspec", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"ckptstore\[s3\]"):
+        open_backend("s3://bucket/x", cache_regions=True)
 
 
 def test_third_party_backend(monkeypatch: pytest.MonkeyPatch) -> None:

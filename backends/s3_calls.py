@@ -1,0 +1,43 @@
+"""What the S3 backend asks of a client library, and the body that a client sends.
+
+Two clients serve it: ``s3_direct`` (botocore, without an event loop) and ``s3_fsspec`` (s3fs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from ckptstore.backends.buffered_writer import Body
+
+__all__ = ["Accept", "Foreign", "Request", "S3Calls"]
+
+Foreign = Any
+"""A value of a client library, which ship no types."""
+Request = dict[str, Any]
+"""The parameters of one call of the S3 API, by their names there."""
+Accept = Callable[[Mapping[str, Any]], None]
+"""Looks at the head of an answer before its body is taken; raises to refuse it."""
+
+
+class S3Calls(Protocol):
+    """One client in one process; every method may be called from any thread.
+
+    Each sends one request, once, and raises what its library raises: ``s3_errors.translate``
+    knows all of that.
+    """
+
+    def call(self, method: str, request: Request) -> Foreign:
+        """Return the answer of a call that moves no body, by its name in snake case."""
+
+    def put(self, request: Request, body: Body) -> None:
+        """Send an object, so that a body damaged on its way is refused."""
+
+    def read(self, request: Request, accept: Accept) -> bytes:
+        """Return the body of an object."""
+
+    def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
+        """Fill `buffers` from the body; return how many bytes of them are still missing."""
+
+    def close(self) -> None:
+        """Close the connections."""

@@ -1,0 +1,219 @@
+"""S3 through botocore alone: the thread that asks moves the bytes, between its memory and a socket.
+
+A processor that runs the training spends on a byte of a pack what the kernel's copy costs, and
+little else: a body is sent from the pack's buffer, and an answer is received into the buffers that
+asked for it. Measured against other clients: docs/design/0014-s3-clients.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import io
+import ipaddress
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import botocore.session
+from botocore import UNSIGNED
+from botocore.config import Config
+
+from ckptstore import limits
+from ckptstore.backends.buffered_writer import Body
+from ckptstore.backends.s3_calls import Accept, Foreign, Request
+from ckptstore.backends.s3_settings import Settings
+
+__all__ = ["DirectCalls", "DirectFactory"]
+
+
+class DirectCalls:
+    """Calls of a botocore client. No thread and no loop of its own: a fork carries nothing over.
+
+    Parameters
+    ----------
+    client
+        Of botocore, for S3.
+    request
+        Goes with every request.
+    """
+
+    def __init__(self, client: Foreign, request: Request) -> None:
+        self._client = client
+        self._request = request
+
+    def call(self, method: str, request: Request) -> Foreign:
+        """Return the answer of a call."""
+        return getattr(self._client, method)(**self._request, **request)
+
+    def put(self, request: Request, body: Body) -> None:
+        """Send an object: a small one signed with its SHA-256, a large one as ``_seal`` says."""
+        view = body.getbuffer()
+        try:
+            if len(view) < limits.SIGNED_BODY_BYTES_MAX:
+                self.call("put_object", request | {"Body": bytes(view)})
+                return
+            sending = _Sending(view)
+            try:
+                self.call("put_object", request | {"Body": sending})
+            finally:
+                sending.release()  # an error's traceback may hold on to it
+        finally:
+            view.release()
+
+    def read(self, request: Request, accept: Accept) -> bytes:
+        """Return the body of an object."""
+        answer = self.call("get_object", request)
+        body = answer["Body"]
+        try:
+            accept(answer)
+            data: bytes = body.read()
+        finally:
+            body.close()
+        return data
+
+    def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
+        """Receive the body into buffers, without a copy in between."""
+        answer = self.call("get_object", request)
+        body = answer["Body"]
+        whole = False
+        try:
+            accept(answer)
+            readinto, at_end = _receiver(body)
+            left = sum(_fill(buffer, readinto) for buffer in buffers)
+            whole = at_end()
+        finally:
+            if whole:  # the connection can serve the next request
+                body._raw_stream.release_conn()
+            else:
+                body.close()
+        return left
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+
+class DirectFactory:
+    """Makes the botocore client of one process; picklable.
+
+    Credentials, region and endpoint come from where botocore finds them: options, environment,
+    profile, single sign-on, container or instance.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    def __call__(self) -> DirectCalls:
+        """Return a new client."""
+        settings = self._settings
+        config = dict(settings.config)
+        if settings.anonymous:
+            config["signature_version"] = UNSIGNED
+        session = botocore.session.Session(profile=settings.profile)
+        client = session.create_client("s3", **settings.client, config=Config(**config))
+        chosen = config.get("s3") or {}
+        if not settings.anonymous and "payload_signing_enabled" not in chosen:
+            client.meta.events.register("before-call.s3.PutObject", _seal)
+        return DirectCalls(client, dict(settings.request))
+
+
+class _Sending(io.RawIOBase):
+    """A large body, which is read from where it lies.
+
+    HTTP libraries ask for 16 KiB at a time, which would cost thousands of system calls: they get
+    more than they ask for, which they pass on to the socket as it is.
+    """
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__()
+        self._view = view
+        self._at = 0
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next megabyte, as a view."""
+        part = self._view[self._at : self._at + limits.STREAM_BYTES]
+        self._at += len(part)
+        return part  # type: ignore[return-value]  # bytes by all that is done with it
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go elsewhere: botocore measures the length, and may send again after a redirect."""
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        self._at = base + offset
+        return self._at
+
+    def tell(self) -> int:
+        """Return where the next read begins."""
+        return self._at
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def crc32(self) -> str:
+        """Return the checksum of all of it as S3 writes it."""
+        return base64.b64encode(zlib.crc32(self._view).to_bytes(4, "big")).decode()
+
+    def release(self) -> None:
+        """Let go of the memory; nothing can be read any more."""
+        self._view = memoryview(b"")
+
+
+def _seal(params: dict[str, Any], **_: object) -> None:
+    """Decide, before a request is signed, how its body is protected on its way.
+
+    To sign a body costs a SHA-256 here and another one at the server. A pack needs none where
+    nothing can happen to it on the way: under TLS, which also gets a checksum that servers compare
+    if they know it, and on the loopback interface, which is this machine's memory. What is in a
+    pack is named by digests in the manifest, which is small enough to be always signed.
+    """
+    body = params["body"]
+    if not isinstance(body, _Sending):
+        return
+    url = urlsplit(params["url"])
+    if url.scheme == "https":
+        params["headers"]["x-amz-checksum-crc32"] = body.crc32()
+    elif not _is_loopback(url.hostname or ""):
+        return
+    context = params["context"]
+    config = context["client_config"]
+    unsigned = {**(config.s3 or {}), "payload_signing_enabled": False}
+    context["client_config"] = config.merge(Config(s3=unsigned))
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _fill(buffer: memoryview, readinto: Callable[[memoryview], int]) -> int:
+    """Fill one buffer; return how much of it is missing because the stream ended."""
+    at = 0
+    while at < len(buffer):
+        count = readinto(buffer[at:])
+        if not count:
+            break
+        at += count
+    return len(buffer) - at
+
+
+def _receiver(body: Foreign) -> tuple[Callable[[memoryview], int], Callable[[], bool]]:
+    """Return how to receive into memory, and how to tell that nothing is left to receive.
+
+    urllib3's own ``readinto`` makes two copies. Below it is Python's HTTP client, which makes none;
+    should a later urllib3 keep it elsewhere, its own way is taken.
+    """
+    raw = body._raw_stream
+    answer: Final = getattr(raw, "_fp", None)
+    if isinstance(answer, http.client.HTTPResponse):
+        return answer.readinto, answer.isclosed
+    return body.readinto, lambda: False

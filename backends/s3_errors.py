@@ -1,0 +1,70 @@
+"""From what botocore, s3fs and urllib3 raise to the error tree, by type, status and code."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from typing import Final
+
+import botocore.exceptions as boto
+from fsspec.exceptions import FSTimeoutError
+from urllib3.exceptions import NewConnectionError
+
+from ckptstore.backends.httperrors import error_for_answer, error_for_silence
+from ckptstore.errors import (
+    CkptStoreError,
+    StorageError,
+    StoragePermissionError,
+    TransientStorageError,
+)
+
+__all__ = ["translate"]
+
+_NO_CREDENTIALS: Final = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.TokenRetrievalError,
+    boto.ProfileNotFound,
+)
+_WRONG_SETTINGS: Final = (boto.ParamValidationError, TypeError, ValueError, ImportError)
+
+
+def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
+    """Return the error of our tree for anything that a client of S3 raised.
+
+    s3fs turns botocore's errors into Python's and loses their status; it is found again in the
+    cause.
+    """
+    for cause in (error, error.__cause__):
+        if isinstance(cause, boto.ClientError):
+            answer = cause.response
+            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            code = str(answer.get("Error", {}).get("Code", ""))
+            # A HEAD has no body, and botocore gives the status for a code.
+            code = "" if code.isdigit() else code
+            return error_for_answer(status, code, what, conditional=conditional)
+    if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec's cover over any timeout
+    msg = f"{what}: {type(error).__name__}"
+    if isinstance(error, _NO_CREDENTIALS):
+        return StoragePermissionError(msg, hint="no usable credentials were found")
+    if _not_sent(error):
+        return TransientStorageError(msg)
+    if isinstance(error, _WRONG_SETTINGS):
+        return StorageError(msg, hint="check the storage options")
+    return error_for_silence(msg, conditional=conditional)
+
+
+def _not_sent(error: Exception) -> bool:
+    """Tell whether no connection was made, so that the outcome is not even ambiguous.
+
+    aiobotocore calls any broken connection an ``EndpointConnectionError``; what the library below
+    it said is inside.
+    """
+    if isinstance(error, boto.EndpointConnectionError):
+        inner = error.kwargs.get("error")
+        aiohttp = sys.modules.get("aiohttp")  # s3fs brings it in, and nobody else
+        theirs = (aiohttp.ClientConnectorError,) if aiohttp is not None else ()
+        return isinstance(inner, (NewConnectionError, socket.gaierror, *theirs))
+    return isinstance(error, boto.ConnectTimeoutError | boto.ProxyConnectionError)

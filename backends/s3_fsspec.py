@@ -1,0 +1,105 @@
+"""S3 through s3fs: its sessions, its event loop, and every storage option that it knows."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import s3fs
+from fsspec.asyn import sync
+
+from ckptstore import limits
+from ckptstore.backends.buffered_writer import Body
+from ckptstore.backends.s3_calls import Accept, Foreign, Request
+from ckptstore.backends.s3_settings import base_config
+from ckptstore.backends.scatter import Scatter
+
+__all__ = ["S3fsCalls", "S3fsFactory"]
+
+
+class S3fsCalls:
+    """Plain calls of the S3 API by an ``S3FileSystem``.
+
+    Below it, aiohttp sends a request again when a kept-alive connection turns out to be broken: a
+    create whose answer was lost then finds its own object and is told that it exists, which the
+    contract of backends allows.
+    """
+
+    def __init__(self, fs: Foreign) -> None:
+        self._fs = fs
+
+    def call(self, method: str, request: Request) -> Foreign:
+        """Return the answer of a call."""
+
+        async def call() -> Foreign:
+            return await self._fs._call_s3(method, **request)
+
+        return sync(self._fs.loop, call)
+
+    def put(self, request: Request, body: Body) -> None:
+        """Send an object with the MD5 of its body; not against anybody's malice."""
+        view = body.getbuffer()
+        digest = hashlib.md5(view, usedforsecurity=False).digest()
+        view.release()
+        body.seek(0)
+        sealed = {"Body": body, "ContentMD5": base64.b64encode(digest).decode()}
+        self.call("put_object", request | sealed)
+
+    def read(self, request: Request, accept: Accept) -> bytes:
+        """Return the body of an object."""
+
+        async def fetch() -> bytes:
+            answer = await self._fs._call_s3("get_object", **request)
+            async with answer["Body"] as body:
+                accept(answer)
+                data: bytes = await body.read()
+            return data
+
+        data: bytes = sync(self._fs.loop, fetch)
+        return data
+
+    def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
+        """Fill buffers from the body."""
+        scatter = Scatter(buffers)
+
+        async def fetch() -> None:
+            answer = await self._fs._call_s3("get_object", **request)
+            async with answer["Body"] as body:
+                accept(answer)
+                while scatter.left and (data := await body.read(limits.STREAM_BYTES)):
+                    scatter.feed(data)
+
+        sync(self._fs.loop, fetch)
+        return scatter.left
+
+    def close(self) -> None:
+        """Close the connections."""
+        fs = self._fs
+        if fs._s3 is not None:
+            fs.close_session(fs.loop, fs._s3creator)
+            fs._s3 = None
+
+
+class S3fsFactory:
+    """Makes the s3fs client of one process; picklable.
+
+    Parameters
+    ----------
+    options
+        For ``s3fs.S3FileSystem``.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._options = dict(options)
+
+    def __call__(self) -> S3fsCalls:
+        """Return a new client."""
+        options: dict[str, Any] = dict(self._options)
+        config = base_config(options.pop("config_kwargs", {}))
+        fs = s3fs.S3FileSystem(
+            **options, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
+        )
+        fs.retries = 1
+        return S3fsCalls(fs)

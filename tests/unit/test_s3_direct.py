@@ -1,0 +1,177 @@
+"""S3 by botocore alone: which options it takes, and how a body is protected on its way."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import pickle
+import zlib
+from typing import Any
+
+import fsspec.config
+import pytest
+import urllib3
+from botocore.awsrequest import AWSResponse
+
+from ckptstore.backends.buffered_writer import Body
+from ckptstore.backends.s3 import open_s3
+from ckptstore.backends.s3_direct import DirectCalls, DirectFactory
+from ckptstore.backends.s3_fsspec import S3fsFactory
+from ckptstore.backends.s3_settings import Settings, read_settings
+from ckptstore.errors import InvalidUrlError
+
+KEYS = {"key": "AKID", "secret": "s3cret"}
+LARGE = bytes(range(256)) * 8192
+SMALL = b"manifest"
+UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+class Wire:
+    """Takes the place of the network: keeps what would be sent, and answers 200."""
+
+    def __init__(self, **options: object) -> None:
+        settings = read_settings(KEYS | {"client_kwargs": {"region_name": "us-east-1"}} | options)
+        assert settings is not None
+        self.calls: DirectCalls = DirectFactory(settings)()
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.calls._client.meta.events.register("before-send.s3", self._send)
+
+    def _send(self, request: Any, **_: object) -> AWSResponse:  # noqa: ANN401 - of botocore
+        self.headers = {
+            name.lower(): value.decode() if isinstance(value, bytes) else value
+            for name, value in request.headers.items()
+        }
+        body = request.body
+        if hasattr(body, "read"):
+            body.seek(0)
+            body = b"".join(bytes(part) for part in iter(lambda: body.read(16384), b""))
+        self.body = body
+        empty = urllib3.HTTPResponse(body=io.BytesIO(), preload_content=False)
+        return AWSResponse(request.url, 200, {}, empty)
+
+    def put(self, data: bytes) -> dict[str, str]:
+        """Return the headers with which `data` would be sent."""
+        self.calls.put({"Bucket": "b", "Key": "k"}, Body(data))
+        assert self.body == data
+        assert int(self.headers["content-length"]) == len(data)
+        return self.headers
+
+
+def sha256(data: bytes) -> str:
+    """Return the digest as signatures have it."""
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["https://s3.lab:9000", "http://127.0.0.1:1", "http://[::1]:1", "http://localhost:1"],
+)
+def test_large_bodies_are_not_signed_where_nothing_can_happen_to_them(endpoint: str) -> None:
+    """Under TLS and on the loopback interface a pack costs no SHA-256; a small body is signed."""
+    wire = Wire(endpoint_url=endpoint)
+
+    assert wire.put(LARGE)["x-amz-content-sha256"] == UNSIGNED
+    assert wire.put(SMALL)["x-amz-content-sha256"] == sha256(SMALL)
+    assert wire.put(LARGE)["x-amz-content-sha256"] == UNSIGNED
+
+
+def test_large_bodies_are_signed_in_the_clear() -> None:
+    """Over HTTP to another machine every body is signed, so that what is damaged is refused."""
+    wire = Wire(endpoint_url="http://10.0.0.7:7480")
+
+    assert wire.put(LARGE)["x-amz-content-sha256"] == sha256(LARGE)
+    assert wire.put(SMALL)["x-amz-content-sha256"] == sha256(SMALL)
+
+
+def test_large_bodies_have_a_checksum_under_tls() -> None:
+    """Servers that know it compare it: behind what ends TLS, too. Never as a trailer."""
+    sent = Wire().put(LARGE)  # AWS itself
+
+    expected = base64.b64encode(zlib.crc32(LARGE).to_bytes(4, "big")).decode()
+    assert sent["x-amz-checksum-crc32"] == expected
+    assert "x-amz-trailer" not in sent
+    assert "x-amz-sdk-checksum-algorithm" not in sent
+
+
+def test_the_user_decides_about_signing() -> None:
+    """What botocore is told stands."""
+    for signed in (True, False):
+        config = {"s3": {"payload_signing_enabled": signed}}
+        wire = Wire(endpoint_url="http://127.0.0.1:1", config_kwargs=config)
+        expected = sha256(LARGE) if signed else UNSIGNED
+        assert wire.put(LARGE)["x-amz-content-sha256"] == expected
+
+
+def test_anonymous_requests_have_no_signature() -> None:
+    """``anon=True``, as with s3fs."""
+    sent = Wire(anon=True, endpoint_url="https://s3.lab").put(LARGE)
+
+    assert "authorization" not in sent
+
+
+def test_requester_pays_goes_with_every_request() -> None:
+    """As with s3fs."""
+    assert Wire(requester_pays=True).put(SMALL)["x-amz-request-payer"] == "requester"
+
+
+def test_the_factory_crosses_to_another_process() -> None:
+    """It is pickled with a backend that a saver's process takes over."""
+    settings = read_settings({**KEYS, "anon": True, "endpoint_url": "http://127.0.0.1:1"})
+    assert settings is not None
+
+    again: DirectFactory = pickle.loads(pickle.dumps(DirectFactory(settings)))  # noqa: S301
+
+    assert isinstance(again(), DirectCalls)
+
+
+def test_settings_show_no_credentials() -> None:
+    """Neither in a ``repr`` nor in that of the backend."""
+    settings = read_settings({**KEYS, "token": "t0ken"})
+
+    shown = repr(settings) + repr(open_s3("s3://b/x", **KEYS)) + repr(DirectFactory(Settings()))
+    assert not any(text in shown for text in ("AKID", "s3cret", "t0ken"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"s3_additional_kwargs": {"ServerSideEncryption": "AES256"}},
+        {"session": object()},
+        {"cache_regions": True},
+        {"anon": "true"},
+        {"client_kwargs": {"config": object()}},
+        {"client_kwargs": "region"},
+        {"something_new": 1},
+        {"key": "a", "username": "b"},
+    ],
+)
+def test_what_only_s3fs_knows_goes_to_s3fs(options: dict[str, object]) -> None:
+    """An option that is not surely understood is s3fs's; asking for botocore alone is refused."""
+    assert read_settings(options) is None
+    assert isinstance(open_s3("s3://b/x", **options)._client._factory, S3fsFactory)
+    with pytest.raises(InvalidUrlError):
+        open_s3("s3://b/x", client="direct", **options)
+
+
+def test_clients_can_be_chosen() -> None:
+    """By the option ``client``; another word is an error."""
+    factory = open_s3("s3://b/x", client="s3fs")._client._factory
+    assert isinstance(factory, S3fsFactory)
+    assert isinstance(open_s3("s3://b/x")._client._factory, DirectFactory)
+    with pytest.raises(InvalidUrlError, match="curl"):
+        open_s3("s3://b/x", client="curl")
+
+
+def test_fsspecs_configuration_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user configured for s3fs holds here, and what is given stands above it."""
+    conf = {"endpoint_url": "https://conf", "key": "from-conf", "max_concurrency": 3}
+    monkeypatch.setitem(fsspec.config.conf, "s3", conf)
+    settings = read_settings({"key": "given", "profile": "lab", "use_ssl": False})
+
+    assert settings is not None
+    assert settings.profile == "lab"
+    assert settings.client["aws_access_key_id"] == "given"
+    assert settings.client["endpoint_url"] == "https://conf"
+    assert settings.client["use_ssl"] is False
