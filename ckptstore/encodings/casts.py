@@ -21,6 +21,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore.encodings.lookup import Bytes, Words
+
 __all__ = ["FLOATS", "from_float32", "raw_dtype", "recast", "to_float32", "to_float64"]
 
 Raw = npt.NDArray[Any]
@@ -96,7 +98,14 @@ def _widened(mini: _Mini) -> npt.NDArray[np.float32]:
     return np.array(values, np.float32)
 
 
-_WIDENED: Final = {name: _widened(mini) for name, mini in _MINIS.items()}
+def _halves() -> npt.NDArray[np.float32]:
+    """Return the value of each float16."""
+    with np.errstate(all="ignore"):
+        return _quiet(np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32))
+
+
+_WIDENED: Final = {name: Bytes(_widened(mini)) for name, mini in _MINIS.items()}
+_HALVES: Final = Words(_halves)
 
 
 def to_float32(dtype: str, raw: Raw) -> npt.NDArray[np.float32]:
@@ -108,10 +117,11 @@ def to_float32(dtype: str, raw: Raw) -> npt.NDArray[np.float32]:
         wide <<= np.uint32(16)
         return wide.view(np.float32)
     if dtype in _MINIS:
-        return _WIDENED[dtype][raw]
-    narrow = raw.view(np.float16 if dtype == "float16" else np.float64)
+        return _WIDENED[dtype](raw)
+    if dtype == "float16":
+        return _HALVES(raw)
     with np.errstate(all="ignore"):  # what becomes of NaN, and of what is too large, is defined
-        return _quiet(narrow.astype(np.float32))
+        return _quiet(raw.view(np.float64).astype(np.float32))
 
 
 def to_float64(dtype: str, raw: Raw) -> npt.NDArray[np.float64]:

@@ -14,12 +14,14 @@ import numpy as np
 
 from ckptstore.encodings.casts import FLOATS, from_float32, raw_dtype, recast
 from ckptstore.encodings.codebooks import BOOKS
+from ckptstore.encodings.lookup import Bytes
 
 __all__ = ["CAST", "KINDS", "SCALED", "decode_elements"]
 
 CAST: Final = "cast"
 SCALED: Final = "scaled"
 KINDS: Final = (CAST, SCALED)
+_BOOKS: Final = {code: Bytes(values) for code, values in BOOKS.items()}
 # Elements that are converted at once. Source: with the temporaries of a cast 1.5 MiB, which stay
 # in the second-level cache.
 _STEP: Final = 1 << 16
@@ -83,13 +85,13 @@ def decode_elements(
     blocks = -(-(start + len(places)) // block) - first if len(places) else 0
     if len(places) != len(target) or blocks > len(sizes):
         raise ValueError(f"{len(places)} codes and {len(sizes)} scales for {len(target)} elements")
-    book = BOOKS[code]
+    book = _BOOKS[code]
     for at in range(0, len(places), _STEP):
         step = places[at : at + _STEP]
         low, high = start + at, start + at + len(step)
         touched = np.arange(low // block, -(-high // block))
         counts = np.minimum((touched + 1) * block, high) - np.maximum(touched * block, low)
-        values = book[step]
+        values = book(step)
         with np.errstate(all="ignore"):  # a hostile scale may be anything
             values *= np.repeat(sizes[touched - first], counts)
         target[at : at + len(step)] = from_float32(dtype, values)
