@@ -118,7 +118,6 @@ def encode_content(
     parent: Manifest | None,
     chunk_bytes: int,
     workers: int,
-    check: Callable[[], None] = lambda: None,
 ) -> Encoded:
     """Return what is written of a state: with recipes and hidden tensors where they save bytes.
 
@@ -130,8 +129,6 @@ def encode_content(
         The store's chunk size.
     workers
         Threads that measure.
-    check
-        Called before each tensor; what it raises ends the save.
 
     Raises
     ------
@@ -143,7 +140,6 @@ def encode_content(
         chunk_bytes=chunk_bytes,
         known={} if parent is None else known_forms(parent),
         parent=parent,
-        check=check,
     )
     pairs = derived_pairs([_candidate(content, place) for place in range(len(content.records))])
     wishes = {place: wish for place, wish in content.wishes.items() if place not in pairs}
@@ -193,7 +189,6 @@ class _Work:
     chunk_bytes: int
     known: Mapping[Key, Recipe]
     parent: Manifest | None
-    check: Callable[[], None]
     proved: dict[int, Sequence[int]] = field(default_factory=dict)
     """Per tensor that others are derived from: the checksums of its pieces."""
 
@@ -201,7 +196,6 @@ class _Work:
 
     def derive(self, low: int, high: int) -> _Outcome:
         """Return the recipe of a tensor that is another one, converted."""
-        self.check()
         content = self.content
         source = content.sources[high]
         grid = self._grid(source)
@@ -214,7 +208,6 @@ class _Work:
 
     def code(self, place: int, encoding: Encoding) -> _Outcome:
         """Return what becomes of a tensor that a rule asks for."""
-        self.check()
         source, record = self.content.sources[place], self.content.records[place]
         step = Form.of(encoding, signed=True).step
         looked = look(source, step)
@@ -225,7 +218,6 @@ class _Work:
         again = self._again(place, encoding, form, looked)
         if again is not None:
             return again
-        self.check()
         elements = Elements(source)
         grids = [self._grid(one) for one in shells(source, record, form)]
         name = self.content.name(place)

@@ -20,8 +20,10 @@ __all__ = ["EncodingRules", "Encodings", "Target", "is_second_moment", "loses_sm
 
 _log = logging.getLogger("ckptstore")
 
-Encodings: TypeAlias = "Mapping[str, Encoding | str] | Mapping[Pattern, Encoding | str]"
-"""As a user writes rules: pattern of paths, or ``role:NAME``, to encoding. The first wins."""
+Encodings: TypeAlias = "Mapping[Any, Encoding | str]"
+"""As a user writes rules: pattern of paths, text or tuple, or ``role:NAME``, to encoding. The first
+that matches counts.
+"""
 
 _ROLE: Final = "role:"
 # Sums or averages of squares, by the names that optimizers give them. Sources: torch.optim of torch
