@@ -10,7 +10,7 @@ recipe names. Needs no torch.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -213,9 +213,10 @@ class _Making:
         self._ends = _Ends(content.manifest)
         self._ready = ready
         self._backend = backend
-        # Half for the threads that fetch; of the rest a quarter at most for scales, which stay.
+        # Half for the threads that fetch; of the rest a quarter at most for scales, which stay; and
+        # while the steps of one group are made, those of the next are read.
         self._options = replace(options, host_bytes=max(1, options.host_bytes // 2))
-        self._room = max(1, options.host_bytes * 3 // 8)
+        self._room = max(1, options.host_bytes * 3 // 16)
         self._scales_room = max(_SCALE_BYTES, options.host_bytes // 8)
         self._progress = progress
         self._done, self._total = done, total
@@ -223,19 +224,34 @@ class _Making:
 
     def run(self, ranges: Sequence[Range]) -> None:
         """Make all of them, in their order."""
+        with (
+            ThreadPoolExecutor(self._options.workers, "ckptstore-decode") as pool,
+            ThreadPoolExecutor(1, "ckptstore-ahead") as ahead,
+        ):
+            due: tuple[list[_Step], Future[None]] | None = None
+            for group in self._groups(ranges):
+                reading = ahead.submit(self._read, group)
+                if due is not None:
+                    self._make(*due, pool)
+                due = group, reading
+            if due is not None:
+                self._make(*due, pool)
+
+    def _groups(self, ranges: Sequence[Range]) -> Iterator[list[_Step]]:
+        """Yield steps that there is memory for at once; one at least."""
         group: list[_Step] = []
         held = 0
-        with ThreadPoolExecutor(self._options.workers, "ckptstore-decode") as pool:
-            for one in ranges:
-                for step in self._steps(one):
-                    if group and held + step.held_bytes > self._room:
-                        self._make(group, pool)
-                        group, held = [], 0
-                    group.append(step)
-                    held += step.held_bytes
-                if one.nbytes == 0:
-                    self._check(one, Hasher())
-            self._make(group, pool)
+        for one in ranges:
+            for step in self._steps(one):
+                if group and held + step.held_bytes > self._room:
+                    yield group
+                    group, held = [], 0
+                group.append(step)
+                held += step.held_bytes
+            if one.nbytes == 0:
+                self._check(one, Hasher())
+        if group:
+            yield group
 
     def _steps(self, one: Range) -> Iterator[_Step]:
         """Yield the steps of one range; what they read is planned, and its memory taken."""
@@ -295,8 +311,8 @@ class _Making:
         part = Range(index=index, start=start, nbytes=len(out), out=out)
         return _Part(self._content, self._ends, part, self._content.labels[made.index])
 
-    def _make(self, group: Sequence[_Step], pool: ThreadPoolExecutor) -> None:
-        """Read what some steps need, make them, and check the tensors that end with one."""
+    def _read(self, group: Sequence[_Step]) -> None:
+        """Read what some steps need."""
         parts = [part for step in group for part in step.parts]
         if parts:
             read_pieces(
@@ -308,6 +324,10 @@ class _Making:
             )
         for part in parts:
             part.finish()
+
+    def _make(self, group: Sequence[_Step], read: Future[None], pool: ThreadPoolExecutor) -> None:
+        """Make some steps once they are read, and check the tensors that end with one."""
+        read.result()
         for step, made in zip(group, pool.map(self._decode, group), strict=True):
             record = self._content.manifest.tensors[step.whole.index]
             if step.whole.nbytes == record.nbytes:
