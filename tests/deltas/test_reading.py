@@ -375,4 +375,5 @@ def test_a_part_of_a_version_takes_the_bases_that_it_needs(store: Store) -> None
     assert same(aged["model"], state_of(1)["model"])
     assert deltas_of(store, store.versions(run="part")[0]) == 2
     assert store.verify().ok
+    store.remove(["gpt@0"], force=True)
     assert store.sharing().roles["base"] > 0
