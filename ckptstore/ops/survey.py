@@ -9,20 +9,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 
-import msgspec
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.errors import (
     CkptStoreError,
-    CorruptTensorError,
     FormatError,
     IntegrityError,
     NotFoundError,
@@ -31,12 +28,13 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import pack as packs
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.hashing import blake3_of, xxh3_64
+from ckptstore.hashing import xxh3_64
 from ckptstore.model import Version
 from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.ops.recipes_followed import problem_with, recipe_key, row_of_recipe
 from ckptstore.repo import Repo
 
-__all__ = ["PieceKey", "Problem", "Sample", "Survey", "piece_key", "recipe_key"]
+__all__ = ["PieceKey", "Problem", "Sample", "Survey", "piece_key"]
 
 # Manifests read ahead. Source: hides the latency of an object store (20 ms) behind the reading of
 # data; a manifest of 1 TB takes some 16 MB.
@@ -92,17 +90,6 @@ def piece_key(table: PieceTable, row: int) -> PieceKey:
         int(table.inner[row]),
         table.ids[row].tobytes(),
     )
-
-
-def recipe_key(content: Content, index: int) -> bytes:
-    """Return what is equal for tensors that follow in the same way from the same pieces."""
-    records = content.manifest.tensors
-    record = records[index]
-    assert record.recipe is not None  # noqa: S101  # for the type checker: callers have asked
-    sources = [records[place].dtype for place in record.recipe.sources]
-    recipe = replace(record.recipe, sources=())
-    what = msgspec.msgpack.encode((record.dtype, record.nbytes, sources, recipe.encode(0)))
-    return blake3_of([what, content.manifest.pieces.ids[content.rows(index)].tobytes()])
 
 
 @dataclass(slots=True)
@@ -224,9 +211,7 @@ class Survey:
         if self.full:
             for rows in _batches(content.manifest.pieces):
                 self._check_rows(version, content, rows)
-            for index, record in enumerate(content.manifest.tensors):
-                if record.recipe is not None:
-                    self._check_recipe(version, content, index)
+            self._check_recipes(version, content)
         return self._report(version, content)
 
     def _check_packs(self, version: Version, content: Content) -> None:
@@ -306,32 +291,40 @@ class Survey:
         self._tell(self._done_bytes)
         self.told(version, rows, {row: self.bad[k] for row, k in keys.items() if k in self.bad})
 
-    def _check_recipe(self, version: Version, content: Content, index: int) -> None:
-        """Make a tensor that follows from others, unless another version has the same."""
+    def _check_recipes(self, version: Version, content: Content) -> None:
+        """Make the tensors that follow from others, but those that another version has too."""
         table = content.manifest.pieces
-        key = recipe_key(content, index)
-        if key in self.followed:
-            return
-        if self.bad and any(piece_key(table, row) in self.bad for row in content.rows(index)):
-            return
-        if self.sample is not None and not self.sample.holds(key.hex(), 0):
-            return
-        rows = range(len(table) + index, len(table) + index + 1)  # it has none of its own
-        earlier = self.known(version, rows)
-        if earlier is None:
-            whole = Range(
-                index=index, start=0, nbytes=content.manifest.tensors[index].nbytes, out=None
-            )
-            backend, options = self.repo.backend, self.repo.options
-            try:
-                read_ranges(content, [whole], backend=backend, options=options)
-                earlier = {}
-            except CorruptTensorError as error:
-                earlier = {rows.start: error.message.partition(": ")[2]}
-            self.told(version, rows, earlier)
-        self.followed.add(key)
-        if rows.start in earlier:
-            self.unlike[key] = earlier[rows.start]
+        batch: dict[int, bytes] = {}
+        size = 0
+        for index, record in enumerate(content.manifest.tensors):
+            if record.recipe is None:
+                continue
+            key = recipe_key(content, index)
+            if key in self.followed or (self.sample and not self.sample.holds(key.hex(), 0)):
+                continue
+            if self.bad and any(self.why(table, row) for row in content.rows(index)):
+                continue
+            self.followed.add(key)
+            earlier = self.known(version, row_of_recipe(content, index))
+            if earlier is not None:
+                self.unlike.update((key, text) for text in earlier.values())
+                continue
+            if batch and size + record.nbytes > limits.VERIFY_BATCH_BYTES:
+                self._follow(version, content, batch)
+                batch, size = {}, 0
+            batch[index] = key
+            size += record.nbytes
+        self._follow(version, content, batch)
+
+    def _follow(self, version: Version, content: Content, batch: Mapping[int, bytes]) -> None:
+        """Make some tensors; one by one, if something else comes than there should."""
+        problem = problem_with(self.repo, content, list(batch))
+        for index, key in batch.items():
+            row = row_of_recipe(content, index)
+            text = problem_with(self.repo, content, [index]) if problem else ""
+            if text:
+                self.unlike[key] = text
+            self.told(version, row, {row.start: text} if text else {})
 
     def why(self, table: PieceTable, row: int) -> str:
         """Return why a piece cannot be had: for its own bytes, or those that it refers to."""

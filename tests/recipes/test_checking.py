@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -243,3 +244,27 @@ def test_repair_brings_back_what_is_hidden(stores: Stores) -> None:
     assert not report.lost
     found = store.load("gpt")["optimizer"]["m"]
     assert stored_bytes(found) == stored_bytes(expected["optimizer.m"])
+
+
+def test_a_check_that_goes_on_does_not_follow_recipes_again(stores: Stores, tmp_path: Path) -> None:
+    """What an interrupted check found of a recipe stays found, and is not read a second time."""
+    store = stores()
+    save(store, STATE, FORMS, step=1)
+    wrong = {"digest": b"x" * 32, "exact": False}
+    save(store, {"m": MOMENT}, {"m": Form(code="linear")}, step=2, change=wrong)
+    save(store, {"m": MASTER}, {"m": Form(code="linear")}, step=3)
+    state = tmp_path / "state"
+    seen: list[int] = []
+
+    def stop(step: ckptstore.Progress) -> None:
+        seen.append(step.done)
+        if len(seen) > 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.verify(resume=state, progress=stop)
+    lines = state.read_bytes().splitlines()
+    report = store.verify(resume=state)
+
+    assert len(lines) > 3
+    assert [(problem.step, problem.tensor) for problem in report.problems] == [(2, "m")]

@@ -1,0 +1,50 @@
+"""Whether tensors that follow from others are what their recipes say: made, compared, dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from ckptstore.checkpoint.content import Content
+from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.errors import CorruptTensorError
+from ckptstore.hashing import blake3_of
+from ckptstore.repo import Repo
+
+__all__ = ["problem_with", "recipe_key", "row_of_recipe"]
+
+
+def recipe_key(content: Content, index: int) -> bytes:
+    """Return what is equal for tensors that follow in the same way from the same pieces."""
+    records = content.manifest.tensors
+    record = records[index]
+    assert record.recipe is not None  # noqa: S101  # for the type checker: callers have asked
+    sources = [records[place].dtype for place in record.recipe.sources]
+    recipe = replace(record.recipe, sources=())
+    what = msgspec.msgpack.encode((record.dtype, record.nbytes, sources, recipe.encode(0)))
+    return blake3_of([what, content.manifest.pieces.ids[content.rows(index)].tobytes()])
+
+
+def row_of_recipe(content: Content, index: int) -> range:
+    """Return a row beyond those of the pieces: what was found of a recipe is kept under it."""
+    row = len(content.manifest.pieces) + index
+    return range(row, row + 1)
+
+
+def problem_with(repo: Repo, content: Content, indices: Sequence[int]) -> str:
+    """Make some tensors, and return what is wrong with one of them; empty if nothing is.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    tensors = content.manifest.tensors
+    whole = [Range(index=n, start=0, nbytes=tensors[n].nbytes, out=None) for n in indices]
+    try:
+        read_ranges(content, whole, backend=repo.backend, options=repo.options)
+    except CorruptTensorError as error:
+        return error.message.partition(": ")[2]
+    return ""
