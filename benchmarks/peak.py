@@ -57,7 +57,10 @@ def peak_of_saves(state_file: Path, space: Workspace, names: Sequence[str] = ())
 def _names() -> list[str]:
     from benchmarks.peers import PEERS
 
-    return [*(peer.name for peer in PEERS), "ckptstore auto", "ckptstore raw"]
+    return [
+        *(peer.name for peer in PEERS),
+        *(f"ckptstore {codec}" for codec in ("auto", "raw", "planes")),
+    ]
 
 
 def _resident_bytes(field: str) -> int:
