@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from recipekit import Form, save, stored_bytes
 from safetensors.torch import load_file
 
@@ -20,6 +21,7 @@ from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import CorruptTensorError
 from ckptstore.format.paths import path_text
+from ckptstore.integrations.dcp import CkptStoreReader
 from ckptstore.integrations.files import export_safetensors
 
 Stores = Callable[..., ckptstore.Store]
@@ -211,6 +213,23 @@ def test_tensors_that_are_there_are_filled_in_place(stores: Stores) -> None:
     for name, tensor in other.items():
         wanted = expected.get(f"model.{name}", given["model"][name])
         assert torch.equal(tensor, wanted.double()), name
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_readers_of_torch_distributed_checkpoint(stores: Stores) -> None:
+    """A state is filled through torch's own loader, whatever it follows from."""
+    store = stores()
+    given = state()
+    _, expected = save(store, given, FORMS)
+    names = {"model": given["model"], "optimizer": given["optimizer"]}
+    into = {part: {k: torch.zeros_like(v) for k, v in names[part].items()} for part in names}
+
+    dcp.load(into, storage_reader=CkptStoreReader(store.run("gpt")))
+
+    for part, tensors in into.items():
+        for name, tensor in tensors.items():
+            wanted = expected.get(f"{part}.{name}", given[part][name])
+            assert same(tensor, wanted), name
 
 
 def test_exports_hold_what_a_load_gives(stores: Stores, tmp_path: Path) -> None:
