@@ -117,6 +117,8 @@ KEYS_PER_OP_MAX: Final = 40_000
 # Other stores that a version is noted to lie in; the newest count. Source: two clouds of three regions each, tape, and
 # as much again; each costs 33 bytes a version in the catalog.
 REPLICAS_MAX: Final = 16
+# A job file. Source: rules and options of two stores are under 4 KiB; 16x is slack.
+JOB_BYTES_MAX: Final = 64 * KIB
 # Why a version was deleted or rolled back, for people. Source: one line of a terminal or two.
 REASON_CHARS_MAX: Final = 500
 # Commits in one folder of the log. Source: one listing request of S3 or GCS returns 1,000 names.

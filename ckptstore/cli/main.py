@@ -64,6 +64,7 @@ COMMANDS: Final = {
     "verify": "verify",
     "repair": "repair",
     "replicate": "replicate",
+    "archive": "archive",
     "export": "export",
     "import": "import_",
     "doctor": "doctor",

@@ -5,13 +5,13 @@ Source of the format: https://prometheus.io/docs/instrumenting/exposition_format
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.model import Receipt, Version
 
-__all__ = ["ProcessFigures", "exposition"]
+__all__ = ["ProcessFigures", "exposition", "metric"]
 
 _STAGES = ("blocked", "staging", "hashing", "encoding", "writing", "committing")
 _KINDS = ("logical", "new", "shared", "stored")
@@ -49,37 +49,38 @@ def _of_store(catalog: Catalog) -> Iterator[str]:
         heads[version.run] = version
         key = (version.run, version.state)
         states[key] = states.get(key, 0) + 1
-    yield _metric("commits", "gauge", "Commits in the log.", [({}, catalog.number)])
+    yield metric("commits", "gauge", "Commits in the log.", [({}, catalog.number)])
     rows: list[_Row] = [({"run": run, "state": one}, n) for (run, one), n in states.items()]
-    yield _metric("versions", "gauge", "Versions that can be loaded.", rows)
+    yield metric("versions", "gauge", "Versions that can be loaded.", rows)
     rows = [({"run": run}, version.step) for run, version in heads.items()]
-    yield _metric("last_save_step", "gauge", "Step of the version that was saved last.", rows)
+    yield metric("last_save_step", "gauge", "Step of the version that was saved last.", rows)
     rows = [({"run": run}, version.created_at.timestamp()) for run, version in heads.items()]
-    yield _metric("last_save_timestamp_seconds", "gauge", "When it was committed.", rows)
+    yield metric("last_save_timestamp_seconds", "gauge", "When it was committed.", rows)
     receipts = {run: Receipt.of(one.receipt, one.state) for run, one in heads.items()}
     rows = [
         ({"run": run, "stage": stage}, getattr(receipt, f"{stage}_s"))
         for run, receipt in receipts.items()
         for stage in _STAGES
     ]
-    yield _metric("last_save_seconds", "gauge", "What it took, by stage.", rows)
+    yield metric("last_save_seconds", "gauge", "What it took, by stage.", rows)
     rows = [
         ({"run": run, "kind": kind}, getattr(receipt, f"{kind}_bytes"))
         for run, receipt in receipts.items()
         for kind in _KINDS
     ]
-    yield _metric("last_save_bytes", "gauge", "Its bytes: in memory, new, shared, stored.", rows)
+    yield metric("last_save_bytes", "gauge", "Its bytes: in memory, new, shared, stored.", rows)
 
 
 def _of_process(process: ProcessFigures) -> Iterator[str]:
     rows: list[_Row] = [({"outcome": one}, count) for one, count in process.outcomes.items()]
-    yield _metric("saves_total", "counter", "Saves of this process that are over.", rows)
-    yield _metric("saves_in_flight", "gauge", "Saves under way.", [({}, process.in_flight)])
+    yield metric("saves_total", "counter", "Saves of this process that are over.", rows)
+    yield metric("saves_in_flight", "gauge", "Saves under way.", [({}, process.in_flight)])
     rows = [({}, process.staging_bytes)]
-    yield _metric("staging_bytes", "gauge", "Host memory held for staged states.", rows)
+    yield metric("staging_bytes", "gauge", "Host memory held for staged states.", rows)
 
 
-def _metric(name: str, kind: str, text: str, rows: list[_Row]) -> str:
+def metric(name: str, kind: str, text: str, rows: Sequence[_Row]) -> str:
+    """Return one metric with its values by labels; the name without the prefix ``ckptstore_``."""
     head = f"# HELP ckptstore_{name} {text}\n# TYPE ckptstore_{name} {kind}\n"
     return head + "".join(f"ckptstore_{name}{_labels(labels)} {_number(x)}\n" for labels, x in rows)
 

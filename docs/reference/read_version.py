@@ -99,7 +99,7 @@ def read_manifest(store: Path, save: dict[str, Any]) -> dict[str, Any]:
     right = (len(data), blake3(data).hexdigest()) == (pointer["bytes"], pointer["blake3"])
     require(right, f"{pointer['key']} is not what the commit names")
     magic, form, flags, zero, raw, length, digest = struct.unpack_from("<8sHHIQQ32s", data)
-    require((magic, form, flags | 3, zero) == (b"CKPTMANI", 1, 3, 0), "no manifest of format 1")
+    require((magic, form, flags | 7, zero) == (b"CKPTMANI", 1, 7, 0), "no manifest of format 1")
     right = len(data) == 64 + length and blake3(data[64:]).digest() == digest
     require(right and raw <= max(16 << 20, 2000 * length), "a damaged manifest")
     body = unpack(io.BytesIO(unzstd(data[64:], raw)))
@@ -107,6 +107,7 @@ def read_manifest(store: Path, save: dict[str, Any]) -> dict[str, Any]:
     for name, dtype in COLUMNS.items():
         body[name] = np.frombuffer(body[name], dtype)
         require(len(body[name]) * 32 == len(body["ids"]), "columns of different lengths")
+    body["base"] = np.frombuffer(body.get("base", b"\xff" * 4 * len(body["raw"])), "u4")
     return body
 
 
@@ -123,6 +124,17 @@ def join(layout: int, planes: list[bytes]) -> bytes:
     return stacked.tobytes()
 
 
+def apply(layout: int, planes: list[bytes], base: bytes) -> bytes:
+    """Return the elements whose folded differences to those of a base are given."""
+    unsigned, signed, top = f"u{len(planes)}", f"i{len(planes)}", 8 * len(planes) - 1
+    bits = np.stack([np.frombuffer(plane, "u1") for plane in planes[::-1]], axis=1).view(unsigned)
+    steps = (bits >> 1 ^ (bits & 1) * bits.dtype.type((2 << top) - 1)).ravel()
+    if layout not in (1, 2, 3):
+        return (np.frombuffer(base, unsigned) + steps).tobytes()
+    ordered = lambda bits: bits ^ (bits.view(signed) >> top).view(unsigned) >> 1  # noqa: E731
+    return ordered(ordered(np.frombuffer(base, unsigned)) + steps).tobytes()
+
+
 def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
     """Return one piece, checked against its id."""
     raw, place, offset, stored, inner, slab = (int(body[name][row]) for name in COLUMNS)
@@ -134,17 +146,24 @@ def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
     where = f"pack {pack}, chunk at byte {offset}"
     require(magic == b"CHNK" and zlib.crc32(head[:60]) == crc, f"{where}: damaged header")
     require((raw_bytes, length, len(data)) == (slab, stored, stored), f"{where}: other lengths")
-    require(codec in (0, 1, 2) and layout < 7, f"{where}: unknown codec {codec} or layout {layout}")
+    require(codec < 4 and layout < 7, f"{where}: unknown codec {codec} or layout {layout}")
+    base, shares, old = int(body["base"][row]), SHARES[layout], b""
+    require((codec == 3) == (base < len(body["base"])), f"{where}: a base, or none, in vain")
     if codec == 1:
         data = unzstd(data, raw_bytes)
-    elif codec == 2:
-        sizes = [raw_bytes // sum(SHARES[layout]) * share for share in SHARES[layout]]
+    elif codec > 1:
+        if codec == 3:  # the base is no delta itself; its id comes first
+            require(not body["base"][base] < len(body["base"]), f"{where}: a base of a base")
+            old, shares = read_piece(store, body, base), (1,) * sum(shares)
+            require(data[:32] == blake3(old).digest(), f"{where}: another base")
+            data = data[32:]
+        sizes = [raw_bytes // sum(shares) * share for share in shares]
         at, planes = 4 * len(sizes), []
         for length, size in zip(struct.unpack_from(f"<{len(sizes)}I", data), sizes, strict=True):
             part = data[at : at + (length & 0x7FFFFFFF)]
             planes.append(unzstd(part, size) if length >> 31 else part)
             at += len(part)
-        data = join(layout, planes)
+        data = apply(layout, planes, old) if codec == 3 else join(layout, planes)
     right = blake3(data[inner : inner + raw]).digest() == body["ids"][32 * row : 32 * row + 32]
     require(right, f"{where}: damaged")
     return data[inner : inner + raw]

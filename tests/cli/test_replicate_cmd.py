@@ -41,7 +41,9 @@ def test_refs_runs_and_rules(cli: Cli, store_path: Path, tmp_path: Path) -> None
         "replicate", "--run", "gpt", "--keep", "tagged", "--to", to, "--json", "-s", store_path
     )
     assert len(ruled.document["copied"]) == 1
-    limited = cli("replicate", "--run", "lora", "--limit-rate", "1GiB", "--to", to, "-s", store_path)
+    limited = cli(
+        "replicate", "--run", "lora", "--limit-rate", "1GiB", "--to", to, "-s", store_path
+    )
     assert limited.code == 0
     assert "read back" in limited.out
 

@@ -1,0 +1,140 @@
+"""``ckptstore archive``: run an archival job from a file."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptstore.cli.options import AsJson, Quiet
+from ckptstore.cli.output import Column, Output, Screen, encode_document
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import vouching
+from ckptstore.cli.text import age_text, bytes_text, counted, seconds_text
+from ckptstore.config import SYSTEM
+from ckptstore.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from ckptstore.jobs.report import JobReport, StepReport
+
+__all__ = ["archive"]
+
+
+def archive(
+    job: Annotated[
+        Path, typer.Option("--job", metavar="FILE", help="What is to be where: a TOML file.")
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would be done; change nothing.")
+    ] = False,
+    since: Annotated[
+        str | None,
+        typer.Option(
+            "--since",
+            metavar="TIME",
+            help="Only versions saved since then: 2026-03-01T12:00:00Z; or `last`: the last run "
+            "that did all it should, as the file of --report says.",
+        ),
+    ] = None,
+    report_file: Annotated[
+        Path | None,
+        typer.Option("--report", metavar="FILE", help="Also write the JSON document to this file."),
+    ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(
+            "--metrics",
+            metavar="FILE",
+            help="Write figures for Prometheus's node exporter to this .prom file.",
+        ),
+    ] = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run an archival job: replicate, keep on either side what the file says, tell what is late.
+
+    For cron, Slurm and Kubernetes. A run that was killed is finished by the next; two at once do
+    each other no harm. Exits with 0 if all was done, with the code of the first step that failed,
+    or with 7 if a version is not replicated that should be by now.
+    """
+    from ckptstore.jobs import read_job, run_job
+    from ckptstore.jobs.files import replace_file
+    from ckptstore.jobs.report import exposition
+
+    output = Output("archive", as_json=json, quiet=quiet)
+    wanted = read_job(job)
+    before = _last_success(report_file)
+    since_s = None if since is None else _since(since, before)
+    with progress_bars(output) as progress, vouching():
+        done = run_job(wanted, dry_run=dry_run, since_s=since_s, progress=progress)
+    success = done.began_at if done.ok and not dry_run else before
+    document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code, "last_success": success}
+    if report_file is not None and not dry_run:
+        replace_file(report_file, (encode_document(document) + "\n").encode())
+    if metrics is not None and not dry_run:
+        replace_file(metrics, exposition(done, now_s=SYSTEM.now_ms() / 1000).encode())
+    output.show(document, lambda screen: _draw(screen, done))
+    if done.exit_code:
+        raise typer.Exit(done.exit_code)
+
+
+def _last_success(path: Path | None) -> str:
+    """Return when the last run began that did all it should; empty if that is not known."""
+    if path is None or not path.exists():
+        return ""
+    try:
+        found: Any = jsonlib.loads(path.read_bytes())
+        return str(found["last_success"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        msg = f"{path} is no report of a job: {error}"
+        raise InvalidInputError(msg, hint="name another file, or remove this one") from error
+
+
+def _since(text: str, last: str) -> float | None:
+    if text == "last":
+        if not last:
+            return None
+        text = last
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        msg = f"{text!r} is not a time"
+        raise InvalidInputError(msg, hint="write 2026-03-01T12:00:00Z, or last") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _draw(screen: Screen, report: JobReport) -> None:
+    screen.line(f"{report.name}: {report.source} to {report.target}")
+    columns = [Column(title="STEP"), Column(title="OUTCOME"), Column(title="TOOK", right=True)]
+    rows = [(step.name, _outcome(step), seconds_text(step.seconds)) for step in report.steps]
+    screen.table(columns, rows)
+    if report.estimate:
+        parts = report.estimate
+        screen.line(
+            f"about {parts['once']} {parts['currency']} for requests and transfer, and"
+            f" {parts['a_month']} {parts['currency']} a month"
+        )
+    for late in report.overdue:
+        name = f"{late.run}@{late.step} {late.version[:8]}"
+        screen.line(f"not replicated: {name}, saved {age_text(late.age_s)} ago", style="red")
+
+
+def _outcome(step: StepReport) -> str:
+    if step.error:
+        return f"failed: {step.error}"
+    result = step.result
+    if step.name == "replicate":
+        size = bytes_text(result["chunk_bytes"])
+        there = f", {result['present']} there already" if result["present"] else ""
+        return f"{counted(result['copied'], 'version')}, {size} travelled{there}"
+    if step.name == "evict":
+        count = counted(result["evicted"], "version")
+        return f"{count} kept as records; {bytes_text(result['reclaimable_bytes'])} to reclaim"
+    if step.name.startswith("retain"):
+        count = counted(result["changes"], "version")
+        return f"{count} changed; {bytes_text(result['reclaimable_bytes'])} to reclaim"
+    return f"{bytes_text(result['reclaimable_now_bytes'])} freed"

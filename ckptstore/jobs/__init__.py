@@ -1,0 +1,9 @@
+"""Jobs: what runs on a schedule, from a file that says what is to be kept where."""
+
+from __future__ import annotations
+
+from ckptstore.jobs.config import Job, read_job
+from ckptstore.jobs.report import JobReport, StepReport
+from ckptstore.jobs.work import run_job
+
+__all__ = ["Job", "JobReport", "StepReport", "read_job", "run_job"]

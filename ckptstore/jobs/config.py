@@ -1,0 +1,194 @@
+"""Job files: TOML that says what of a store is to be in another, and what either is to keep.
+
+::
+
+    [source]
+    url = "/nvme/ckpts"
+
+    [target]
+    url = "s3://archive/ckpts"
+
+    [select]
+    keep = ["tagged", "best 3 val_loss", "every 10000 steps"]
+    older_than = "1h"
+
+    [retain]
+    source = { full = "last 5" }
+
+    [alert]
+    not_replicated_after = "24h"
+
+Everything but ``source`` and ``target`` may be left out. What is not known is refused: a word
+that is misspelt must not turn a rule off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.catalog.policy import Policy
+from ckptstore.catalog.rules import parse_duration
+from ckptstore.errors import InvalidInputError, NotFoundError
+from ckptstore.store.store import open_store
+
+__all__ = ["Alert", "Collect", "Copy", "Job", "Place", "Prices", "Retain", "Select", "read_job"]
+
+_Texts: TypeAlias = str | list[str]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the two stores."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1)]
+    options: dict[str, Any] = {}
+    """For the storage library, such as ``endpoint_url``. Credentials belong into their chains."""
+    single_writer: bool = False
+    """Nobody else writes while the job runs."""
+
+
+class Select(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which versions of the source; what is given narrows it down. All, if nothing is."""
+
+    refs: list[str] = []
+    """Versions that count in any case."""
+    runs: list[str] = []
+    keep: _Texts | None = None
+    """Rules as in a retention policy."""
+    older_than: str | None = None
+    """Only what was saved at least so long ago: what is younger may still be replaced."""
+    since: str | None = None
+    """Only what was saved within this time."""
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How versions travel."""
+
+    check: bool = True
+    """Read back what was written."""
+    rate: str | int = 0
+    """Bytes a second, such as ``50MiB``; 0: no limit."""
+    workers: Annotated[int, msgspec.Meta(ge=1, le=limits.WORKERS_MAX)] | None = None
+    """Threads on either side; by default the usable processors."""
+
+
+class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What either store is to keep; ``true``: what its own policies say."""
+
+    source: dict[str, Any] | bool = False
+    target: dict[str, Any] | bool = False
+    evict: _Texts | None = None
+    """Rules for versions of the source whose content stays; of others that the target has, every
+    byte read back, only the record stays."""
+
+
+class Collect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where space is reclaimed afterwards."""
+
+    source: bool = False
+    target: bool = False
+    grace: str | None = None
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is worth a message to people."""
+
+    not_replicated_after: str | None = None
+    """A version of the selection that is older than this, and that the target does not have."""
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the target's provider charges, in one currency; for estimates only."""
+
+    put_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    get_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    stored_per_gb_month: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """For 10^9 bytes."""
+    moved_per_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    currency: str = "USD"
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file, checked."""
+
+    source: Place
+    target: Place
+    name: str = ""
+    """For reports and metrics; the file's name by default."""
+    select: Select = Select()
+    copy: Copy = Copy()
+    retain: Retain = Retain()
+    gc: Collect = Collect()
+    alert: Alert = Alert()
+    prices: Prices | None = None
+
+
+def read_job(path: str | os.PathLike[str]) -> Job:
+    """Return the job in a file.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such file.
+    InvalidInputError
+        It is no TOML, too large, has a word that is not known, or a rule or time that is none; the
+        message names the place.
+    """
+    where = Path(path)
+    try:
+        with where.open("rb") as file:
+            data = file.read(limits.JOB_BYTES_MAX + 1)
+    except FileNotFoundError as error:
+        msg = f"there is no job file {str(where)!r}"
+        raise NotFoundError(
+            msg, hint="see docs/howto/archival-jobs.md for one to begin with"
+        ) from error
+    except OSError as error:
+        msg = f"the job file {str(where)!r} cannot be read: {error.strerror}"
+        raise InvalidInputError(msg) from error
+    if len(data) > limits.JOB_BYTES_MAX:
+        msg = f"{where}: more than {limits.JOB_BYTES_MAX} bytes"
+        raise InvalidInputError(msg)
+    try:
+        job = msgspec.convert(tomllib.loads(data.decode()), Job)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
+        msg = f"{where}: {error}"
+        raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
+    try:
+        _check(job)
+    except InvalidInputError as error:
+        msg = f"{where}: {error.message}"
+        raise InvalidInputError(msg, hint=error.hint) from error
+    return job if job.name else msgspec.structs.replace(job, name=where.stem)
+
+
+_OWN_OPTIONS: Final = frozenset(inspect.signature(open_store).parameters)
+
+
+def _check(job: Job) -> None:
+    """Raise for rules and times that are none, before anything is opened."""
+    for place in (job.source, job.target):
+        if own := sorted(_OWN_OPTIONS & place.options.keys()):
+            msg = f"{own[0]!r} is not an option of the storage library"
+            raise InvalidInputError(msg)
+    for text in (
+        job.select.older_than,
+        job.select.since,
+        job.alert.not_replicated_after,
+        job.gc.grace,
+    ):
+        if text is not None:
+            parse_duration(text)
+    for rules in (job.select.keep, job.retain.evict):
+        if rules is not None:
+            Policy.from_json({"full": rules}).check()
+    for policy in (job.retain.source, job.retain.target):
+        if isinstance(policy, Mapping):
+            Policy.from_json(policy).check()

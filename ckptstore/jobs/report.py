@@ -1,0 +1,110 @@
+"""What a job did: one JSON document, one text for Prometheus, one exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ckptstore.errors import CkptStoreError, PolicyError
+from ckptstore.ops.exposition import metric
+
+__all__ = ["JobReport", "Overdue", "StepReport", "exposition"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One step of a job."""
+
+    name: Literal["replicate", "retain-target", "retain-source", "evict", "gc-target", "gc-source"]
+    ok: bool
+    seconds: float
+    result: Mapping[str, Any]
+    """Figures of the step; the report of the same name of the API in short."""
+    error: str = ""
+    """What went wrong; empty if nothing did."""
+    exit_code: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overdue:
+    """A version that should be in the target by now, and is not."""
+
+    version: str
+    run: str
+    step: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """One run of a job."""
+
+    name: str
+    source: str
+    target: str
+    dry_run: bool
+    began_at: str
+    """UTC, ISO 8601."""
+    seconds: float
+    steps: tuple[StepReport, ...]
+    overdue: tuple[Overdue, ...]
+    """After the steps."""
+    estimate: Mapping[str, float | str]
+    """Requests and costs of what travelled, or would; empty without a table of prices."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether every step did what it should, and nothing is overdue."""
+        return self.exit_code == 0
+
+    @property
+    def exit_code(self) -> int:
+        """That of the first step that failed; 7 if only something is overdue; else 0."""
+        for step in self.steps:
+            if not step.ok:
+                return step.exit_code or CkptStoreError.exit_code
+        return PolicyError.exit_code if self.overdue else 0
+
+
+def exposition(report: JobReport, *, now_s: float) -> str:
+    """Return the figures of a run for a text file that Prometheus's node exporter collects.
+
+    Parameters
+    ----------
+    now_s
+        Seconds since 1970.
+    """
+    labels = {"job_name": report.name}
+    replicated = next((step for step in report.steps if step.name == "replicate"), None)
+    result: Mapping[str, Any] = {} if replicated is None else replicated.result
+    parts = [
+        metric("job_ok", "gauge", "Whether the last run did all it should.", [(labels, report.ok)]),
+        metric("job_end_timestamp_seconds", "gauge", "When it ended.", [(labels, now_s)]),
+        metric("job_seconds", "gauge", "What it took.", [(labels, report.seconds)]),
+        metric(
+            "job_overdue_versions",
+            "gauge",
+            "Versions that should be in the target and are not.",
+            [(labels, len(report.overdue))],
+        ),
+        metric(
+            "job_overdue_seconds",
+            "gauge",
+            "Age of the oldest of them.",
+            [(labels, max((late.age_s for late in report.overdue), default=0.0))],
+        ),
+        metric(
+            "job_replicated_versions",
+            "gauge",
+            "Versions that the last run copied.",
+            [(labels, float(result.get("copied", 0)))],
+        ),
+        metric(
+            "job_replicated_bytes",
+            "gauge",
+            "Bytes that travelled.",
+            [(labels, float(result.get("chunk_bytes", 0)))],
+        ),
+    ]
+    return "".join(parts)

@@ -1,0 +1,295 @@
+"""Runs a job: replicate, then retention and collection of both stores, then what is overdue.
+
+Nothing locks anything: two runs at once, of one job or of several, do each other no harm, since
+each step decides inside its commits. A run that was killed is finished by the next.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from ckptstore import limits
+from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.rules import parse_duration
+from ckptstore.config import SYSTEM, Environment, workers_default
+from ckptstore.errors import CkptStoreError, IntegrityError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.jobs.config import Job
+from ckptstore.jobs.report import JobReport, Overdue, StepReport
+from ckptstore.jobs.sizes import rate_of
+from ckptstore.model import Version
+from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
+from ckptstore.ops.select_versions import select_versions
+from ckptstore.store.replicating import open_target
+from ckptstore.store.store import Store, open_store
+
+__all__ = ["run_job"]
+
+_log = logging.getLogger("ckptstore")
+
+# The smallest part of an upload that S3 takes; a store that is not there yet has no backend to ask.
+_PART_BYTES_MIN = 5 * limits.MIB
+_StepName = Literal[
+    "replicate", "retain-target", "retain-source", "evict", "gc-target", "gc-source"
+]
+
+
+def run_job(
+    job: Job,
+    *,
+    dry_run: bool = False,
+    since_s: float | None = None,
+    environment: Environment = SYSTEM,
+    progress: ProgressCallback = silent,
+) -> JobReport:
+    """Run a job once; return what it did.
+
+    A step that fails is in the report, and what does not depend on it goes on: where something
+    could not be copied nothing is evicted, and the retention of the source waits too.
+
+    Parameters
+    ----------
+    dry_run
+        Change nothing in either store; the report says what would be done.
+    since_s
+        Only versions saved at or after this time, in seconds since 1970; besides what the file
+        says.
+
+    Raises
+    ------
+    CkptStoreError
+        A store cannot be opened, or the selection names nothing. Nothing was done.
+    """
+    began = environment.monotonic()
+    now_s = environment.now_ms() / 1000
+    with ExitStack() as stack:
+        source = stack.enter_context(
+            open_store(
+                job.source.url,
+                read_only=dry_run,
+                single_writer=job.source.single_writer,
+                workers=job.copy.workers or workers_default(),
+                **job.source.options,
+            )
+        )
+        target = stack.enter_context(
+            open_target(
+                job.target.url,
+                chunk_bytes=source.info.chunk_bytes,
+                dry_run=dry_run,
+                single_writer=job.target.single_writer,
+                **job.target.options,
+            )
+        )
+        run = _Run(
+            job=job,
+            source=source,
+            target=target,
+            dry_run=dry_run,
+            now_s=now_s,
+            since_s=since_s,
+            environment=environment,
+            progress=progress,
+        )
+        run.work()
+        return JobReport(
+            name=job.name,
+            source=source.url,
+            target=job.target.url,
+            dry_run=dry_run,
+            began_at=datetime.fromtimestamp(now_s, UTC).isoformat(timespec="seconds"),
+            seconds=environment.monotonic() - began,
+            steps=tuple(run.steps),
+            overdue=tuple(run.overdue()),
+            estimate=run.estimate(),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """One run; owned by the calling thread."""
+
+    job: Job
+    source: Store
+    target: Store
+    dry_run: bool
+    now_s: float
+    since_s: float | None
+    environment: Environment
+    progress: ProgressCallback
+    steps: list[StepReport] = field(default_factory=list)
+    replicated: ReplicateReport | None = None
+
+    def work(self) -> None:
+        """Do all steps, as far as one does not need another that failed."""
+        chosen = self.chosen(self.selected(), older_s=self._age(self.job.select.older_than))
+        copied = self._step("replicate", lambda: self._replicate(chosen))
+        retain = self.job.retain
+        if retain.target:
+            self._step("retain-target", lambda: self._retain(self.target, retain.target))
+        if copied:
+            if retain.evict is not None:
+                self._step("evict", self._evict)
+            if retain.source:
+                self._step("retain-source", lambda: self._retain(self.source, retain.source))
+        if self.job.gc.target:
+            self._step("gc-target", lambda: self._collect(self.target))
+        if self.job.gc.source:
+            self._step("gc-source", lambda: self._collect(self.source))
+
+    def selected(self) -> list[Version]:
+        """Return the versions that the file names, whatever their age."""
+        select = self.job.select
+        return select_versions(
+            self.source.repo,
+            refs=[self.source.resolve(ref) for ref in select.refs],
+            runs=select.runs,
+            rules=select.keep,
+        )
+
+    def chosen(self, versions: Sequence[Version], *, older_s: float) -> list[Version]:
+        """Return those that were saved in the time that is asked for."""
+        since = self._age(self.job.select.since)
+        earliest = max(self.now_s - since if since else 0.0, self.since_s or 0.0)
+        latest = self.now_s - older_s
+        return [v for v in versions if earliest <= v.created_at.timestamp() <= latest]
+
+    def _age(self, text: str | None) -> float:
+        return 0.0 if text is None else float(parse_duration(text))
+
+    def _step(self, name: _StepName, work: Callable[[], Mapping[str, Any]]) -> bool:
+        """Do one step; return whether it did all that it should."""
+        began = self.environment.monotonic()
+        error, code = "", 0
+        result: Mapping[str, Any] = {}
+        try:
+            result = work()
+        except CkptStoreError as failure:
+            error, code = str(failure), failure.exit_code
+            _log.warning("job %s: %s: %s", self.job.name, name, failure)
+        if result.get("failures"):
+            error, code = (
+                f"{len(result['failures'])} versions are damaged",
+                IntegrityError.exit_code,
+            )
+        seconds = self.environment.monotonic() - began
+        self.steps.append(
+            StepReport(
+                name=name,
+                ok=not error,
+                seconds=seconds,
+                result=result,
+                error=error,
+                exit_code=code,
+            )
+        )
+        return not error
+
+    def _replicate(self, versions: Sequence[Version]) -> Mapping[str, Any]:
+        request = ReplicateRequest(
+            dry_run=self.dry_run,
+            check=self.job.copy.check,
+            bytes_per_s=rate_of(self.job.copy.rate),
+            progress=self.progress,
+        )
+        source, target = self.source, self.target
+        report = replicate(
+            source.repo, source._manifests, target.repo, target._manifests, versions, request
+        )
+        self.replicated = report
+        return {
+            "selected": len(versions),
+            "copied": len(report.copied),
+            "present": len(report.present),
+            "left": len(report.left),
+            "records": report.records_count,
+            "chunks": report.chunks_count,
+            "chunk_bytes": report.chunk_bytes,
+            "logical_bytes": report.logical_bytes,
+            "noted": report.noted,
+            "failures": [asdict(failure) for failure in report.failures],
+        }
+
+    def _retain(self, store: Store, policy: Mapping[str, Any] | bool) -> Mapping[str, Any]:
+        chosen = policy if isinstance(policy, Mapping) else None
+        report = store.retain(chosen, dry_run=self.dry_run)
+        return {
+            "changes": len(report.changes),
+            "reclaimable_bytes": report.reclaimable_bytes,
+            "commits": len(report.commits),
+        }
+
+    def _evict(self) -> Mapping[str, Any]:
+        """Keep the record alone of what the target has and no rule keeps."""
+        rules = self.job.retain.evict
+        kept = {version.id for version in select_versions(self.source.repo, rules=rules)}
+        store_id = self.target.info.store_id
+        there = self.target.repo.refresh()
+        catalog = self.source.repo.refresh()
+        heads = {info.head for info in catalog.runs()}
+        evicted = []
+        for version in self.selected():
+            now = catalog.version(version.id)
+            has = there.has_version(version.id) and there.version(version.id)
+            sound = has and not has.deleted and _at_least(has, now) and not has.damaged
+            held = now.pinned or now.tags or now.id in heads or now.id in kept
+            if sound and store_id in now.replicas and not held:
+                evicted.append(now)
+        if not self.dry_run and evicted:
+            self.source.age([f"#{version.id}" for version in evicted], "record")
+        stored = sum(part.stored for one in evicted for part in one.roles.values())
+        return {"evicted": len(evicted), "reclaimable_bytes": stored}
+
+    def _collect(self, store: Store) -> Mapping[str, Any]:
+        grace = self.job.gc.grace
+        report = store.gc(
+            dry_run=self.dry_run,
+            grace_s=limits.GC_GRACE_S if grace is None else float(parse_duration(grace)),
+        )
+        freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
+        return {"reclaimable_now_bytes": freed}
+
+    def overdue(self) -> list[Overdue]:
+        """Return the selected versions that are old enough, and not in the target."""
+        after = self.job.alert.not_replicated_after
+        if after is None:
+            return []
+        there = self.target.repo.refresh()
+        late = []
+        for version in self.chosen(self.selected(), older_s=self._age(after)):
+            has = there.has_version(version.id) and there.version(version.id)
+            if not has or (has.level == "record" and not has.deleted):
+                age = self.now_s - version.created_at.timestamp()
+                late.append(
+                    Overdue(version=version.id, run=version.run, step=version.step, age_s=age)
+                )
+        return late
+
+    def estimate(self) -> dict[str, float | str]:
+        """Return requests and costs of the copies; rough, since parts and retries vary."""
+        prices, report = self.job.prices, self.replicated
+        if prices is None or report is None:
+            return {}
+        part = max(_PART_BYTES_MIN, self.target.repo.backend.capabilities.part_bytes)
+        versions = len(report.copied)
+        puts = -(-report.chunk_bytes // part) + 3 * versions
+        gets = (report.chunks_count if report.checked or self.job.copy.check else 0) + 2 * versions
+        gb = report.chunk_bytes / 1e9
+        once = puts * prices.put_per_1000 / 1000 + gets * prices.get_per_1000 / 1000
+        return {
+            "puts": puts,
+            "gets_at_most": gets,
+            "once": round(once + gb * prices.moved_per_gb, 6),
+            "a_month": round(gb * prices.stored_per_gb_month, 6),
+            "currency": prices.currency,
+        }
+
+
+def _at_least(there: Version, here: Version) -> bool:
+    """Return whether as much of a version is kept there as here."""
+    return LEVELS.index(there.level) >= LEVELS.index(here.level)

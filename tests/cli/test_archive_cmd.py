@@ -1,0 +1,59 @@
+"""archive --job from the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def job(store_path: Path, tmp_path: Path) -> Path:
+    """Return a job file from the store with a history to one that is not there yet."""
+    file = tmp_path / "nightly.toml"
+    file.write_text(
+        f'[source]\nurl = "{store_path}"\n[target]\nurl = "{tmp_path / "cold"}"\n'
+        '[alert]\nnot_replicated_after = "1s"\n[prices]\nput_per_1000 = 5.0\n'
+    )
+    return file
+
+
+def test_a_job_and_its_report(cli: Cli, job: Path, tmp_path: Path) -> None:
+    """The document is printed and kept; the next run since the last success finds nothing."""
+    report, metrics = tmp_path / "last.json", tmp_path / "ckptstore.prom"
+    done = cli("archive", "--job", job, "--report", report, "--metrics", metrics, "--json")
+    assert done.code == 0
+    assert done.document["ok"] is True
+    kept = json.loads(report.read_text())
+    assert kept["last_success"] == done.document["began_at"]
+    assert kept["steps"][0]["result"]["copied"] == 6
+    assert 'ckptstore_job_ok{job_name="nightly"} 1' in metrics.read_text()
+    again = cli("archive", "--job", job, "--report", report, "--since", "last", "--json")
+    assert again.code == 0
+    shown = cli("archive", "--job", job)
+    assert "6 there already" in shown.out
+
+
+def test_a_dry_run_writes_no_files(cli: Cli, job: Path, tmp_path: Path) -> None:
+    """It prints what would be done and what it would cost."""
+    done = cli("archive", "--job", job, "--dry-run", "--report", tmp_path / "r.json")
+    assert done.code in (0, 7)
+    assert "6 versions" in done.out
+    assert "USD" in done.out
+    assert not (tmp_path / "r.json").exists()
+    assert not (tmp_path / "cold").exists()
+
+
+def test_what_is_refused(cli: Cli, job: Path, tmp_path: Path) -> None:
+    """A file that is no job, a time that is none, and a report that is none."""
+    assert cli("archive", "--job", tmp_path / "none.toml").code == 3
+    assert cli("archive", "--job", job, "--since", "yesterday").code == 2
+    (tmp_path / "r.json").write_text("{}")
+    assert cli("archive", "--job", job, "--report", tmp_path / "r.json").code == 2
+    job.write_text(job.read_text() + "[typo]\n")
+    refused = cli("archive", "--job", job)
+    assert refused.code == 2
+    assert "typo" in refused.err

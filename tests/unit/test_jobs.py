@@ -1,0 +1,191 @@
+"""Archival jobs: one file, one run, one report; what fails holds back what depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.errors import InvalidInputError, NotFoundError, StoreNotFoundError
+from ckptstore.jobs import Job, JobReport, read_job, run_job
+from ckptstore.jobs.report import exposition
+
+Reading = Callable[[str], Job]
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Reading:
+    """Return a function that reads a job from hot to cold, with more tables."""
+
+    def read(more: str = "") -> Job:
+        file = tmp_path / "nightly.toml"
+        places = f'[source]\nurl = "{tmp_path}/hot"\n[target]\nurl = "{tmp_path}/cold"\n'
+        file.write_text(places + more)
+        return read_job(file)
+
+    return read
+
+
+def _train(tmp_path: Path, *steps: int) -> None:
+    with ckptstore.open(tmp_path / "hot", create=True) as store:
+        run = store.run("gpt", metrics={"loss": "min"})
+        for step in steps:
+            state = {"model": {"w": torch.full((40_000,), float(step))}, "step": step}
+            run.save(state, step=step, metrics={"loss": 1 / step})
+
+
+def _step(report: JobReport, name: str) -> dict[str, Any]:
+    (found,) = [step for step in report.steps if step.name == name]
+    assert found.ok, found.error
+    return dict(found.result)
+
+
+def test_a_job_copies_what_is_new(tmp_path: Path, reading: Reading) -> None:
+    """The first run copies everything, the second what came since, and each is whole there."""
+    job = reading()
+    assert job.name == "nightly"
+    _train(tmp_path, 1, 2)
+    assert _step(run_job(job), "replicate")["copied"] == 2
+    _train(tmp_path, 3)
+    second = _step(run_job(job), "replicate")
+    assert (second["copied"], second["present"]) == (1, 2)
+    with ckptstore.open(tmp_path / "cold") as cold:
+        assert cold.load("gpt@3")["model"]["w"][0] == 3.0
+        assert cold.verify().ok
+
+
+def test_a_dry_run_changes_nothing(tmp_path: Path, reading: Reading) -> None:
+    """It says what would travel and cost, and makes no target."""
+    _train(tmp_path, 1, 2)
+    job = reading("[prices]\nput_per_1000 = 5.0\nstored_per_gb_month = 0.02\nmoved_per_gb = 0.0\n")
+    report = run_job(job, dry_run=True)
+    assert _step(report, "replicate")["copied"] == 2
+    assert not (tmp_path / "cold").exists()
+    assert report.estimate["once"] >= 0.005
+    real = run_job(job)
+    assert real.estimate["puts"] == report.estimate["puts"]
+
+
+def test_both_stores_keep_what_the_file_says(tmp_path: Path, reading: Reading) -> None:
+    """The source keeps the newest, the target the best; collections free the rest."""
+    _train(tmp_path, 1, 2, 3, 4)
+    job = reading(
+        '[retain]\nsource = { full = "last 1" }\ntarget = { full = "best 2 loss" }\n'
+        "[gc]\nsource = true\ntarget = true\n"
+    )
+    report = run_job(job)
+    assert [step.name for step in report.steps] == [
+        "replicate",
+        "retain-target",
+        "retain-source",
+        "gc-target",
+        "gc-source",
+    ]
+    assert report.ok
+    with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
+        assert [v.step for v in hot.versions()] == [4]
+        assert [v.step for v in cold.versions()] == [3, 4]
+    again = run_job(job)  # what the target deleted is gone in the source too, and stays gone
+    assert _step(again, "replicate")["copied"] == 0
+
+
+def test_eviction_waits_for_the_copy(tmp_path: Path, reading: Reading) -> None:
+    """Content leaves the source only of versions that the target has, and comes back on demand."""
+    _train(tmp_path, 1, 2, 3)
+    job = reading('[select]\nkeep = "best 2 loss"\n[retain]\nevict = "last 1"\n')
+    assert _step(run_job(job), "evict")["evicted"] == 1
+    with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
+        assert {v.step: v.level for v in hot.versions()} == {1: "full", 2: "record", 3: "full"}
+        assert hot.resolve("gpt@2").metrics == {"loss": 0.5}
+        cold.replicate(hot, ["gpt@2"])
+        assert hot.load("gpt@2")["model"]["w"][0] == 2.0
+
+
+def test_what_cannot_be_copied_holds_back_eviction(tmp_path: Path, reading: Reading) -> None:
+    """A damaged version fails its step; the source is neither thinned out nor evicted."""
+    _train(tmp_path, 1, 2)
+    with ckptstore.open(tmp_path / "hot") as hot:
+        pack = hot.version("gpt@1")._content.manifest.pieces.packs[0]
+    path = tmp_path / "hot" / "packs" / pack[:2] / f"{pack}.pack"
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:300])
+    job = reading('[retain]\nevict = "last 1"\nsource = { full = "last 1" }\n')
+    report = run_job(job)
+    assert [step.name for step in report.steps] == ["replicate"]
+    assert not report.ok
+    assert report.exit_code == 5
+    with ckptstore.open(tmp_path / "hot") as hot:
+        assert {v.level for v in hot.versions()} == {"full"}
+
+
+def test_only_versions_of_an_age(tmp_path: Path, reading: Reading) -> None:
+    """`older_than` leaves out what is young, `since_s` what is old."""
+    _train(tmp_path, 1, 2)
+    young = run_job(reading('[select]\nolder_than = "1h"\n'))
+    assert _step(young, "replicate")["selected"] == 0
+    with ckptstore.open(tmp_path / "hot") as hot:
+        newest = hot.resolve("gpt@2").created_at.timestamp()
+    late = run_job(reading(), since_s=newest)
+    assert _step(late, "replicate")["selected"] == 1
+
+
+def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
+    """What is older than the alert allows and not in the target is listed, with exit code 7."""
+    _train(tmp_path, 1, 2)
+
+    class Later:
+        def __getattr__(self, name: str) -> object:
+            from ckptstore.config import SYSTEM
+
+            return getattr(SYSTEM, name)
+
+        def now_ms(self) -> int:
+            from ckptstore.config import SYSTEM
+
+            return SYSTEM.now_ms() + 7_200_000
+
+    job = reading('[select]\nolder_than = "1d"\n[alert]\nnot_replicated_after = "1h"\n')
+    report = run_job(job, environment=Later())  # type: ignore[arg-type]  # the rest is the system's
+    assert [late.step for late in report.overdue] == [1, 2]
+    assert report.exit_code == 7
+    text = exposition(report, now_s=5.0)
+    assert 'ckptstore_job_overdue_versions{job_name="nightly"} 2' in text
+    assert 'ckptstore_job_ok{job_name="nightly"} 0' in text
+    done = run_job(reading('[alert]\nnot_replicated_after = "1h"\n'), environment=Later())  # type: ignore[arg-type]
+    assert done.ok
+    assert not done.overdue
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ("[selct]\nruns = []\n", "selct"),
+        ('[select]\nkeeep = "last 1"\n', "keeep"),
+        ('[select]\nkeep = "lest 1"\n', "lest"),
+        ('[select]\nolder_than = "1 fortnight"\n', "fortnight"),
+        ("[copy]\nworkers = 0\n", "workers"),
+        ('[retain]\nsource = { full = "lst 3" }\n', "lst"),
+        ('[retain]\nevict = ""\n', "rule"),
+        ("[prices]\nput_per_1000 = -1.0\n", "put_per_1000"),
+        ("[target]\nurl = 3\n", "target"),
+        ("not toml", "line"),
+    ],
+)
+def test_what_is_no_job(reading: Reading, more: str, named: str) -> None:
+    """Words, rules and times that are none are refused, by name, before anything is opened."""
+    with pytest.raises(InvalidInputError, match=named) as caught:
+        reading(more)
+    assert "nightly.toml" in str(caught.value)
+
+
+def test_files_and_stores_that_are_not_there(tmp_path: Path, reading: Reading) -> None:
+    """A job file that is not there, and a source that is not, are errors of their own."""
+    with pytest.raises(NotFoundError, match="no job file"):
+        read_job(tmp_path / "none.toml")
+    with pytest.raises(StoreNotFoundError):
+        run_job(reading())
+    assert not (tmp_path / "cold").exists()
