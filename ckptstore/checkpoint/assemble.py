@@ -356,15 +356,7 @@ def commit_parts(
     environment = repo.environment
     began = environment.monotonic()
     version = environment.random_hex(16)
-    if not repo.log.opened:
-        repo.refresh()
-    looked = min((part.looked for part in parts), default=repo.log.began)
-    if looked < repo.log.began:
-        msg = (
-            f"a rank looked at the store after commit {looked}, and what was collected up to commit"
-            f" {repo.log.began} is not known here"
-        )
-        raise CondemnedError(msg, hint="save again: nothing was committed")
+    _check_known(repo, parts)
     manifest, written = assemble(
         parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
     )
@@ -402,6 +394,19 @@ def commit_parts(
         raise raised from error
     cache.keep(pointer.digest, manifest)
     return repo.log.catalog.version(version)
+
+
+def _check_known(repo: Repo, parts: Sequence[RankPart]) -> None:
+    """Raise if something may have been condemned, since a rank looked, that is not known here."""
+    if not repo.log.opened:
+        repo.refresh()
+    looked = min((part.looked for part in parts), default=repo.log.began)
+    if looked < repo.log.began:
+        msg = (
+            f"a rank looked at the store after commit {looked}, and what was collected up to commit"
+            f" {repo.log.began} is not known here"
+        )
+        raise CondemnedError(msg, hint="save again: nothing was committed")
 
 
 def _receipt(

@@ -119,27 +119,11 @@ def write_part(
     first = written.first
     return RankPart(
         shards=tuple(
-            ShardInfo(
-                name=shard.name,
-                dtype=dtype_text(shard.tensor.dtype) or "",
-                shape=tuple(shard.shape),
-                offsets=tuple(shard.offsets),
-                sizes=tuple(shard.tensor.shape),
-                rows=(first[start], first[stop]),
-            )
+            _shard_info(shard, first[start], first[stop])
             for shard, (start, stop) in zip(shards, spans, strict=True)
         ),
         values=tuple(
-            ValueInfo(
-                name=name,
-                node=node,
-                records=tuple((t.dtype, t.shape, t.order) for t in tensors),
-                rows=tuple(
-                    (first[starts[name] + n], first[starts[name] + n + 1])
-                    for n in range(len(tensors))
-                ),
-            )
-            for name, (node, tensors) in flats.items()
+            _value_info(name, flat, first[starts[name] :]) for name, flat in flats.items()
         ),
         written=written,
         looked=looked,
@@ -147,9 +131,34 @@ def write_part(
     )
 
 
-def _flat_value(
-    name: str, value: object, adapters: Sequence[TypeAdapter]
-) -> tuple[Node, tuple[SourceTensor, ...]]:
+_Flat = tuple[Node, tuple[SourceTensor, ...]]
+"""A value: its node, and the tensors in it."""
+
+
+def _shard_info(shard: Shard, start: int, stop: int) -> ShardInfo:
+    """Return what the coordinator is told of a shard that lies in these rows."""
+    return ShardInfo(
+        name=shard.name,
+        dtype=dtype_text(shard.tensor.dtype) or "",
+        shape=tuple(shard.shape),
+        offsets=tuple(shard.offsets),
+        sizes=tuple(shard.tensor.shape),
+        rows=(start, stop),
+    )
+
+
+def _value_info(name: str, flat: _Flat, first: Sequence[int]) -> ValueInfo:
+    """Return what the coordinator is told of a value whose tensors begin in these rows."""
+    node, tensors = flat
+    return ValueInfo(
+        name=name,
+        node=node,
+        records=tuple((tensor.dtype, tensor.shape, tensor.order) for tensor in tensors),
+        rows=tuple((first[place], first[place + 1]) for place in range(len(tensors))),
+    )
+
+
+def _flat_value(name: str, value: object, adapters: Sequence[TypeAdapter]) -> _Flat:
     flat = flatten({name: value}, adapters)  # so that errors name it
     node = flat.skeleton
     assert isinstance(node, list)  # noqa: S101  # a dict of one entry

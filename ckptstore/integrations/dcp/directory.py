@@ -29,9 +29,11 @@ from ckptstore.errors import FormatError, LimitError, ObjectNotFoundError, Polic
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import bytes_of
+from ckptstore.format.manifest import PieceTable
 from ckptstore.format.paths import Pattern
 from ckptstore.integrations.dcp.metadata_pickle import Described, Place, read_metadata
 from ckptstore.model import Version
+from ckptstore.repo import Repo
 from ckptstore.store import Store
 from ckptstore.tensors.memory import dtype_text
 
@@ -124,20 +126,28 @@ def import_directory(
         done = 0
         parts: list[RankPart] = []
         for batch in _batches(items, repo.options.host_bytes):
-            shards = [_shard(folder, item) for item in batch if item.dtype]
-            values = {item.name: _value(folder, item) for item in batch if not item.dtype}
             known = [*shared, *(part.written.table for part in parts)]
-            parts.append(
-                write_part(
-                    repo, shards, values, shared=known, looked=catalog.number, codec=request.codec
-                )
-            )
+            parts.append(_write(repo, folder, batch, known, catalog.number, request.codec))
             done += sum(item.nbytes for item in batch)
             progress(Progress(stage="import", done=done, total=total))
     except OSError as error:
         raise translate(error, f"reading {error.filename or folder}") from error
     paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
     return commit_parts(repo, store._manifests, parts, paths, request, roles=roles or {})
+
+
+def _write(
+    repo: Repo,
+    folder: Path,
+    batch: Sequence[_Item],
+    known: Sequence[PieceTable],
+    looked: int,
+    codec: str,
+) -> RankPart:
+    """Read a batch and write it, as a rank would that holds it."""
+    shards = [_shard(folder, item) for item in batch if item.dtype]
+    values = {item.name: _value(folder, item) for item in batch if not item.dtype}
+    return write_part(repo, shards, values, shared=known, looked=looked, codec=codec)
 
 
 def _origin(folder: Path) -> dict[str, Any]:
