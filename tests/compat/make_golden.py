@@ -3,11 +3,12 @@
     python tests/compat/make_golden.py tests/compat/golden/v1
     python tests/compat/make_golden.py tests/compat/golden/v1-blocks
     python tests/compat/make_golden.py tests/compat/golden/v1-recipes
+    python tests/compat/make_golden.py tests/compat/golden/v1-delta
 
 The later ones hold what came to the format later: tensors in blocks, tensors that follow from
-others. The golden stores are committed. Later versions of ckptstore must read them as they are, so
-a store that is there is never made again; ``test_golden_v1.py`` and its like hold what every value
-must be, as literals.
+others, pieces that are differences to those of older versions. The golden stores are committed.
+Later versions of ckptstore must read them as they are, so a store that is there is never made
+again; ``test_golden_v1.py`` and its like hold what every value must be, as literals.
 Ids, times and names come from simulated surroundings: the same program gives the same store, but
 for what zstd makes of the chunks.
 """
@@ -233,6 +234,45 @@ def make_recipes(folder: pathlib.Path) -> None:
         store.run("coded").save(state, step=2, encodings=encodings)
 
 
+def moved(bits: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
+    """Return words of any width, each a few away from what it was at step 0."""
+    away = np.arange(bits.size) * 7 % 23 * step
+    made: np.ndarray[Any, Any] = bits + away.astype(bits.dtype)
+    return made
+
+
+def delta_state(step: int) -> dict[str, Any]:
+    """Return tensors of every layout whose bits move, over odd ones: NaNs, zeros, infinities."""
+    places = np.arange(35_000, dtype=np.uint64)
+    noise = places * places * np.uint64(7919) % np.uint64(65_521)
+    values = (noise.astype(np.float64) - 32_760) / 4096
+    odd = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1e-45, -1e-45]
+    state: dict[str, Any] = {}
+    for kind in (np.float32, np.float16, np.float64):
+        floats = values[: 70_000 // np.dtype(kind).itemsize].astype(kind)
+        floats[: len(odd)] = odd
+        word = f"u{floats.itemsize}"
+        state[np.dtype(kind).name] = torch.from_numpy(moved(floats.view(word), step).view(kind))
+    for kind in (np.int16, np.int32, np.int64):
+        count = 70_000 // np.dtype(kind).itemsize
+        words = np.resize(noise, count).astype(kind) * kind(257) - kind(300)
+        state[np.dtype(kind).name] = torch.from_numpy(moved(words, step))
+    state["uint8"] = torch.from_numpy(moved(np.resize(noise, 70_000).astype(np.uint8), step))
+    return state
+
+
+def make_delta(folder: pathlib.Path) -> None:
+    """Make the golden store of deltas: a keyframe, two versions of deltas, and one of both."""
+    with Store(create(folder, SimulatedEnvironment(4))) as store:
+        run = store.run("moving")
+        for step in range(3):
+            run.save(delta_state(step), step=step, codec="delta")
+        state = delta_state(2)
+        state["int16"] = torch.flip(state["int16"], (0,))
+        run.save(state, step=3, codec="delta")
+        store.remove(["moving@0"])
+
+
 def make(folder: pathlib.Path) -> None:
     """Make the golden store in a folder that is not there yet."""
     environment = SimulatedEnvironment(1)
@@ -265,4 +305,5 @@ def make(folder: pathlib.Path) -> None:
 if __name__ == "__main__":
     place = pathlib.Path(sys.argv[1])
     kinds = {"v1": make, "v1-blocks": make_blocks, "v1-recipes": make_recipes}
+    kinds["v1-delta"] = make_delta
     kinds[place.name](place)

@@ -10,7 +10,7 @@ import pytest
 
 from ckptstore import limits
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS
+from ckptstore.codecs.registry import CODECS, DELTA
 from ckptstore.format import commit, skeleton, skeleton_check
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.pack import (
@@ -103,7 +103,7 @@ def test_every_codec_layout_and_dtype_is_listed() -> None:
     dtypes |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)}
 
     assert codes == {
-        *((codec.code, codec.name) for codec in CODECS.values()),
+        *((codec.code, codec.name) for codec in (*CODECS.values(), DELTA)),
         *((layout.value, layout.name) for layout in Layout),
     }
     assert dtypes == set(ITEM_BYTES)

