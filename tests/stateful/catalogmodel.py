@@ -13,6 +13,10 @@ from ckptstore.format.keys import commit_key, pack_key
 __all__ = ["CatalogModel", "Row"]
 
 
+LEVELS = ["full", "weights", "weights-bf16", "weights-int8", "record"]
+"""From the most that is kept to the least."""
+
+
 @dataclass
 class Row:
     """One version."""
@@ -25,6 +29,8 @@ class Row:
     origin: str = ""
     """The version that it was forked from."""
     level: str = "full"
+    may_round: bool = False
+    """Its weights were rounded; or those of what it was forked from, by then or just so."""
     may_lack: bool = False
     """It was forked from a version of which less than everything was kept, by then or just so."""
     deleted: bool = False
@@ -111,6 +117,7 @@ class CatalogModel:
             source = self.rows[fork[0]["source"]]
             row.origin = source.id
             row.may_lack = source.may_lack or source.level != "full"
+            row.may_round = source.may_round
         assert row.id not in self.rows
         self.rows[row.id] = row
         self.heads[row.run] = row.id
@@ -120,10 +127,13 @@ class CatalogModel:
         row = self.rows[op["version"]]
         # Two clients may both let go of all but the record: the second changes nothing.
         assert row.live or (not row.deleted and op["level"] == "record")
-        if op["level"] != row.level:
+        level = f"weights-{op['encoding']}" if op.get("encoding") else op["level"]
+        if level != row.level:
             assert not row.pinned, f"{row.id} is pinned, and lost a part"
-            self._note(row, op["level"])
-        row.level = op["level"]
+            assert LEVELS.index(level) > LEVELS.index(row.level)
+            self._note(row, level)
+        row.level = level
+        row.may_round = row.may_round or level.startswith("weights-")
         if op["manifest"] is None:
             row.needs = frozenset()
             return []
