@@ -57,6 +57,7 @@ $(VENV)/.dev: $(VENV)/.run
 $(VENV)/.bench: $(VENV)/.run
 	@echo "installing what the benchmarks need"
 	@$(PIP) --group bench
+	@$(PIP) --group bench-native || echo "no C compiler? going on without ZipNN" >&2
 	@touch $@
 
 # --- what to do with it -------------------------------------------------------------------------

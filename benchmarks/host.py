@@ -25,7 +25,12 @@ _PACKAGES = (
     "fsspec",
     "s3fs",
     "boto3",
+    "torch_checkpointing",
+    "zipnn",
+    "s3torchconnector",
+    "obstore",
 )
+_PROGRAMS = {"restic": ("restic", "version"), "borg": ("borg", "--version")}
 _REPO = Path(__file__).resolve().parent.parent
 
 
@@ -48,7 +53,8 @@ def header(folder: Path) -> dict[str, Any]:
         "file_system": _file_system(folder),
         "disk": _disk(folder),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: _version(name) for name in _PACKAGES}
+        | {name: _program(command) for name, command in _PROGRAMS.items()},
         "load_average_before": list(os.getloadavg()),
     }
 
@@ -75,6 +81,16 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
+
+
+def _program(command: tuple[str, ...]) -> str:
+    """Return the version that a program says it is: the second word that it prints."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "not installed"
+    words = done.stdout.split()
+    return words[1] if len(words) > 1 else "unknown"
 
 
 def _cpu() -> str:

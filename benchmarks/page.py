@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.measure import Result
 from benchmarks.plots import draw_plots
 from benchmarks.results import read_result
-from benchmarks.sections import background, catalog, codec, storage
+from benchmarks.sections import background, catalog, codec, models, resuming, sizes, storage
 from benchmarks.sections.pieces import facts
 
 __all__ = ["sections", "write_page"]
@@ -43,6 +43,12 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
         "local": storage.local,
         "s3": storage.s3,
         "codecs": codec.codecs,
+        "trajectory": sizes.trajectory,
+        "resume": resuming.resume,
+        "workloads": models.workloads,
+        "weka": models.weka,
+        "memory": models.memory,
+        "filesystems": storage.filesystems,
         "failures": background.failures,
         "catalog": catalog.catalog,
         "scale": catalog.scale,

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import Measured, Result
+from benchmarks.plots_of_resume import draw_resume
+from benchmarks.plots_of_states import draw_memory, draw_trajectory, draw_workloads
 
 __all__ = ["draw_plots"]
 
@@ -51,6 +53,16 @@ def draw_plots(result: Result, folder: Path) -> dict[str, Path]:
         plots["What a collection costs"] = _curve(
             result.tables["collections"], folder / "benchmark-collections.svg"
         )
+    elif result.benchmark == "trajectory":
+        plots |= draw_trajectory(result, folder)
+    elif result.benchmark == "resume":
+        plots["Loss of resumed trainings"] = draw_resume(result, folder / "benchmark-resume.svg")
+    elif result.benchmark == "workloads":
+        plots["Saves of named workloads"] = draw_workloads(
+            result, folder / "benchmark-workloads.svg"
+        )
+    elif result.benchmark == "memory":
+        plots["Peak memory"] = draw_memory(result.tables["peak"], folder / "benchmark-memory.svg")
     elif result.benchmark == "scale":
         plots["Many commits at the same moment"] = _waiting(
             result.tables["at once"], folder / "benchmark-scale.svg"

@@ -17,12 +17,34 @@ from typing import Any
 from benchmarks.disk import workspace
 from benchmarks.measure import Result, say
 from benchmarks.results import RESULTS, write_result
+from benchmarks.resume import ResumePlan
+from benchmarks.trajectories import Plan
 
 __all__ = ["SUITES", "main"]
 
-SUITES = ("local", "codecs", "catalog", "scale", "failures", "async", "s3")
+SUITES = (
+    "local",
+    "codecs",
+    "trajectory",
+    "resume",
+    "workloads",
+    "weka",
+    "memory",
+    "catalog",
+    "scale",
+    "failures",
+    "async",
+    "s3",
+    "filesystems",
+)
 _MODULES = {"async": "async_saves"}  # of suites whose name is a word of the language
 _MB = 10**6
+_SMALL_PLAN = Plan(
+    width=32, layers=1, warmup=5, versions=3, intervals=(1, 2), rank=2, lora_interval=1
+)
+_SMALL_RESUME = ResumePlan(
+    width=32, layers=1, time=16, batch=2, warmup=20, steps=4, every=2, seeds=2, rows=4
+)
 _HISTORIES = ((1_000, 500), (10_000, 500), (100_000, 500), (10_000, 5_000))
 """Versions ever saved and versions alive, of the stores whose collection is timed."""
 
@@ -58,6 +80,7 @@ def run_suite(name: str, options: argparse.Namespace) -> Result | None:
 def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
     small = options.size_mb < 256
     steps = {"training_steps": 10} if small else {}
+    shrunk = {"shrink": 8} if small else {}
     sizes: dict[str, dict[str, Any]] = {
         "local": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds, **steps},
         "s3": {"bytes_min": options.s3_size_mb * _MB, "rounds": options.rounds, **steps},
@@ -77,6 +100,17 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "ranks": (8,) if small else (8, 64, 256, 1000),
         },
         "failures": {},
+        "trajectory": {"plan": _SMALL_PLAN if small else Plan(), "loads": 2 if small else 5},
+        "resume": {"plan": _SMALL_RESUME if small else ResumePlan()},
+        "workloads": {"rounds": min(options.rounds, 3), **shrunk, **steps},
+        "weka": {"rounds": min(options.rounds, 2), **shrunk, **steps},
+        "memory": {"sizes": (1 << 22,) if small else (1 << 30, 2 << 30, 4 << 30)},
+        "filesystems": {
+            "bytes_min": options.s3_size_mb * _MB,
+            "guest_bytes_min": min(options.s3_size_mb, 64) * _MB,
+            "rounds": min(options.rounds, 3),
+            **steps,
+        },
         "async": {
             "bytes_min": options.size_mb * _MB,
             "rounds": options.rounds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from benchmarks.measure import Result
 from benchmarks.sections.pieces import listing_time, seconds, share, table, timed, titled
 
-__all__ = ["local", "s3"]
+__all__ = ["filesystems", "local", "s3"]
 
 
 def local(result: Result) -> list[str]:
@@ -56,3 +56,17 @@ def s3(result: Result) -> list[str]:
         {},
     )
     return [titled("Save to S3", saves), titled("Whole load from S3", loads)]
+
+
+def filesystems(result: Result) -> list[str]:
+    """Return the tables of saves and loads on each file system that was started."""
+    blocks = []
+    for name, rows in result.tables.items():
+        system, _, what = name.partition(": ")
+        size = f"A state of {rows[0].logical_bytes / 1e6:.0f} MB."
+        against = {"vs torch.save" if what == "save" else "vs torch.load": "torch.save"}
+        against["vs DCP"] = "DCP"
+        extra = {"stored/raw": share} if what == "save" else {}
+        title = f"{what[:1].upper()}{what[1:]} on {system}"
+        blocks.append(titled(title, size, timed(rows, against, extra)))
+    return blocks

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from local_servers import Server
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -23,14 +24,24 @@ from benchmarks import (  # noqa: E402 - after the path
     catalog,
     codecs,
     failures,
+    filesystems,
+    keepers,
     local,
+    memory,
     page,
     s3,
     scale,
+    trajectory,
+    weka,
+    workload_states,
+    workloads,
 )
 from benchmarks.disk import Workspace, workspace  # noqa: E402
+from benchmarks.host import header  # noqa: E402
 from benchmarks.measure import Measured, Result  # noqa: E402
 from benchmarks.results import read_result, write_result  # noqa: E402
+from benchmarks.states import StateSpec, make_state, same  # noqa: E402
+from benchmarks.trajectories import Plan  # noqa: E402
 
 _PAGE = _ROOT / "docs" / "benchmarks.md"
 
@@ -72,6 +83,82 @@ def test_local(space: Workspace, tmp_path: Path) -> None:
     saves = result.tables["save"]
     assert _row(saves, "ckptstore auto").numbers["pack_bytes"] > 0
     assert _row(saves, "ckptstore auto, nothing changed").numbers["pack_bytes"] == 0
+
+
+def test_trajectory(space: Workspace, tmp_path: Path) -> None:
+    """Every keeper gives its versions back, and what is frozen is stored once.
+
+    Deltas are the fewest bytes of what is exact.
+    """
+    plan = Plan(width=64, layers=1, warmup=3, versions=3, intervals=(1, 2), lora_interval=1)
+    stores = [one.name for one in keepers.keepers() if one.name.startswith("ckptstore")]
+    result = trajectory.run(space, plan=plan, loads=2, only=["torch.save", *stores])
+    _check(result, tmp_path)
+    saves = result.tables["save: fp32 + AdamW, every step"]
+    exact = [one for one in saves if not one.note.startswith("lossy")]
+    least = min(exact, key=lambda one: one.numbers["stored_bytes"])
+    assert least.name == "ckptstore delta"
+    kinds = result.facts["kinds"]
+    for keeper in ("ckptstore auto", "ckptstore planes", "ckptstore delta"):
+        assert kinds["LoRA on a frozen base, every step"][keeper]["weights"] == 0
+        assert kinds["mixed precision, every 2 steps"][keeper]["weights"] < 0.1
+
+
+def test_backup_programs(space: Workspace) -> None:
+    """restic, borg and ZipNN, where they are installed, give both of two versions back."""
+    first = make_state(StateSpec(bytes_min=300_000, training_steps=2))
+    second = {**first, "step": 2, "model": {"w": torch.ones(5000)}}
+    assert {"ZipNN", "restic", "borg"} <= {one.name for one in keepers.keepers()} | set(
+        keepers.absent()
+    )
+    for keeper in keepers.keepers(["ZipNN", "restic", "borg"]):
+        kept = keeper.start(space.fresh())
+        for number, state in enumerate((first, second)):
+            kept.save(state, number)
+        for number, state in enumerate((first, second)):
+            assert same(state, kept.load(number, state)), keeper.name
+        kept.close()
+
+
+def test_workloads(space: Workspace, tmp_path: Path) -> None:
+    """All tools load what they saved of each workload; a step of LoRA adds its adapters alone."""
+    result = workloads.run(space, rounds=1, shrink=32, training_steps=2)
+    _check(result, tmp_path)
+    lora = result.tables["store: lora"]
+    assert _row(lora, "next save").numbers["stored_bytes"] < 0.5 * lora[0].logical_bytes
+
+
+def test_weka(space: Workspace, tmp_path: Path) -> None:
+    """The models have the sizes that the paper names, and all their saves become durable."""
+    counts = {one.name: workload_states.parameters(one) for one in workload_states.PAPER}
+    assert {name: round(count / 1e6) for name, count in counts.items()} == {
+        "FastPitch": 46,
+        "QuartzNet": 19,
+        "BERT": 336,
+    }
+    result = weka.run(
+        space, rounds=1, shrink=32, training_steps=2, saves=1, every_s=0.05, only=["QuartzNet"]
+    )
+    _check(result, tmp_path)
+    window = _row(result.tables["every: QuartzNet"], "ckptstore, save_async")
+    assert window.numbers["durable"] == window.numbers["saves"] == 1
+
+
+def test_memory(space: Workspace, tmp_path: Path) -> None:
+    """A save and a load are measured in a process of their own."""
+    ways = ["ckptstore planes: save", "DCP: load into"]
+    result = memory.run(space, sizes=[1 << 22], ways=ways)
+    _check(result, tmp_path)
+    assert [one.logical_bytes for one in result.tables["peak"]] == [1 << 22] * 2
+
+
+def test_filesystems(space: Workspace, tmp_path: Path) -> None:
+    """What is measured on a mount runs anywhere; starting the systems is the laboratory's part."""
+    state = make_state(StateSpec(bytes_min=300_000, training_steps=2))
+    tables = filesystems.measure(state, space, 1)
+    result = Result(benchmark="filesystems", header=header(tmp_path), parameters={})
+    result.tables = {f"NFS: {name}": rows for name, rows in tables.items()}
+    _check(result, tmp_path)
 
 
 def test_codecs(space: Workspace, tmp_path: Path) -> None:
