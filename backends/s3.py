@@ -8,6 +8,7 @@ the processor time, and s3fs (``s3_fsspec``), which knows every option that s3fs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, TypeVar
 
 from ckptstore import limits
@@ -20,9 +21,9 @@ from ckptstore.backends.base import (
     PutIfAbsent,
     check_prefix,
 )
-from ckptstore.backends.buffered_writer import Body, BufferedWriter
 from ckptstore.backends.object_url import BucketLocation, parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
+from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
 from ckptstore.backends.s3_calls import Foreign, S3Calls
 from ckptstore.backends.s3_direct import DirectFactory
 from ckptstore.backends.s3_errors import translate
@@ -56,6 +57,10 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=0.0,  # strongly consistent since December 2020
 )
 
+# A pack and the chunk that closes it; as many as two workers have packs under way.
+_BUFFER_BYTES: Final = CAPABILITIES.pack_bytes + limits.CHUNK_BYTES_DEFAULT + limits.MIB
+_BUFFERS_KEPT: Final = 4
+
 
 class S3Backend(Backend):
     """The objects below one prefix of a bucket.
@@ -66,31 +71,37 @@ class S3Backend(Backend):
         The bucket is never created.
     factory
         Makes the client of a process; picklable.
+    scatter_read
+        Whether it receives into the buffers themselves.
     """
 
-    def __init__(self, location: BucketLocation, factory: Callable[[], S3Calls]) -> None:
+    def __init__(
+        self, location: BucketLocation, factory: Callable[[], S3Calls], *, scatter_read: bool
+    ) -> None:
         self.url = location.url
         self.name = "s3"
         self._location = location
+        self._capabilities = replace(CAPABILITIES, scatter_read=scatter_read)
         self._client = PerProcess(factory)
+        self._pool = BufferPool(buffer_bytes=_BUFFER_BYTES, kept_max=_BUFFERS_KEPT)
 
     @property
     def capabilities(self) -> Capabilities:
         """Return what S3 can do."""
-        return CAPABILITIES
+        return self._capabilities
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object by one PUT."""
-        self._put(key, Body(data))
+        self._put(key, memoryview(data).cast("B"))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Create an object by one PUT with ``If-None-Match: *``."""
-        self._put(key, Body(data), conditional=True)
+        self._put(key, memoryview(data).cast("B"), conditional=True)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects in memory and sends one PUT."""
         self._location.object_name(key)
-        return BufferedWriter(lambda body: self._put(key, body))
+        return PooledWriter(lambda body: self._put(key, body), self._pool)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
@@ -163,12 +174,13 @@ class S3Backend(Backend):
         self._call(f"delete {key}", "delete_object", self._object(key))
 
     def close(self) -> None:
-        """Close this process's connections."""
+        """Close this process's connections, and let go of its buffers."""
+        self._pool.clear()
         calls = self._client.take()
         if calls is not None:
             calls.close()
 
-    def _put(self, key: str, body: Body, *, conditional: bool = False) -> None:
+    def _put(self, key: str, body: memoryview, *, conditional: bool = False) -> None:
         request = self._object(key)
         if conditional:
             request["IfNoneMatch"] = "*"
@@ -218,7 +230,7 @@ def open_s3(url: str, *, client: str = "auto", **options: object) -> S3Backend:
         raise InvalidUrlError(msg, hint=f"one of {', '.join(_CLIENTS)}")
     settings = None if client == "s3fs" else read_settings(options)
     if settings is not None:
-        return S3Backend(location, DirectFactory(settings))
+        return S3Backend(location, DirectFactory(settings), scatter_read=True)
     if client == "direct":
         msg = "only s3fs knows one of the storage options"
         raise InvalidUrlError(msg, hint='leave out client="direct", or that option')
@@ -227,4 +239,4 @@ def open_s3(url: str, *, client: str = "auto", **options: object) -> S3Backend:
     except ImportError as error:
         msg = f"one of the storage options needs a package that is not installed ({error.name})"
         raise MissingDependencyError(msg, hint="pip install 'ckptstore[s3]'") from error
-    return S3Backend(location, S3fsFactory(options))
+    return S3Backend(location, S3fsFactory(options), scatter_read=False)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from ckptstore.backends.buffered_writer import Body
-
 __all__ = ["Accept", "Foreign", "Request", "S3Calls"]
 
 Foreign = Any
@@ -30,8 +28,8 @@ class S3Calls(Protocol):
     def call(self, method: str, request: Request) -> Foreign:
         """Return the answer of a call that moves no body, by its name in snake case."""
 
-    def put(self, request: Request, body: Body) -> None:
-        """Send an object, so that a body damaged on its way is refused."""
+    def put(self, request: Request, body: memoryview) -> None:
+        """Send an object; done with `body` when it returns or raises."""
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""

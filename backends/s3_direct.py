@@ -21,7 +21,6 @@ from botocore import UNSIGNED
 from botocore.config import Config
 
 from ckptstore import limits
-from ckptstore.backends.buffered_writer import Body
 from ckptstore.backends.s3_calls import Accept, Foreign, Request
 from ckptstore.backends.s3_settings import Settings
 
@@ -47,20 +46,16 @@ class DirectCalls:
         """Return the answer of a call."""
         return getattr(self._client, method)(**self._request, **request)
 
-    def put(self, request: Request, body: Body) -> None:
+    def put(self, request: Request, body: memoryview) -> None:
         """Send an object: a small one signed with its SHA-256, a large one as ``_seal`` says."""
-        view = body.getbuffer()
+        if len(body) < limits.SIGNED_BODY_BYTES_MAX:
+            self.call("put_object", request | {"Body": bytes(body)})
+            return
+        sending = _Sending(body)
         try:
-            if len(view) < limits.SIGNED_BODY_BYTES_MAX:
-                self.call("put_object", request | {"Body": bytes(view)})
-                return
-            sending = _Sending(view)
-            try:
-                self.call("put_object", request | {"Body": sending})
-            finally:
-                sending.release()  # an error's traceback may hold on to it
+            self.call("put_object", request | {"Body": sending})
         finally:
-            view.release()
+            sending.release()  # an error's traceback may hold on to it
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""

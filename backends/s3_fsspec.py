@@ -38,13 +38,11 @@ class S3fsCalls:
 
         return sync(self._fs.loop, call)
 
-    def put(self, request: Request, body: Body) -> None:
+    def put(self, request: Request, body: memoryview) -> None:
         """Send an object with the MD5 of its body; not against anybody's malice."""
-        view = body.getbuffer()
-        digest = hashlib.md5(view, usedforsecurity=False).digest()
-        view.release()
-        body.seek(0)
-        sealed = {"Body": body, "ContentMD5": base64.b64encode(digest).decode()}
+        digest = hashlib.md5(body, usedforsecurity=False).digest()
+        # A copy: after a timeout the event loop may still be sending.
+        sealed = {"Body": Body(body), "ContentMD5": base64.b64encode(digest).decode()}
         self.call("put_object", request | sealed)
 
     def read(self, request: Request, accept: Accept) -> bytes:

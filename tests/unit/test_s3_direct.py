@@ -14,7 +14,6 @@ import pytest
 import urllib3
 from botocore.awsrequest import AWSResponse
 
-from ckptstore.backends.buffered_writer import Body
 from ckptstore.backends.s3 import open_s3
 from ckptstore.backends.s3_direct import DirectCalls, DirectFactory
 from ckptstore.backends.s3_fsspec import S3fsFactory
@@ -53,7 +52,7 @@ class Wire:
 
     def put(self, data: bytes) -> dict[str, str]:
         """Return the headers with which `data` would be sent."""
-        self.calls.put({"Bucket": "b", "Key": "k"}, Body(data))
+        self.calls.put({"Bucket": "b", "Key": "k"}, memoryview(data))
         assert self.body == data
         assert int(self.headers["content-length"]) == len(data)
         return self.headers
