@@ -131,6 +131,10 @@ def _outcome(step: StepReport) -> str:
         size = bytes_text(result["chunk_bytes"])
         there = f", {result['present']} there already" if result["present"] else ""
         return f"{counted(result['copied'], 'version')}, {size} travelled{there}"
+    if step.name.startswith("scrub"):
+        mended = f"; {counted(result['mended'], 'version')} mended" if "mended" in result else ""
+        problems = counted(result["problems"], "problem")
+        return f"{counted(result['chunks'], 'chunk')} read, {problems}{mended}"
     if step.name == "evict":
         count = counted(result["evicted"], "version")
         return f"{count} kept as records; {bytes_text(result['reclaimable_bytes'])} to reclaim"

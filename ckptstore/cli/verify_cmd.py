@@ -12,6 +12,7 @@ import typer
 from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.repair_text import draw_repair, repair_document
 from ckptstore.cli.session import find_version, is_run_name, opened
 from ckptstore.cli.text import bytes_text, count_text, counted, seconds_text
 from ckptstore.errors import IntegrityError, InvalidInputError
@@ -19,6 +20,9 @@ from ckptstore.model import Version
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from ckptstore.ops.repair_report import RepairReport
     from ckptstore.ops.verify import Problem, VerifyReport
 
 __all__ = ["VerifyLevel", "verify"]
@@ -71,16 +75,35 @@ def verify(
             help="Keep in FILE how far the check has come, and go on where it stopped.",
         ),
     ] = None,
+    heal_from: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--heal-from",
+            metavar="URL",
+            help="If anything is damaged, bring it back from this store: a replica, a copy, or any "
+            "that holds the same tensors. Repeatable: the next is asked for what is still lost.",
+        ),
+    ] = None,
+    heal_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--heal-option", metavar="KEY=VALUE", help="As --option, for the stores of --heal-from."
+        ),
+    ] = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Check versions without changing any; exits with 5 if anything is damaged."""
+    """Check versions without changing any; exits with 5 if anything is damaged.
+
+    With --heal-from damage is mended, as by ckptstore repair; exits with 5 if something stays lost.
+    """
     output = Output("verify", as_json=json, quiet=quiet)
     share = _share(sample)
-    with opened(store, option, writing=record, single_writer=single_writer) as opening:
+    writing = record or bool(heal_from)
+    with opened(store, option, writing=writing, single_writer=single_writer) as opening:
         ids = [f"#{version.id}" for ref in refs or () for version in _named(opening, ref)]
         with progress_bars(output) as progress:
             report = opening.verify(
@@ -108,9 +131,35 @@ def verify(
             "problems": [_problem_document(problem) for problem in report.problems],
             "notices": [asdict(notice) for notice in report.notices],
         }
-        output.show(document, lambda screen: _draw(screen, report, quiet=quiet))
-    if not report.ok:
+        healed = [] if report.ok else _heal(opening, heal_from or (), heal_option, output)
+        if heal_from:
+            document["healed"] = [
+                {"from": url, **repair_document(found, opening.url, None)} for url, found in healed
+            ]
+
+        def draw(screen: Screen) -> None:
+            _draw(screen, report, quiet=quiet)
+            for url, found in healed:
+                screen.line()
+                screen.line(f"from {url}:")
+                draw_repair(screen, found, None)
+
+        output.show(document, draw)
+    if not (healed[-1][1].ok if healed else report.ok):
         raise typer.Exit(IntegrityError.exit_code)
+
+
+def _heal(
+    store: Store, urls: Sequence[str], options: list[str] | None, output: Output
+) -> list[tuple[str, RepairReport]]:
+    """Bring back what is damaged from one store after another, until nothing is lost."""
+    done: list[tuple[str, RepairReport]] = []
+    for url in urls:
+        with opened(url, options) as other, progress_bars(output) as progress:
+            done.append((url, store.repair(other, progress=progress)))
+        if done[-1][1].ok:
+            break
+    return done
 
 
 def _named(store: Store, ref: str) -> list[Version]:

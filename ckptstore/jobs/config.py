@@ -39,7 +39,18 @@ from ckptstore.catalog.rules import parse_duration
 from ckptstore.errors import InvalidInputError, NotFoundError
 from ckptstore.store.store import open_store
 
-__all__ = ["Alert", "Collect", "Copy", "Job", "Place", "Prices", "Retain", "Select", "read_job"]
+__all__ = [
+    "Alert",
+    "Collect",
+    "Copy",
+    "Job",
+    "Place",
+    "Prices",
+    "Retain",
+    "Scrub",
+    "Select",
+    "read_job",
+]
 
 _Texts: TypeAlias = str | list[str]
 
@@ -97,6 +108,16 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     grace: str | None = None
 
 
+class Scrub(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which share of either store's chunks a run reads, another part each day, all in turn.
+
+    What is damaged is brought back from the other store.
+    """
+
+    source: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    target: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
 class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is worth a message to people."""
 
@@ -126,6 +147,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     copy: Copy = Copy()
     retain: Retain = Retain()
     gc: Collect = Collect()
+    scrub: Scrub = Scrub()
     alert: Alert = Alert()
     prices: Prices | None = None
 

@@ -4,19 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from ckptstore.errors import CkptStoreError, PolicyError
 from ckptstore.ops.exposition import metric
 
-__all__ = ["JobReport", "Overdue", "StepReport", "exposition"]
+__all__ = ["JobReport", "Overdue", "StepName", "StepReport", "exposition"]
+
+
+StepName: TypeAlias = Literal[
+    "scrub-source",
+    "replicate",
+    "scrub-target",
+    "retain-target",
+    "evict",
+    "retain-source",
+    "gc-target",
+    "gc-source",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
     """One step of a job."""
 
-    name: Literal["replicate", "retain-target", "retain-source", "evict", "gc-target", "gc-source"]
+    name: StepName
     ok: bool
     seconds: float
     result: Mapping[str, Any]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any
 
 from ckptstore import limits
 from ckptstore.catalog.lifecycle import LEVELS
@@ -20,7 +20,7 @@ from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.config import Job
-from ckptstore.jobs.report import JobReport, Overdue, StepReport
+from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport
 from ckptstore.jobs.sizes import rate_of
 from ckptstore.model import Version
 from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
@@ -34,9 +34,6 @@ _log = logging.getLogger("ckptstore")
 
 # The smallest part of an upload that S3 takes; a store that is not there yet has no backend to ask.
 _PART_BYTES_MIN = 5 * limits.MIB
-_StepName = Literal[
-    "replicate", "retain-target", "retain-source", "evict", "gc-target", "gc-source"
-]
 
 
 def run_job(
@@ -127,8 +124,13 @@ class _Run:
 
     def work(self) -> None:
         """Do all steps, as far as one does not need another that failed."""
+        scrub = self.job.scrub
+        if scrub.source:
+            self._step("scrub-source", lambda: self._scrub(self.source, self.target, scrub.source))
         chosen = self.chosen(self.selected(), older_s=self._age(self.job.select.older_than))
         copied = self._step("replicate", lambda: self._replicate(chosen))
+        if scrub.target:
+            self._step("scrub-target", lambda: self._scrub(self.target, self.source, scrub.target))
         retain = self.job.retain
         if retain.target:
             self._step("retain-target", lambda: self._retain(self.target, retain.target))
@@ -162,7 +164,7 @@ class _Run:
     def _age(self, text: str | None) -> float:
         return 0.0 if text is None else float(parse_duration(text))
 
-    def _step(self, name: _StepName, work: Callable[[], Mapping[str, Any]]) -> bool:
+    def _step(self, name: StepName, work: Callable[[], Mapping[str, Any]]) -> bool:
         """Do one step; return whether it did all that it should."""
         began = self.environment.monotonic()
         error, code = "", 0
@@ -189,6 +191,19 @@ class _Run:
             )
         )
         return not error
+
+    def _scrub(self, store: Store, other: Store, share: float) -> Mapping[str, Any]:
+        """Read a part of a store; if anything is damaged, mend all of it from the other."""
+        found = store.verify(sample=share, progress=self.progress)
+        result: dict[str, Any] = {"chunks": found.chunks_count, "problems": len(found.problems)}
+        if found.ok or self.dry_run:
+            return result
+        healed = store.repair(other, progress=self.progress)
+        lost = [
+            {"version": one.version, "run": one.run, "step": one.step, "message": one.why}
+            for one in healed.lost
+        ]
+        return {**result, "mended": len(healed.mended), "failures": lost}
 
     def _replicate(self, versions: Sequence[Version]) -> Mapping[str, Any]:
         request = ReplicateRequest(

@@ -189,3 +189,21 @@ def test_files_and_stores_that_are_not_there(tmp_path: Path, reading: Reading) -
     with pytest.raises(StoreNotFoundError):
         run_job(reading())
     assert not (tmp_path / "cold").exists()
+
+
+@pytest.mark.parametrize("place", ["hot", "cold"])
+def test_a_scrub_mends_from_the_other_store(tmp_path: Path, reading: Reading, place: str) -> None:
+    """What a scrub of the source or the target finds damaged is brought back from the other."""
+    _train(tmp_path, 1, 2)
+    run_job(reading())
+    for path in (tmp_path / place / "packs").glob("*/*.pack"):
+        path.chmod(0o644)
+        path.write_bytes(path.read_bytes()[:300])
+    name = {"hot": "source", "cold": "target"}[place]
+    report = run_job(reading(f"[scrub]\n{name} = 1.0\n"))
+    found = _step(report, f"scrub-{name}")
+    assert found["problems"]
+    assert found["mended"] == 2
+    with ckptstore.open(tmp_path / place) as store:
+        assert store.verify().ok
+        assert store.load("gpt@2")["model"]["w"][0] == 2.0
