@@ -28,6 +28,7 @@ from ckptstore.codecs.layout import Layout
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CkptStoreError
 from ckptstore.format import manifest, pack, skeleton
+from ckptstore.format.bases import NO_BASE
 from ckptstore.format.commit import decode_commit
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.manifest import TensorRecord
@@ -98,6 +99,21 @@ def with_recipes() -> bytes:
     return msgspec.msgpack.encode(body)
 
 
+def with_bases() -> bytes:
+    """Return the payload of a manifest of which two pieces are deltas, one twice."""
+    body: dict[str, Any] = msgspec.msgpack.decode(MANIFEST)
+    columns = {"raw": [64, 32, 64, 32], "slab": [64, 32, 64, 40], "stored": [60, 30, 64, 40]}
+    columns |= {"offset": [32, 500, 32, 200], "pack": [0] * 4, "inner": [0, 0, 0, 8]}
+    for name, values in columns.items():
+        body[name] = np.array(values, "<u8" if name == "offset" else "<u4").tobytes()
+    body["ids"] = bytes(range(128))
+    body["dtypes"], body["roles"] = ["float32", "uint8"], ["weights", "base"]
+    body["tensors"] = [[0, 0, [24], None, 96, 2], [1, 1, [96], None, 96, 2]]
+    body["base"] = np.array([2, 3, NO_BASE, NO_BASE], "<u4").tobytes()
+    body["skeleton"] = skeleton.encode(["l", ["T", 0]])
+    return msgspec.msgpack.encode(body)
+
+
 def payload(objects: dict[str, bytes], kind: str) -> bytes:
     """Return what is inside the last object of a kind: a body, or a decompressed payload."""
     data = objects[max(key for key in objects if key.startswith(kind))]
@@ -147,6 +163,20 @@ def open_manifest(raw: bytes) -> None:
     """Decode a manifest of this payload, and its skeleton."""
     found = manifest.decode(frame_of(manifest.MAGIC, raw), where="m", version=VERSION)
     read_content(found).tensors()
+
+
+def open_bases(raw: bytes) -> None:
+    """Decode a manifest of this payload that says that it has bases; follow each once."""
+    found = manifest.decode(frame_of(manifest.MAGIC, raw, flags=4), where="m", version=VERSION)
+    read_content(found).tensors()
+    table, own = found.pieces, found.first[-1]
+    for row in range(own):
+        base = table.base_of(row)
+        if base is not None:
+            assert own <= base < len(table)
+            assert table.base_of(base) is None
+            assert table.raw[base] == table.raw[row]
+    assert len(table.take(range(own))) == len(table)
 
 
 def open_recipes(raw: bytes) -> None:
@@ -211,6 +241,7 @@ DECODERS: dict[str, tuple[Callable[[bytes], None], bytes]] = {
     "rows": (open_rows, SNAPSHOT),
     "manifest": (open_manifest, MANIFEST),
     "recipes": (open_recipes, with_recipes()),
+    "bases": (open_bases, with_bases()),
     "skeleton": (open_skeleton, SKELETON),
     "pack": (open_pack, PACK),
 }
@@ -343,5 +374,9 @@ def test_codecs_fill_or_refuse(
         source = memoryview(bytes(range(256)) * 16)[:raw_bytes]
         whole = b"".join(registry.CODECS[codec].encode(source, Layout(layout)))
         stored = whole[: len(stored)] + stored[:4] + whole[len(stored) + 4 :]
+    base = None
+    if codec == registry.DELTA.code and keep:
+        base = registry.Base(piece_id=stored[:32], data=memoryview(bytes(raw_bytes)))
+    out = memoryview(bytearray(raw_bytes))
     with suppress(CodecError):
-        registry.decode(codec, layout, memoryview(stored), memoryview(bytearray(raw_bytes)))
+        registry.decode(codec, layout, memoryview(stored), out, base=base)
