@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
 from recipekit import Form, save, stored_bytes
 from safetensors.torch import load_file
 
 import ckptstore
+from ckptstore.backends.base import Backend
+from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
-from ckptstore.checkpoint.content import read_content
+from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
+from ckptstore.config import Options
 from ckptstore.errors import CorruptTensorError
+from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import path_text
 from ckptstore.integrations.dcp import CkptStoreReader
 from ckptstore.integrations.files import export_safetensors
+from ckptstore.limits import CHUNK_BYTES_MIN
+from ckptstore.repo import create_on
 
 Stores = Callable[..., ckptstore.Store]
 
@@ -265,6 +274,60 @@ def test_a_tensor_larger_than_the_memory_is_made_in_pieces(stores: Stores) -> No
         tracemalloc.stop()
 
     assert peak < 8 << 20  # its codes are 6 MB, itself 24 MB
+
+
+def test_a_check_holds_no_tensor(stores: Stores) -> None:
+    """Verify makes every element, and drops each part at once."""
+    store = stores(host_bytes=1 << 20)
+    big = torch.randn(6_000_000, generator=torch.Generator().manual_seed(1))
+    save(store, {"big": big}, {"big": Form(code="dynamic-signed")})
+    store.verify(level="records")
+    tracemalloc.start()
+    try:
+        assert store.verify().ok
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 8 << 20
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[tuple[Content, dict[str, bytes], Backend]]:
+    """Return the content of a version with every form, what it gives back, and where it lies."""
+    backend = MemoryBackend("recipes/ranges")
+    with ckptstore.Store(create_on(backend, chunk_bytes=CHUNK_BYTES_MIN)) as store:
+        version, expected = save(store, state(), FORMS)
+        content = read_content(Manifests(store.repo).load(version))
+        orders = {path_text(leaf.path): leaf.index for leaf in content.leaves}
+        records = content.manifest.tensors
+        stored = {
+            name: stored_bytes(tensor, records[orders[name]].order)
+            for name, tensor in expected.items()
+        }
+        yield content, stored, backend
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data(), host_bytes=st.sampled_from([1, 10_000, 400_000, 1 << 28]))
+def test_any_range_is_that_of_the_whole(
+    kept: tuple[Content, dict[str, bytes], Backend], data: st.DataObject, host_bytes: int
+) -> None:
+    """Whatever elements are asked for, of many tensors at once, with any memory: they are right."""
+    content, stored, backend = kept
+    places = {path_text(leaf.path): leaf.index for leaf in content.leaves}
+    ranges, wanted = [], []
+    for name in data.draw(st.lists(st.sampled_from(sorted(stored)), min_size=1, max_size=4)):
+        item = ITEM_BYTES[content.manifest.tensors[places[name]].dtype]
+        count = len(stored[name]) // item
+        low = data.draw(st.integers(0, count)) * item
+        high = data.draw(st.integers(low // item, count)) * item
+        out = memoryview(bytearray(high - low))
+        ranges.append(Range(index=places[name], start=low, nbytes=high - low, out=out))
+        wanted.append(stored[name][low:high])
+    read_ranges(content, ranges, backend=backend, options=Options(host_bytes=host_bytes))
+
+    assert [bytes(one.out or b"") for one in ranges] == wanted
 
 
 def test_elements_that_differ_from_the_digest_are_noticed(stores: Stores) -> None:
