@@ -15,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from ckptstore.checkpoint.coded import (
     NOTHING,
@@ -39,7 +39,7 @@ from ckptstore.checkpoint.forms import (
     recipe_of,
     shells,
 )
-from ckptstore.checkpoint.measure import Looked, look, measure, prove
+from ckptstore.checkpoint.measure import Looked, Proved, look, measure, prove
 from ckptstore.chunking import cut
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.derive import Candidate, derived_pairs
@@ -51,6 +51,7 @@ from ckptstore.objects.writer import Payload, Source
 __all__ = ["Content", "Encoded", "Kept", "encode_content"]
 
 _log = logging.getLogger("ckptstore")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +142,7 @@ def encode_content(
         known={} if parent is None else known_forms(parent),
         parent=parent,
     )
-    pairs = derived_pairs([_candidate(content, place) for place in range(len(content.records))])
+    pairs = work.derived(workers)
     wishes = {place: wish for place, wish in content.wishes.items() if place not in pairs}
     tasks = [
         *(lambda low=low, high=high: work.derive(low, high) for low, high in pairs.items()),
@@ -153,7 +154,7 @@ def encode_content(
     return work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, len(pairs))
 
 
-def _run(tasks: Sequence[Callable[[], _Outcome]], workers: int) -> list[_Outcome]:
+def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """Return what the tasks return; the first failure ends those that have not begun."""
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-measure") as pool:
         futures = [pool.submit(task) for task in tasks]
@@ -191,15 +192,34 @@ class _Work:
     parent: Manifest | None
     proved: dict[int, Sequence[int]] = field(default_factory=dict)
     """Per tensor that others are derived from: the checksums of its pieces."""
+    proofs: dict[tuple[int, int], Proved | None] = field(default_factory=dict)
+    """Per tensor, and another one that it was compared with: that it follows, or None."""
+
+    # --- derived tensors ------------------------------------------------------------------------
+
+    def derived(self, workers: int) -> dict[int, int]:
+        """Return which tensors are another one, converted: all proved, in as many threads."""
+        content = self.content
+        candidates = [_candidate(content, place) for place in range(len(content.records))]
+        likely = derived_pairs(candidates, same=lambda low, high: True)
+        tasks = [lambda low=low, high=high: self._same(low, high) for low, high in likely.items()]
+        if not tasks or all(_run(tasks, workers)):
+            return likely
+        return derived_pairs(candidates, same=self._same)
+
+    def _same(self, low: int, high: int) -> bool:
+        """Say whether a tensor is another one, converted; each two are compared once."""
+        if (low, high) not in self.proofs:
+            source = self.content.sources[high]
+            self.proofs[low, high] = prove(self.content.sources[low], source, self._grid(source))
+        return self.proofs[low, high] is not None
 
     # --- one tensor -----------------------------------------------------------------------------
 
     def derive(self, low: int, high: int) -> _Outcome:
         """Return the recipe of a tensor that is another one, converted."""
-        content = self.content
-        source = content.sources[high]
-        grid = self._grid(source)
-        proved = prove(content.sources[low], source, grid, content.name(low))
+        proved = self.proofs[low, high]
+        assert proved is not None  # noqa: S101 - the search has asked
         self.proved[high] = proved.source
         recipe = Recipe(
             kind="cast", sources=(high,), exact=True, digest=proved.digest, given=proved.digest

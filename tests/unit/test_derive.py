@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import ckptstore
+from ckptstore.checkpoint.measure import _Rounding
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.derive import Candidate, derived_pairs, is_cast_of
 
@@ -207,3 +211,53 @@ def test_what_is_derived_is_what_a_load_gives(data: bytes, low: str) -> None:
     same = bytes(restored) == master.to(LOW[low]).view(torch.uint8).numpy().tobytes()
     assert is_cast_of(ours, high)
     assert is_cast_of(theirs, high) == same
+
+
+def _bit_pairs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return float32 and bfloat16 bits around every border of rounding, and what is right."""
+    low = np.repeat(np.arange(1 << 16, dtype=np.uint32), 9)
+    apart = np.array([-0x10000, -0x8001, -0x8000, -0x7FFF, 0, 1, 0x7FFF, 0x8000, 0x8001])
+    high = ((low.astype(np.int64) << 16) + np.tile(apart, 1 << 16)).astype(np.uint32)
+    made = np.empty(len(low), np.uint16)
+    out, codes = memoryview(made).cast("B"), memoryview(high).cast("B")
+    decode_elements("cast", "", 0, "bfloat16", "float32", 0, codes, None, out)
+    return high, low.astype(np.uint16), made == low
+
+
+def test_rounding_is_told_from_its_neighbours() -> None:
+    """Ties, infinities, NaN, both zeros: by their distance the same verdict as by making them."""
+    high, low, right = _bit_pairs()
+    compare = _Rounding("bfloat16", "float32")
+    assert right.any()
+    assert not right.all()
+    for start in range(0, len(low), 1 << 14):
+        part = slice(start, start + (1 << 14))
+        good = right[part]
+        assert compare.gives(high[part][good], low[part][good]) or not good.any()
+        for place in np.flatnonzero(~good)[::97]:
+            few = np.append(np.flatnonzero(good)[:50], place)
+            assert not compare.gives(high[part][few], low[part][few])
+    finite = right & ((low & 0x7F80) != 0x7F80)
+    for place in np.flatnonzero(~right & ((low & 0x7F80) != 0x7F80))[::211]:
+        few = np.append(np.flatnonzero(finite)[:50], place)
+        assert not compare.gives(high[few], low[few])
+
+
+def test_a_tensor_that_only_seems_to_follow_is_stored(tmp_path: Path) -> None:
+    """Where the 64 elements agree and others do not, the next tensor is tried, or none."""
+    master = torch.zeros(300, 100)
+    master[7, 7] = 1.5
+    other = torch.zeros(300, 100)
+    lone = torch.zeros(300, 100, dtype=torch.bfloat16)
+    lone[9, 9] = 3.0
+    state = {
+        "model": {"w": master.to(torch.bfloat16), "v": lone},
+        "optimizer": {"first": other, "second": master},
+    }
+    with ckptstore.open(tmp_path / "store", create=True) as store:
+        version = store.run("a").save(state, step=0)
+        assert version.receipt["derived_count"] == 1
+        loaded = store.load("a@latest")
+    for part, tensors in state.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(loaded[part][name], tensor)
