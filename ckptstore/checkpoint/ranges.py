@@ -27,7 +27,7 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
 from ckptstore.objects.reader import Want, read_pieces
 
-__all__ = ["Range", "piece_ends", "read_ranges"]
+__all__ = ["Range", "check_made", "piece_ends", "read_ranges"]
 
 _SCALE_BYTES = 4
 
@@ -109,6 +109,24 @@ def piece_ends(manifest: Manifest, index: int) -> npt.NDArray[np.int64]:
     recipe = manifest.tensors[index].recipe
     place = recipe.sources[0] if recipe else index
     return _Ends(manifest).of(place) // ITEM_BYTES[manifest.tensors[place].dtype]
+
+
+def check_made(content: Content, index: int, made: Hasher) -> None:
+    """Compare all bytes of a tensor that was made with what its recipe names.
+
+    :func:`read_ranges` does so for whole tensors; whoever asks for them in parts may call it.
+
+    Raises
+    ------
+    CorruptTensorError
+        They have another digest; names the tensor.
+    """
+    recipe = content.manifest.tensors[index].recipe
+    if recipe is not None and made.digest() != recipe.digest:
+        msg = f"tensor {content.labels[index]}: what its {recipe.kind} gives has another digest"
+        raise CorruptTensorError(
+            msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
+        )
 
 
 class _Ends:
@@ -370,12 +388,5 @@ class _Making:
 
     def _check(self, one: Range, made: Hasher) -> None:
         """Compare the digest of a tensor that was made whole."""
-        record = self._content.manifest.tensors[one.index]
-        if one.nbytes != record.nbytes or record.recipe is None:
-            return
-        if made.digest() != record.recipe.digest:
-            label = self._content.labels[one.index]
-            msg = f"tensor {label}: what its {record.recipe.kind} gives has another digest"
-            raise CorruptTensorError(
-                msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
-            )
+        if one.nbytes == self._content.manifest.tensors[one.index].nbytes:
+            check_made(self._content, one.index, made)

@@ -20,12 +20,13 @@ from ckptstore import limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
+from ckptstore.checkpoint.ranges import Range, check_made, piece_ends, read_ranges
 from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import gather
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import PathFilter, Pattern
+from ckptstore.hashing import Hasher
 from ckptstore.integrations.safetensors_plan import FileTensor, encode_header, plan_file
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -186,6 +187,8 @@ class _Writer:
         self._done = 0
         self._batch: list[_Segment] = []
         self._batch_bytes = 0
+        self._made = Hasher()
+        """Of the tensor that is being read in parts; one comes after the other."""
 
     def add(self, segment: _Segment) -> None:
         """Take what comes next in the file."""
@@ -204,9 +207,22 @@ class _Writer:
             ranges.append(Range(index=part.index, start=part.start, nbytes=part.nbytes, out=out))
             at += part.nbytes
         self._read(ranges)
+        for one in ranges:
+            self._check(one)
         self._file.write(memory)
         self._done += self._batch_bytes
         self._batch, self._batch_bytes = [], 0
+
+    def _check(self, one: Range) -> None:
+        """Compare a tensor that follows from others with its digest, once all of it was read."""
+        record = self._content.manifest.tensors[one.index]
+        if record.recipe is None or one.out is None or one.nbytes == record.nbytes:
+            return  # what is read whole is compared by who reads it
+        if one.start == 0:
+            self._made = Hasher()
+        self._made.update(one.out)
+        if one.start + one.nbytes == record.nbytes:
+            check_made(self._content, one.index, self._made)
 
     def write_rearranged(self, item: FileTensor) -> None:
         """Write a tensor that does not lie in the store as in the file."""

@@ -17,6 +17,7 @@ from recipekit import Form, save, stored_bytes
 from safetensors.torch import load_file
 
 import ckptstore
+from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
@@ -338,3 +339,21 @@ def test_elements_that_differ_from_the_digest_are_noticed(stores: Stores) -> Non
     with pytest.raises(CorruptTensorError, match=r"tensor optimizer\.m: .* another digest"):
         store.load("gpt")
     assert store.load("gpt", exclude=["optimizer.m"])["step"] == 7
+
+
+def test_an_export_in_parts_is_compared_whole(
+    stores: Stores, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor larger than the window of an export has the digest of its recipe, or is refused."""
+    monkeypatch.setattr(limits, "EXPORT_WINDOW_BYTES", 100_000)
+    store = stores()
+    forms = {name: FORMS[name] for name in ("optimizer.m", "optimizer.half")}
+    _, expected = save(store, state(), forms, step=1)
+    save(store, state(), forms, step=2, change={"digest": b"x" * 32})
+
+    export_safetensors(store, "gpt@1", tmp_path / "right.safetensors")
+    found = load_file(tmp_path / "right.safetensors")
+    assert all(same(found[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(CorruptTensorError, match="another digest"):
+        export_safetensors(store, "gpt@2", tmp_path / "wrong.safetensors")
+    assert not (tmp_path / "wrong.safetensors").exists()
