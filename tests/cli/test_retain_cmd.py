@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckptstore
 
@@ -262,3 +263,40 @@ def test_log_metric(cli: Cli, store_path: Path, tmp_path: Path) -> None:
 def test_log_metric_refuses(cli: Cli, history: Path, arguments: tuple[str, ...], code: int) -> None:
     """Half a question, a metric that is not there, a file of no picture."""
     assert cli("log", *arguments, "-s", history).code == code
+
+
+def test_rounding_is_foreseen_with_bytes_and_errors(cli: Cli, tmp_path: Path) -> None:
+    """The table has the errors, the document each tensor; quick reads nothing and knows none."""
+    path = tmp_path / "rounded"
+    with ckptstore.open(path, create=True) as store:
+        for step in (1, 2):
+            store.run("gpt").save({"model": {"w": torch.randn(100, 100)}}, step=step)
+    rules = ("--full", "last 1", "--weights-int8", "all", "--lossy", "int8:rel_l2=0.1")
+    out = cli("retain", "gpt", *rules, "-s", path).out
+    assert "full -> weights-int8" in out
+    assert "rel 0.00" in out
+    said = cli("retain", "gpt", *rules, "--json", "-s", path).document["runs"][0]["versions"]
+    (tensor,) = said[0]["rounding"]["tensors"]
+    assert (tensor["path"], tensor["form"]) == ("model.w", "int8, blocks of 256")
+    assert 0 < tensor["rel_l2"] < 0.01
+    assert said[1]["rounding"] is None
+    quick = cli("retain", "gpt", *rules, "--quick", "-s", path)
+    assert "rel" not in quick.out
+    shown = cli("rm", "gpt@1", "--keep", "weights-bf16", "--dry-run", "-s", path)
+    assert "rel 0.00" in shown.out
+    assert cli("rm", "gpt@1", "--keep", "weights-bf16", "--lossy", "int8", "-s", path).code == 2
+    tight = ("--keep", "weights-int8", "--lossy", "int8:rel_l2=1e-9", "--dry-run", "--json")
+    removal = cli("rm", "gpt@1", *tight, "-s", path).document["versions"][0]
+    assert "int8: rel_l2" in removal["rounding"]["tensors"][0]["problem"]
+    done = cli("retain", "gpt", *rules, "--apply", "--json", "-s", path).document
+    assert done["runs"][0]["versions"] == said
+    assert _levels(path) == {1: "weights-int8", 2: "full"}
+    assert "keeps its weights as int8" in cli("log", "gpt", "-s", path).out
+    assert "int8 weights only" in cli("show", "gpt@1", "-s", path).out
+    encodings = ("--encoding", "role:optimizer=dynamic8", "--encoding", "model.*=bf16:rel_l2=0.1")
+    stored = cli("retain", "gpt", "--full", "all", *encodings, "--set", "--json", "-s", path)
+    assert stored.document["policy"] == {
+        "full": ["all"],
+        "encodings": {"role:optimizer": "dynamic8", "model.*": "bf16:rel_l2=0.1"},
+    }
+    assert cli("retain", "gpt", "--encoding", "bf16", "--set", "-s", path).code == 2

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.catalog import retention
 from ckptstore.errors import InvalidInputError, PolicyError, ReadOnlyError, RunNotFoundError
 from ckptstore.ops import ageing
 from ckptstore.ops.retain import RetainReport
@@ -188,3 +189,19 @@ def test_retention_that_fails_after_a_save_is_logged(
         version = run.save(_state(60), step=60, retain=True)
     assert run.head == version
     assert "not now" in caplog.text
+
+
+def test_encodings_alone_leave_the_rules_to_the_store(store: ckptstore.Store) -> None:
+    """A run may have encodings of its own and be kept by the store's rules; and the other way."""
+    run = store.run("gpt")
+    run.set_policy({"encodings": {"role:optimizer": "bf16"}})
+    with pytest.raises(InvalidInputError, match="no retention policy"):
+        run.retain()
+    with pytest.raises(PolicyError, match="delete everything"):
+        run.retain({"encodings": {"role:optimizer": "bf16"}})
+    store.set_policy({"full": "last 1", "weights": "all", "encodings": {"model.*": "int8"}})
+    catalog = store.repo.refresh()
+    assert retention.stored_encodings(catalog, "gpt") == {"role:optimizer": "bf16"}
+    assert retention.stored_encodings(catalog, "not there yet") == {"model.*": "int8"}
+    run.retain()
+    assert list(_levels(store).values()) == ["weights"] * 5 + ["full"]

@@ -21,6 +21,7 @@ from ckptstore.catalog.rules import (
     parse_duration,
     parse_rules,
 )
+from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.names import check_metric_name
 
@@ -167,3 +168,58 @@ def test_levels_take_one_text_or_several() -> None:
         {"full": ["last 3", "tagged"], "weights": "best 5 a, every 1d"}
     )
     assert str(policy) == "full: last 3, tagged; weights: best 5 a, every 1d"
+
+
+def test_rounded_levels_have_rules_and_bounds() -> None:
+    """Each level has its own key; bounds are by the name of the encoding."""
+    policy = Policy.from_json(
+        {
+            "full": "last 1",
+            "weights-bf16": ["last 5"],
+            "weights-int8": "all",
+            "lossy": ["int8:block=64,rel_l2=0.02", "bf16:rel_l2=0.004"],
+        }
+    )
+    assert policy.rounding("full") == policy.rounding("weights") == policy.rounding("record") == ()
+    assert policy.rounding("weights-bf16") == (Encoding("bf16", rel_l2=0.004),)
+    assert policy.rounding("weights-int8") == (
+        Encoding("int8", block=64, rel_l2=0.02),
+        Encoding("bf16", rel_l2=0.004),
+    )
+    assert Policy.parse(full="all").rounding("weights-int8") == (Encoding("int8"), Encoding("bf16"))
+    assert Policy.from_json(policy.to_json()) == policy
+    assert str(policy) == (
+        "full: last 1; weights-bf16: last 5; weights-int8: all; "
+        "lossy: int8:block=64,rel_l2=0.02, bf16:rel_l2=0.004"
+    )
+
+
+def test_encodings_of_saves_are_kept_with_the_policy() -> None:
+    """They are texts in the order that was given; alone they say nothing of what is kept."""
+    policy = Policy.from_json({"encodings": {"*.exp_avg_sq": "bf16", "role:optimizer": "int8"}})
+    assert list(policy.encodings.items()) == [("*.exp_avg_sq", "bf16"), ("role:optimizer", "int8")]
+    assert not policy.has_rules
+    assert Policy.from_json(policy.to_json()) == policy
+    assert str(policy) == "encodings: *.exp_avg_sq=bf16, role:optimizer=int8"
+    with pytest.raises(PolicyError, match="delete everything"):
+        policy.check()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"full": "all", "lossy": "int9"}, "'int9' is not an encoding"),
+        ({"full": "all", "lossy": "fp16"}, "fp16 is not for ageing"),
+        ({"full": "all", "lossy": ["bf16", "bf16:rel_l2=1"]}, "twice"),
+        ({"full": "all", "lossy": {"bf16": 1}}, "neither a text"),
+        ({"full": "all", "encodings": {"role:nothing": "bf16"}}, "not a role"),
+        ({"full": "all", "encodings": ["bf16"]}, "mapping"),
+        ({"full": "all", "encodings": {"a": 3}}, "neither an Encoding nor a text"),
+        ({"full": "all", "encodings": {f"p{n}": "bf16" for n in range(99)}}, "more than"),
+        ({"weights-fp8": "all"}, "no 'weights-fp8'"),
+    ],
+)
+def test_bounds_and_encodings_that_are_none(value: dict[str, object], said: str) -> None:
+    """They are refused by name when the policy is made, not when it is carried out."""
+    with pytest.raises(InvalidInputError, match=said):
+        Policy.from_json(value)
