@@ -61,14 +61,14 @@ class ResumePlan:
     layers: int = 2
     time: int = 64
     batch: int = 8
-    warmup: int = 300
+    warmup: int = 1500
     """Steps before the save; the learning rate falls from 2e-3 to `lr` meanwhile."""
     lr: float = 5e-4
-    steps: int = 100
+    steps: int = 120
     """Of each resumed training."""
     every: int = 10
     """Steps between two looks at the loss."""
-    seeds: int = 5
+    seeds: int = 6
     """Orders of the data."""
     rows: int = 64
     """Of the text that is held out, by which the loss is taken."""

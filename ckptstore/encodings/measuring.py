@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.encodings.casts import to_float64
+from ckptstore.encodings.casts import to_float32, to_float64
 
 __all__ = ["Difference", "Range"]
+
+_Values: TypeAlias = "npt.NDArray[Any]"
 
 _DIGITS: Final = 6
 """Digits of a recorded error, rounded up: sums may differ in the last bits between machines."""
@@ -61,19 +63,20 @@ class Difference:
         """Compare some elements; both as unsigned integers of one dtype."""
         if not len(given):
             return
-        was, now = to_float64(dtype, given), to_float64(dtype, restored)
+        widened = to_float64 if dtype == "float64" else to_float32
+        was, now = widened(dtype, given), widened(dtype, restored)
         with np.errstate(all="ignore"):
             off = now - was
-        if not np.isfinite(off).all():
-            was, off = self._finite(was, now)
-        with np.errstate(all="ignore"):
-            self.largest = max(self.largest, float(np.abs(off).max(initial=0.0)))
-            self.squares += float(np.square(off).sum())
-            self.given_squares += float(np.square(was).sum())
+            largest = float(np.abs(off).max())  # NaN if any is
+            if not math.isfinite(largest):
+                was, off = self._finite(was, now)
+                largest = float(np.abs(off).max(initial=0.0))
+            self.largest = max(self.largest, largest)
+            # Squares of float32 may be too small for it.
+            self.squares += float(np.square(off, dtype=np.float64).sum())
+            self.given_squares += float(np.square(was, dtype=np.float64).sum())
 
-    def _finite(
-        self, was: npt.NDArray[np.float64], now: npt.NDArray[np.float64]
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    def _finite(self, was: _Values, now: _Values) -> tuple[_Values, _Values]:
         """Return the finite elements and their differences; the others must have stayed."""
         finite = np.isfinite(was)
         if not np.isfinite(now[finite]).all():
