@@ -57,6 +57,7 @@ def open_store(
     host_bytes: int = limits.HOST_BYTES_DEFAULT,
     workers: int | None = None,
     codec: str = "auto",
+    base_bytes: int = limits.BASE_BYTES_DEFAULT,
     engine: str = "auto",
     staging_bytes: int | None = None,
     in_flight: int = limits.IN_FLIGHT_DEFAULT,
@@ -86,6 +87,9 @@ def open_store(
         ``"auto"``: compressed or raw, whichever this storage and these processors are measured to
         save faster; ``"planes"``: always the fewest bytes; ``"raw"``, ``"zstd"`` or ``"delta"``. See
         :data:`ckptstore.config.CODEC_CHOICES`.
+    base_bytes
+        Host memory for what the next save with ``"delta"`` takes differences to, in bytes; 0 keeps
+        nothing between saves.
     engine
         Who writes saves in the background: ``"process"``, ``"thread"``, or ``"auto"``, which is a
         process wherever one can reach the storage.
@@ -116,6 +120,7 @@ def open_store(
         host_bytes=host_bytes,
         workers=workers_default() if workers is None else workers,
         codec=codec,
+        base_bytes=base_bytes,
         read_only=read_only,
         single_writer=single_writer,
         engine=engine,
