@@ -1,13 +1,15 @@
 """A writer that collects an object in memory which is used again, then sends it.
 
-The first write to new memory costs several times the copy into it (measured: 0.6 ms/MB against
-0.1, docs/design/0014), and each pack would be written to new memory.
+The first write to new memory costs several times the copy into it (measured, docs/design/0014:
+0.6 ms/MB against 0.1, in huge pages 0.3), and each pack would be written to new memory.
 """
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from ckptstore.backends.base import Buffer, ObjectWriter
 
@@ -28,16 +30,16 @@ class BufferPool:
     def __init__(self, *, buffer_bytes: int, kept_max: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._kept_max = kept_max
-        self._free: deque[bytearray] = deque(maxlen=kept_max)
+        self._free: deque[mmap.mmap] = deque(maxlen=kept_max)
 
-    def take(self) -> bytearray:
+    def take(self) -> mmap.mmap:
         """Return a buffer that nobody else has, with anything in it."""
         try:
             return self._free.pop()
         except IndexError:
-            return bytearray(self._buffer_bytes)
+            return _new_buffer(self._buffer_bytes)
 
-    def give(self, buffer: bytearray) -> None:
+    def give(self, buffer: mmap.mmap) -> None:
         """Take a buffer back."""
         if len(buffer) <= 2 * self._buffer_bytes:
             self._free.append(buffer)
@@ -54,6 +56,14 @@ def _new_pool(buffer_bytes: int, kept_max: int) -> BufferPool:
     return BufferPool(buffer_bytes=buffer_bytes, kept_max=kept_max)
 
 
+def _new_buffer(size: int) -> mmap.mmap:
+    buffer = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            buffer.madvise(mmap.MADV_HUGEPAGE)
+    return buffer
+
+
 class PooledWriter(ObjectWriter):
     """Holds the whole object in a buffer of the pool and passes it to `send` on commit.
 
@@ -64,7 +74,7 @@ class PooledWriter(ObjectWriter):
     def __init__(self, send: Callable[[memoryview], None], pool: BufferPool) -> None:
         self._send = send
         self._pool = pool
-        self._buffer: bytearray | None = None
+        self._buffer: mmap.mmap | None = None
         self._size = 0
         self._finished = False
 
@@ -101,6 +111,6 @@ class PooledWriter(ObjectWriter):
     def _grow(self, size: int) -> None:
         """Go on in a larger buffer; not in place, since an old error may still refer to it."""
         assert self._buffer is not None  # noqa: S101  # for the type checker
-        larger = bytearray(max(size, len(self._buffer) * 5 // 4))
+        larger = _new_buffer(max(size, len(self._buffer) * 5 // 4))
         memoryview(larger)[: self._size] = memoryview(self._buffer)[: self._size]
         self._buffer = larger

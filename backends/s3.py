@@ -57,9 +57,9 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=0.0,  # strongly consistent since December 2020
 )
 
-# A pack and the chunk that closes it; as many as two workers have packs under way.
+# A pack and the chunk that closes it; an open store keeps no more than a save may hold.
 _BUFFER_BYTES: Final = CAPABILITIES.pack_bytes + limits.CHUNK_BYTES_DEFAULT + limits.MIB
-_BUFFERS_KEPT: Final = 4
+_BUFFERS_KEPT: Final = limits.HOST_BYTES_DEFAULT // _BUFFER_BYTES
 
 
 class S3Backend(Backend):
