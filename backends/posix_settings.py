@@ -34,7 +34,7 @@ _LOCAL = Capabilities(
     # A disk of 2 GB/s reads 64 KiB in the 30 us that another system call and seek cost.
     read_gap_bytes=64 * KIB,
     # One raw chunk, or two that are compressed: what was read is hashed and decoded from the
-    # processor's cache. A load is 1.13 times as fast as with 16 MiB (measured: docs/design/0014).
+    # processor's cache. A load is 1.13 times as fast as with 16 MiB (measured: docs/design/0015).
     read_bytes_max=8 * MIB,
     concurrency=4,
     scatter_read=True,

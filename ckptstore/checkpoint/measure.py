@@ -22,7 +22,7 @@ __all__ = ["Looked", "Measured", "Proved", "look", "measure", "prove"]
 # Elements that are looked at together. Source: as the step of the encodings, in cache.
 _STEP: Final = 1 << 16
 # The same where two tensors are compared. Source: with smaller steps two threads hold each other up
-# more than they help (docs/design/0014-pipeline.md).
+# more than they help (docs/design/0015-pipeline.md).
 _PROOF_STEP: Final = 1 << 18
 
 
@@ -158,21 +158,13 @@ def prove(low: Source, high: Source, grid: int) -> Proved | None:
 
 
 class _Rounding:
-    """Compares elements with those that they should become, in memory of its own. One thread's.
-
-    For bfloat16 from float32, which nearly all are, without making them: the two, as integers, are
-    less than half of the last place apart; the few that are exactly half are made. Every step then
-    is one of NumPy's over many elements, during which another thread can go on.
-    """
+    """Compares elements with those that they should become, in memory of its own. One thread's."""
 
     def __init__(self, dtype: str, source_dtype: str) -> None:
         self._dtype = dtype
         self._source_dtype = source_dtype
-        self._quick = (dtype, source_dtype) == ("bfloat16", "float32")
         self._given = np.empty(_PROOF_STEP, raw_dtype(source_dtype))
-        self._wide = np.empty(_PROOF_STEP if self._quick else 0, np.dtype("<u4"))
-        self._narrow = np.empty(_PROOF_STEP if self._quick else 0, np.dtype("<u2"))
-        self._far = np.empty(_PROOF_STEP if self._quick else 0, np.bool_)
+        self._made = np.empty(_PROOF_STEP, raw_dtype(dtype))
 
     def take(self, elements: Elements, start: int, stop: int) -> Raw:
         """Return elements that no one else changes, until the next call."""
@@ -182,22 +174,7 @@ class _Rounding:
 
     def gives(self, given: Raw, want: Raw) -> bool:
         """Say whether `given`, converted, is `want`, in every bit."""
-        if not self._quick:
-            return self._makes(given, want)
-        count = len(want)
-        narrow = np.bitwise_and(want, 0x7F80, out=self._narrow[:count])
-        if int(narrow.max()) == 0x7F80:  # infinite, or NaN: not by their distance
-            return self._makes(given, want)
-        wide = self._wide[:count]
-        np.copyto(wide, want)
-        np.left_shift(wide, 16, out=wide)
-        np.subtract(given, wide, out=wide)
-        np.add(wide, 0x7FFF, out=wide)  # 0 to 0xFFFE where they are less than half apart
-        far = np.flatnonzero(np.greater_equal(wide, 0xFFFF, out=self._far[:count]))
-        return not len(far) or self._makes(given[far], want[far])
-
-    def _makes(self, given: Raw, want: Raw) -> bool:
-        made = np.empty_like(want)
+        made = self._made[: len(want)]
         out, codes = made.data.cast("B"), given.data.cast("B")
         decode_elements("cast", "", 0, self._dtype, self._source_dtype, 0, codes, None, out)
         return np.array_equal(made, want)

@@ -146,7 +146,7 @@ def join(layout: Layout, planes: list[Any], out: memoryview) -> None:
 # The float paths are shifts and casts, which NumPy runs with vector instructions: 1.0 ms to split
 # or join 4 MiB of float32, against 1.5 ms in steps over the whole chunk, and 1.1 ms for a
 # transposed byte copy. Blocks of this many elements stay in a processor's cache from step to step;
-# smaller ones pay for the calls. Source: measured, docs/design/0014-pipeline.md.
+# smaller ones pay for the calls. Source: measured, docs/design/0015-pipeline.md.
 _BLOCK = 1 << 17
 
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptstore.encodings.casts import FLOATS, from_float32, raw_dtype, recast
+from ckptstore.encodings.casts import FLOATS, from_float32, raw_dtype, recast, to_bfloat16
 from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.encodings.lookup import Bytes
 
@@ -73,6 +73,10 @@ def decode_elements(
         source = np.frombuffer(codes, raw_dtype(source_dtype))
         if len(source) != len(target):
             raise ValueError(f"{len(source)} elements for {len(target)}")
+        if (source_dtype, dtype) == ("float32", "bfloat16"):
+            with np.errstate(all="ignore"):
+                to_bfloat16(source.view(np.float32), target)
+            return
         for at in range(0, len(source), _STEP):
             part = source[at : at + _STEP]
             target[at : at + len(part)] = recast(source_dtype, dtype, part)

@@ -10,7 +10,7 @@ reckoned from what the other way showed of the threads and of the storage; and b
 from what the backend claims. Nothing here is stored, and nothing depends on it but time and bytes:
 the id of a piece is taken before the codec.
 
-Why, and what was measured: docs/design/0014-pipeline.md.
+Why, and what was measured: docs/design/0015-pipeline.md.
 """
 
 from __future__ import annotations
