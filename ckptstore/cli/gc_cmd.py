@@ -139,6 +139,13 @@ def _done(report: GcReport) -> list[str]:
             f"{bytes_text(packs.copied_bytes)} copied, {bytes_text(packs.freed_bytes)} of "
             "dead chunks freed with them"
         )
+    merged = report.rebased
+    if merged.pieces_count:
+        lines.append(
+            f"{counted(merged.pieces_count, 'delta')} {would}stored whole, since nothing else needs "
+            f"their bases: {bytes_text(merged.written_bytes)} in place of "
+            f"{bytes_text(merged.dead_bytes)}"
+        )
     left = report.leftovers
     if left.count:
         what = f"{counted(left.count, 'temporary file')}, {bytes_text(left.size_bytes)},"
