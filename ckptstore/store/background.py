@@ -29,7 +29,8 @@ class Background:
 
     _repo: Repo
     _events: Events
-    _kept_saver: Saver | None
+    _kept_savers: dict[int, Saver]
+    """By process; a forked child has its parent's too, until it makes its own."""
 
     if TYPE_CHECKING:
 
@@ -65,7 +66,8 @@ class Background:
             A save in the background failed and nobody has asked it; the store is closed all the
             same.
         """
-        saver, self._kept_saver = self._own_saver, None
+        saver = self._own_saver
+        self._kept_savers.clear()
         try:
             if saver is not None:
                 saver.close()
@@ -146,18 +148,22 @@ class Background:
         That of a process that this one was forked from is left alone: its threads are not here,
         its locks may be held for ever, and its errors are not this one's.
         """
-        saver = self._kept_saver
-        return saver if saver is not None and saver.pid == os.getpid() else None
+        return self._kept_savers.get(os.getpid())
 
     @property
     def _saver(self) -> Saver:
-        """What saves in the background; a forked child gets its own."""
+        """What saves in the background, one for all threads; a forked child gets its own."""
         self._repo.check_open()
         saver = self._own_saver
         if saver is None:
             from ckptstore.saver.saver import Saver
 
-            saver = self._kept_saver = Saver(self._repo, self._manifests, self._events)
+            made = Saver(self._repo, self._manifests, self._events)
+            # One step, so that of threads that come at once all get the same one. No lock: it
+            # could be held for ever in a child of a fork.
+            saver = self._kept_savers.setdefault(made.pid, made)
+            for pid in [pid for pid in self._kept_savers if pid != made.pid]:
+                self._kept_savers.pop(pid, None)  # the parent's
         return saver
 
     def _save(self, state: object, request: SaveRequest) -> Version:

@@ -148,7 +148,7 @@ class Store(Background, Checking, Replicating, Retaining):
         self._repo = repo
         self._kept: Manifests | None = None
         self._events = Events()
-        self._kept_saver: Saver | None = None
+        self._kept_savers: dict[int, Saver] = {}
 
     def __repr__(self) -> str:
         """Return the location, without credentials."""

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ckptstore.errors import (
 from ckptstore.events import SaveEvent
 from ckptstore.repo import create_on
 from ckptstore.saver.pending import PendingSave
+from ckptstore.saver.saver import Saver
 from ckptstore.store import Store
 
 ENGINES = ("thread", "process")
@@ -586,6 +588,23 @@ def test_saves_of_two_threads(store: Store) -> None:
     for number, run in enumerate(runs):
         assert [version.step for version in run.versions()] == [0, 1, 2, 3]
         assert _same(run.load(2), _state(10 * number + 2))
+
+
+def test_threads_that_come_at_once_save_by_one_saver(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is first, all wait for, order and close the same: none is made and forgotten."""
+    meeting = threading.Barrier(3, timeout=300)
+    genuine = Saver.__init__
+
+    def together(self: Saver, *words: Any) -> None:  # noqa: ANN401 - as Saver takes them
+        meeting.wait()
+        genuine(self, *words)
+
+    monkeypatch.setattr(Saver, "__init__", together)
+    with ThreadPoolExecutor(3) as threads:
+        savers = list(threads.map(lambda _: store._saver, range(3)))
+    assert savers == [store._saver] * 3
 
 
 def test_an_error_while_staging_in_the_background(
