@@ -202,7 +202,7 @@ def make_recipes(folder: pathlib.Path) -> None:
     wave = master.flatten()[:5000]
     spread = wave * 2.0 ** -((torch.arange(5000) % 23).to(torch.float32))
     turned = wave[:4800].reshape(2, 30, 8, 10).contiguous(memory_format=torch.channels_last)
-    state = {
+    state: dict[str, Any] = {
         "model": {"weight": master.to(torch.bfloat16), "half": master.to(torch.float16)},
         "master": master,
         "bf16": spread / 3,
@@ -253,10 +253,10 @@ def delta_state(step: int) -> dict[str, Any]:
         floats[: len(odd)] = odd
         word = f"u{floats.itemsize}"
         state[np.dtype(kind).name] = torch.from_numpy(moved(floats.view(word), step).view(kind))
-    for kind in (np.int16, np.int32, np.int64):
-        count = 70_000 // np.dtype(kind).itemsize
-        words = np.resize(noise, count).astype(kind) * kind(257) - kind(300)
-        state[np.dtype(kind).name] = torch.from_numpy(moved(words, step))
+    for whole in (np.int16, np.int32, np.int64):
+        count = 70_000 // np.dtype(whole).itemsize
+        words = np.resize(noise, count).astype(whole) * whole(257) - whole(300)
+        state[np.dtype(whole).name] = torch.from_numpy(moved(words, step))
     state["uint8"] = torch.from_numpy(moved(np.resize(noise, 70_000).astype(np.uint8), step))
     return state
 

@@ -122,7 +122,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         dtype = draw(st.sampled_from(sorted(SCALED if form == "scaled" else CASTS)))
         exact = draw(st.booleans())
         digest = draw(digests)
-        measured = {
+        measured: dict[str, Any] = {
             "max_abs": draw(errors),
             "rel_l2": draw(errors),
             "max_abs_bound": draw(bounds),

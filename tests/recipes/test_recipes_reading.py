@@ -11,10 +11,10 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from recipekit import Form, save, stored_bytes
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import ckptstore
 from ckptstore import limits
@@ -79,10 +79,11 @@ def state() -> dict[str, Any]:
 
 def leaf_of(loaded: dict[str, Any], name: str) -> torch.Tensor:
     """Return a tensor of a loaded state by its path."""
+    found: Any = loaded
     for key in name.split("."):
-        loaded = loaded[key]
-    assert isinstance(loaded, torch.Tensor)
-    return loaded
+        found = found[key]
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -234,7 +235,7 @@ def test_readers_of_torch_distributed_checkpoint(stores: Stores) -> None:
     names = {"model": given["model"], "optimizer": given["optimizer"]}
     into = {part: {k: torch.zeros_like(v) for k, v in names[part].items()} for part in names}
 
-    dcp.load(into, storage_reader=CkptStoreReader(store.run("gpt")))
+    load_distributed(into, storage_reader=CkptStoreReader(store.run("gpt")))
 
     for part, tensors in into.items():
         for name, tensor in tensors.items():
