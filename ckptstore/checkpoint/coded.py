@@ -27,12 +27,14 @@ __all__ = [
     "Checked",
     "CodedSource",
     "Codes",
+    "Copying",
     "Elements",
     "Guarded",
     "ReusedSource",
     "Scales",
     "grid_of",
     "torn",
+    "with_payload",
 ]
 
 Raw: TypeAlias = "npt.NDArray[Any]"
@@ -214,3 +216,33 @@ class _Empty:
 
 NOTHING = CodedSource(nbytes=0, dtype="uint8", itemsize=1, row_bytes=1, payload=_Empty())
 """The source of a tensor that has a recipe."""
+
+
+class Copying:
+    """A payload that copies from another one, wherever its bytes are."""
+
+    def __init__(self, payload: Payload) -> None:
+        self._payload = payload
+
+    def view(self) -> memoryview | None:
+        """Return None: they are copied."""
+        return None
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on."""
+        view = self._payload.view()
+        if view is None:
+            self._payload.copy_into(start, out)
+        else:
+            out[:] = view[start : start + len(out)]
+
+
+def with_payload(source: Source, payload: Payload) -> CodedSource:
+    """Return a source with other bytes of the same length."""
+    return CodedSource(
+        nbytes=source.nbytes,
+        dtype=source.dtype,
+        itemsize=source.itemsize,
+        row_bytes=source.row_bytes,
+        payload=payload,
+    )

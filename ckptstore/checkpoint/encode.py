@@ -20,13 +20,14 @@ from typing import Final, TypeVar
 from ckptstore.checkpoint.coded import (
     NOTHING,
     Checked,
-    CodedSource,
     Codes,
+    Copying,
     Elements,
     Guarded,
     ReusedSource,
     Scales,
     grid_of,
+    with_payload,
 )
 from ckptstore.checkpoint.forms import (
     Key,
@@ -39,6 +40,7 @@ from ckptstore.checkpoint.forms import (
     recipe_of,
     shells,
 )
+from ckptstore.checkpoint.kept import Kept
 from ckptstore.checkpoint.measure import Looked, Proved, look, measure, prove
 from ckptstore.chunking import cut
 from ckptstore.encodings.coding import Form
@@ -48,7 +50,7 @@ from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.recipes import Recipe
 from ckptstore.objects.writer import Payload, Source
 
-__all__ = ["Content", "Encoded", "Kept", "encode_content"]
+__all__ = ["Content", "Encoded", "encode_content"]
 
 _log = logging.getLogger("ckptstore")
 T = TypeVar("T")
@@ -74,15 +76,6 @@ class Content:
     def name(self, place: int) -> str:
         """Return what a tensor is called."""
         return self.names[place] if place < len(self.names) else f"(tensor {place})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """A tensor that is stored as it is, though a rule asked for less."""
-
-    tensor: str
-    encoding: str
-    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,8 +314,8 @@ class _Work:
             source = sources[high]
             if not isinstance(source.payload, Guarded):
                 grid = self._grid(source)
-                checked = Checked(_Copying(source.payload), sums, grid, content.name(high))
-                sources[high] = _over_payload(source, checked)
+                checked = Checked(Copying(source.payload), sums, grid, content.name(high))
+                sources[high] = with_payload(source, checked)
         kept = []
         numbers = dict.fromkeys(_NUMBERS, 0.0)
         numbers["derived_count"] = float(derived)
@@ -380,30 +373,3 @@ def _count(numbers: dict[str, float], record: TensorRecord, outcome: _Outcome) -
     numbers["coded_bytes"] += sum(one.record.nbytes for one in outcome.hidden)
     numbers["codes_reused_count"] += outcome.reused
     numbers["rel_l2_max"] = max(numbers["rel_l2_max"], outcome.recipe.rel_l2)
-
-
-class _Copying:
-    """Copies from a payload, wherever its bytes are."""
-
-    def __init__(self, payload: Payload) -> None:
-        self._payload = payload
-
-    def view(self) -> memoryview | None:
-        return None
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        view = self._payload.view()
-        if view is None:
-            self._payload.copy_into(start, out)
-        else:
-            out[:] = view[start : start + len(out)]
-
-
-def _over_payload(source: Source, payload: Payload) -> CodedSource:
-    return CodedSource(
-        nbytes=source.nbytes,
-        dtype=source.dtype,
-        itemsize=source.itemsize,
-        row_bytes=source.row_bytes,
-        payload=payload,
-    )

@@ -11,7 +11,7 @@ import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -21,13 +21,14 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_metrics
 from ckptstore.checkpoint import pacing
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.encode import Content, Encoded, Kept, encode_content
+from ckptstore.checkpoint.encode import Content, Encoded, encode_content
+from ckptstore.checkpoint.kept import noting
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.older import ancestors, older_of
 from ckptstore.checkpoint.sizes import role_bytes
 from ckptstore.codecs.registry import check_choice
 from ckptstore.config import Options
-from ckptstore.errors import CondemnedError, FormatError, IntegrityError, LimitError
+from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import ManifestPointer, Op
@@ -42,7 +43,6 @@ from ckptstore.objects.writer import Written, write_pieces
 from ckptstore.repo import Repo
 
 __all__ = [
-    "KEPT",
     "Content",
     "WriteRequest",
     "check_wishes",
@@ -50,9 +50,6 @@ __all__ = [
     "shareable",
     "write_version",
 ]
-
-KEPT: Final = "kept_lossless"
-"""Key of the metadata that lists tensors which a rule took in vain: name, encoding and reason."""
 
 _log = logging.getLogger("ckptstore")
 
@@ -149,7 +146,7 @@ def write_version(
     content = encoded.content
     saving = _Saving(
         repo=repo,
-        request=_noting(request, encoded.kept),
+        request=replace(request, metadata=noting(request.metadata, encoded.kept)),
         version=version,
         content=content,
         options=options,
@@ -211,19 +208,6 @@ def _encoded(
     if not encoded.numbers:
         return encoded, {}
     return encoded, {**encoded.numbers, "measuring_s": repo.environment.monotonic() - began}
-
-
-def _noting(request: WriteRequest, kept: Sequence[Kept]) -> WriteRequest:
-    """Return a request whose metadata name the tensors that no rule was good for."""
-    if not kept:
-        return request
-    listed = [[one.tensor, one.encoding, one.why] for one in kept[: limits.KEPT_LISTED_MAX]]
-    metadata = {KEPT: listed, **request.metadata}
-    try:
-        encode_metadata(metadata)
-    except LimitError:  # there is no room beside the user's own: the log has told it
-        return request
-    return replace(request, metadata=metadata)
 
 
 def _older(repo: Repo, cache: Manifests, content: Content, parent: Version | None) -> Older:

@@ -30,7 +30,9 @@ from ckptstore.errors import (
     UnsafeEncodingError,
 )
 from ckptstore.events import Progress
+from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
+from ckptstore.objects.index import KnownPieces
 from ckptstore.saver.arena import Arena
 from ckptstore.saver.gate import Gate
 from ckptstore.saver.job import write_job
@@ -182,7 +184,7 @@ def test_forms_and_types(store: Store, name: str, dtype: torch.dtype) -> None:
     """Every form takes every float type that it makes smaller, in any order of memory."""
     random = torch.Generator().manual_seed(1)
     plain = torch.randn(64, 80, 3, generator=random).to(dtype)
-    state = {
+    state: dict[str, Any] = {
         "plain": plain,
         "turned": plain.permute(2, 0, 1),
         "gaps": torch.randn(90, 200, generator=random).to(dtype)[:, ::2],
@@ -284,8 +286,7 @@ def test_codes_that_were_collected_are_made_again(
     state = _state()
     run = store.run("gpt")
     first = run.save(state, step=1, encodings=RULES)
-    real = write.KnownPieces
-    monkeypatch.setattr(write, "KnownPieces", lambda *_, **__: real([]))
+    monkeypatch.setattr(write, "KnownPieces", lambda *_, **__: KnownPieces([]))
     second = run.save(state, step=2, encodings=RULES)
     assert second.receipt["codes_reused_count"] == 3
     assert second.content == first.content
@@ -577,3 +578,21 @@ def test_contents_without_wishes_are_not_touched() -> None:
     assert encoded.content is content
     assert encoded.numbers == {}
     assert isinstance(replace(content), Content)
+
+
+# --- integrations -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_checkpoints_of_lightning_take_rules(store: Store, background: bool) -> None:
+    """Those of the plugin hold for each, those of one save before them; wrong ones are told."""
+    checkpoint = {"state_dict": {"w": torch.randn(5000)}, "global_step": 3}
+    plugin = LoopIO(store, "gpt", encodings={"state_dict": "bf16"}, background=background)
+    plugin.save_checkpoint(checkpoint, "a.ckpt")
+    wanted = {"encodings": {"*": "int8"}}
+    plugin.save_checkpoint({**checkpoint, "global_step": 4}, "b.ckpt", storage_options=wanted)
+    plugin.teardown()
+    forms = [_infos(store, f"gpt@{step}")["state_dict.w"].encoding for step in (3, 4)]
+    assert forms == ["bf16", "int8"]
+    with pytest.raises(InvalidInputError):
+        LoopIO(store, "gpt", encodings={"*": "bf17"})
