@@ -255,7 +255,7 @@ def delta_state(step: int) -> dict[str, Any]:
         state[np.dtype(kind).name] = torch.from_numpy(moved(floats.view(word), step).view(kind))
     for whole in (np.int16, np.int32, np.int64):
         count = 70_000 // np.dtype(whole).itemsize
-        words = np.resize(noise, count).astype(whole) * whole(257) - whole(300)
+        words = (np.resize(noise, count).astype(np.int64) * 257 - 300).astype(whole)  # it wraps
         state[np.dtype(whole).name] = torch.from_numpy(moved(words, step))
     state["uint8"] = torch.from_numpy(moved(np.resize(noise, 70_000).astype(np.uint8), step))
     return state
