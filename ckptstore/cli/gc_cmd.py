@@ -142,8 +142,8 @@ def _done(report: GcReport) -> list[str]:
     merged = report.rebased
     if merged.pieces_count:
         lines.append(
-            f"{counted(merged.pieces_count, 'delta')} {would}stored whole, since nothing else needs "
-            f"their bases: {bytes_text(merged.written_bytes)} in place of "
+            f"{counted(merged.pieces_count, 'delta')} {would}stored whole, since nothing else "
+            f"needs their bases: {bytes_text(merged.written_bytes)} in place of "
             f"{bytes_text(merged.dead_bytes)}"
         )
     left = report.leftovers
