@@ -36,8 +36,8 @@ SLAB_BYTES: Final = 256 * KIB
 # Largest pack that a reader accepts. Source: 16x the largest default; far under S3's 5 GiB PUT.
 PACK_BYTES_MAX: Final = 4 * GIB
 
-# Tensors below this are stored as they are, even where they are another one rounded. Source: a recipe
-# takes some 100 bytes of a manifest; a load of such a tensor alone reads twice its bytes.
+# Tensors below this are stored as they are, even where they are another one rounded. Source: a
+# recipe takes some 100 bytes of a manifest; a load of such a tensor alone reads twice its bytes.
 DERIVED_BYTES_MIN: Final = 1 * KIB
 
 # --- memory -----------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptstore.ops.rewriting import Rounding
+from ckptstore.ops.rounded import Rounding
 
 __all__ = ["rounding_document", "rounding_text"]
 

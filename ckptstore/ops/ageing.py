@@ -32,7 +32,7 @@ from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.ops.lowering import Lowered, Target, lower, weigh
 from ckptstore.ops.remove import Removal
-from ckptstore.ops.rewriting import Rounding
+from ckptstore.ops.rounded import Rounding
 from ckptstore.repo import Repo
 
 __all__ = ["Prepared", "Target", "age", "foresee", "prepare", "relocating", "warn"]

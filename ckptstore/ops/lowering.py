@@ -26,7 +26,8 @@ from ckptstore.format.paths import Path
 from ckptstore.format.roles import RoleRules
 from ckptstore.format.skeleton import prune
 from ckptstore.model import RoleBytes, Version
-from ckptstore.ops.rewriting import Rewritten, Rounding, needs_rewriting, rewrite
+from ckptstore.ops.rewriting import Rewritten, needs_rewriting, rewrite
+from ckptstore.ops.rounded import Rounding
 from ckptstore.repo import Repo
 
 __all__ = ["Lowered", "Target", "lower", "weigh", "weights_part"]

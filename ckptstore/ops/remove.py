@@ -25,7 +25,7 @@ from ckptstore.errors import (
 from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_key
 from ckptstore.model import Ref, Version
-from ckptstore.ops.rewriting import Rounding
+from ckptstore.ops.rounded import Rounding
 from ckptstore.repo import Repo
 
 __all__ = ["Removal", "find_deleted", "remove", "undelete"]

@@ -23,7 +23,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.ops import ageing
 from ckptstore.ops.ageing import Prepared, Target
 from ckptstore.ops.lowering import Lowered, weigh
-from ckptstore.ops.rewriting import Rounding
+from ckptstore.ops.rounded import Rounding
 from ckptstore.repo import Repo
 
 __all__ = ["AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]

@@ -29,45 +29,11 @@ from ckptstore.format.paths import Path
 from ckptstore.model import RoleBytes
 from ckptstore.objects.index import KnownPieces, TableBuilder, location_of
 from ckptstore.objects.writer import Source, Written, write_pieces
-from ckptstore.ops.rounding import Coding, RoundedTensor, round_tensor, wanted
+from ckptstore.ops.rounded import RoundedTensor, Rounding
+from ckptstore.ops.rounding import Coding, round_tensor, wanted
 from ckptstore.repo import Repo
 
-__all__ = ["Rewritten", "Rounding", "needs_rewriting", "rewrite"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rounding:
-    """What became of the weights of one version, or would."""
-
-    tensors: tuple[RoundedTensor, ...]
-    """Those that the level rounds, or would have; in the order of the state."""
-    written_bytes: int
-    """What was stored for them, encoded, headers included."""
-    replaced_bytes: int
-    """What the pieces take that they had before, as far as nothing that stays needs them."""
-    kept_bytes: int
-    """What the pieces take that stay where they lie."""
-
-    @property
-    def kept_share(self) -> float:
-        """The part that stays where it lies, of what its pieces take, from 0 to 1."""
-        total = self.kept_bytes + self.replaced_bytes
-        return self.kept_bytes / total if total else 1.0
-
-    @property
-    def problems(self) -> tuple[RoundedTensor, ...]:
-        """Tensors that are not in the form that the level asks for."""
-        return tuple(tensor for tensor in self.tensors if tensor.problem)
-
-    @property
-    def max_abs(self) -> float:
-        """The largest difference of any element to what was saved, at most."""
-        return max((tensor.max_abs for tensor in self.tensors), default=0.0)
-
-    @property
-    def rel_l2(self) -> float:
-        """The largest relative error of any tensor to what was saved, at most."""
-        return max((tensor.rel_l2 for tensor in self.tensors), default=0.0)
+__all__ = ["Rewritten", "needs_rewriting", "rewrite"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,26 +26,7 @@ from ckptstore.format.paths import Path
 from ckptstore.format.recipes import Recipe
 from ckptstore.objects.writer import Payload, Source
 
-__all__ = ["Coding", "RoundedTensor", "round_tensor", "wanted"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoundedTensor:
-    """What became of one tensor, or would."""
-
-    path: str
-    dtype: str
-    """Of what a load gives back: torch's name."""
-    form: str
-    """What its elements are stored as from now on, such as ``bf16``; ``unchanged`` if as before."""
-    nbytes: int
-    """What a load gives back."""
-    max_abs: float = 0.0
-    """Largest difference of an element to what was saved, at most."""
-    rel_l2: float = 0.0
-    """Relative error to what was saved, at most: root of squared differences over squares."""
-    problem: str = ""
-    """Why it is not in the form that the level asks for; empty if it is."""
+__all__ = ["Coding", "round_tensor", "wanted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
