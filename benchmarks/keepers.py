@@ -56,6 +56,8 @@ class Keeper:
     start: Callable[[Path], Kept]
     note: str = ""
     lossless: bool = True
+    backs_up: bool = False
+    """Whether it is a program that takes a second for each version, whatever its size."""
 
 
 def keepers(only: Sequence[str] = ()) -> list[Keeper]:
@@ -63,8 +65,8 @@ def keepers(only: Sequence[str] = ()) -> list[Keeper]:
     made = [
         *(Keeper(name=peer.name, start=_files(peer)) for peer in PEERS if _is_kept(peer)),
         Keeper(name="ZipNN", start=_Zipnn, note="in one file by torch.save"),
-        Keeper(name="restic", start=_Restic, note="torch.save, then backup"),
-        Keeper(name="borg", start=_Borg, note="torch.save, then create, zstd"),
+        Keeper(name="restic", start=_Restic, note="torch.save, then backup", backs_up=True),
+        Keeper(name="borg", start=_Borg, note="torch.save, then create, zstd", backs_up=True),
         Keeper(name="ckptstore auto", start=_stores("auto")),
         Keeper(name="ckptstore planes", start=_stores("planes")),
         Keeper(name="ckptstore delta", start=_stores("delta")),

@@ -100,7 +100,7 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "ranks": (8,) if small else (8, 64, 256, 1000),
         },
         "failures": {},
-        "trajectory": {"plan": _SMALL_PLAN if small else Plan(), "loads": 2 if small else 5},
+        "trajectory": {"plan": _SMALL_PLAN if small else Plan(), "loads": 2 if small else 4},
         "resume": {"plan": _SMALL_RESUME if small else ResumePlan()},
         "workloads": {"rounds": min(options.rounds, 3), **shrunk, **steps},
         "weka": {"rounds": min(options.rounds, 2), **shrunk, **steps},

@@ -40,7 +40,7 @@ class Plan:
     """Which training to make, and which of its versions to keep."""
 
     width: int = 256
-    layers: int = 4
+    layers: int = 3
     warmup: int = 200
     """Steps before the first version; the learning rate falls from 1e-3 to `lr` meanwhile."""
     lr: float = 2e-5
@@ -58,6 +58,8 @@ class Trajectory:
 
     name: str
     versions: tuple[State, ...]
+    interval: int
+    """Steps from one version to the next."""
     adapter_bytes: int = 0
     """Of LoRA: what of each version is new, with its moments."""
 
@@ -87,8 +89,8 @@ def trajectories(plan: Plan) -> list[Trajectory]:
         model = Gpt(plan.width, plan.layers, _TIME)
         snapshots = _snapshots(plan, model, text)
         made = [_fp32(plan, snapshots, interval) for interval in plan.intervals]
-        for interval in plan.intervals[1:]:
-            made += [_mixed(plan, snapshots, interval), _bf16(plan, snapshots, interval)]
+        made.append(_mixed(plan, snapshots, plan.intervals[1]))
+        made += [_bf16(plan, snapshots, interval) for interval in plan.intervals[1:]]
         made.append(_lora(plan, model, text))
     finally:
         torch.random.set_rng_state(before)
@@ -150,6 +152,7 @@ def _chosen(plan: Plan, snapshots: Mapping[int, State], interval: int) -> list[S
 def _fp32(plan: Plan, snapshots: Mapping[int, State], interval: int) -> Trajectory:
     return Trajectory(
         name=_named("fp32 + AdamW", interval),
+        interval=interval,
         versions=tuple(_chosen(plan, snapshots, interval)),
     )
 
@@ -163,7 +166,9 @@ def _mixed(plan: Plan, snapshots: Mapping[int, State], interval: int) -> Traject
         }
         for state in _chosen(plan, snapshots, interval)
     ]
-    return Trajectory(name=_named("mixed precision", interval), versions=tuple(versions))
+    return Trajectory(
+        name=_named("mixed precision", interval), interval=interval, versions=tuple(versions)
+    )
 
 
 def _bf16(plan: Plan, snapshots: Mapping[int, State], interval: int) -> Trajectory:
@@ -171,7 +176,9 @@ def _bf16(plan: Plan, snapshots: Mapping[int, State], interval: int) -> Trajecto
         {"model": _rounded(state), "step": state["step"]}
         for state in _chosen(plan, snapshots, interval)
     ]
-    return Trajectory(name=_named("bf16 weights", interval), versions=tuple(versions))
+    return Trajectory(
+        name=_named("bf16 weights", interval), interval=interval, versions=tuple(versions)
+    )
 
 
 def _rounded(state: State) -> dict[str, torch.Tensor]:
@@ -198,7 +205,7 @@ class _Lora(nn.Module):
 def _lora(plan: Plan, model: Gpt, text: torch.Tensor) -> Trajectory:
     """Fit adapters to the frozen model; each version holds the model and the adapters."""
     for parameter in model.parameters():
-        parameter.requires_grad_(requires_grad=False)
+        parameter.requires_grad_(False)
     for block in model.blocks:
         for name in ("qkv", "up"):
             setattr(block, name, _Lora(getattr(block, name), plan.rank))
@@ -212,6 +219,7 @@ def _lora(plan: Plan, model: Gpt, text: torch.Tensor) -> Trajectory:
     trained = {name: value for name, value in versions[0]["model"].items() if ".lora_" in name}
     return Trajectory(
         name=_named("LoRA on a frozen base", plan.lora_interval),
+        interval=plan.lora_interval,
         versions=tuple(versions),
         adapter_bytes=state_bytes(trained) + state_bytes(versions[0]["optimizer"]),
     )
