@@ -45,17 +45,19 @@ def _peaks(result: Result) -> str:
 
 def s3(result: Result) -> list[str]:
     """Return the tables of saves to S3 and loads from it."""
+    plain = {f"vs {name}": f"bytes by {name}" for name in ("s3fs", "boto3", "obstore")}
+    puts, gets = (result.parameters.get(f"{kind}_at_once") for kind in ("puts", "gets"))
+    said = [
+        "Rows named bytes move the bytes of the state, ready in memory, and make no state of "
+        f"them: {puts} objects of 64 MiB, or {gets} ranges of 16 MiB, at once, as ckptstore does. "
+        "The columns compare with these."
+    ]
     saves = timed(
-        result.tables["save"],
-        {"vs s3fs": "s3fs, torch.save", "vs boto3": "boto3 fileobj, torch.save"},
-        {"stored/raw": share},
+        result.tables["save"], {**plain, "vs DCP": "DCP FsspecWriter"}, {"stored/raw": share}
     )
-    loads = timed(
-        result.tables["load"],
-        {"vs s3fs": "s3fs, torch.save, new", "vs boto3": "boto3 fileobj, torch.save, new"},
-        {},
-    )
-    return [titled("Save to S3", saves), titled("Whole load from S3", loads)]
+    loads = timed(result.tables["load"], {**plain, "vs DCP": "DCP FsspecWriter, into"}, {})
+    about = said if puts else []
+    return [titled("Save to S3", *about, saves), titled("Whole load from S3", loads)]
 
 
 def filesystems(result: Result) -> list[str]:
