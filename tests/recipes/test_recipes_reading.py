@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 
 import ckptstore
 from ckptstore import limits
-from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.checkpoint.content import Content, read_content
@@ -108,6 +108,35 @@ def test_a_whole_load_gives_back_what_the_recipes_say(stores: Stores, host_bytes
     assert loaded["step"] == 7
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A version with tensors of every form, and what it gives back."""
+
+    store: ckptstore.Store
+    content: Content
+    expected: dict[str, torch.Tensor]
+    stored: dict[str, bytes]
+    """The same, in stored order."""
+
+    def index(self, name: str) -> int:
+        """Return the record of a tensor."""
+        return next(n.index for n in self.content.leaves if path_text(n.path) == name)
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[Kept]:
+    """Return one version for all tests that only read, with little memory to do so."""
+    options = Options(host_bytes=300_000)
+    backend = MemoryBackend("recipes/kept")
+    with ckptstore.Store(create_on(backend, chunk_bytes=CHUNK_BYTES_MIN, options=options)) as store:
+        version, expected = save(store, state(), FORMS)
+        found = Kept(store, read_content(Manifests(store.repo).load(version)), expected, {})
+        for name, tensor in expected.items():
+            order = found.content.manifest.tensors[found.index(name)].order
+            found.stored[name] = stored_bytes(tensor, order)
+        yield found
+
+
 def read_bytes(store: ckptstore.Store, do: Callable[[], object]) -> int:
     """Return how many bytes of packs something reads."""
     backend = store.repo.backend
@@ -148,25 +177,20 @@ INDICES: list[Any] = [
 
 @pytest.mark.parametrize("index", INDICES, ids=str)
 @pytest.mark.parametrize("name", ["model.weight", "optimizer.m", "optimizer.v", "optimizer.half"])
-def test_a_slice_is_that_of_the_whole(stores: Stores, name: str, index: Any) -> None:  # noqa: ANN401
+def test_a_slice_is_that_of_the_whole(kept: Kept, name: str, index: Any) -> None:  # noqa: ANN401
     """Indexing an unread tensor gives what indexing the loaded one would."""
-    store = stores(host_bytes=300_000)
-    _, expected = save(store, state(), {name: FORMS[name]})
+    found = kept.store.version("gpt")[name][index]
 
-    found = store.version("gpt")[name][index]
-
-    assert same(found, expected[name][index])
-    assert found.shape == expected[name][index].shape
+    assert same(found, kept.expected[name][index])
+    assert found.shape == kept.expected[name][index].shape
 
 
-def test_slices_of_a_tensor_in_another_order(stores: Stores) -> None:
+def test_slices_of_a_tensor_in_another_order(kept: Kept) -> None:
     """Leading integers and slices select by the order in memory, codes and scales alike."""
-    store = stores()
-    _, expected = save(store, state(), {"model.conv": FORMS["model.conv"]})
-    lazy = store.version("gpt")["model.conv"]
+    lazy = kept.store.version("gpt")["model.conv"]
 
     for index in (3, slice(2, 5), (1, 4), (slice(None), 2), (0, slice(1, 3), 5)):
-        assert same(lazy[index], expected["model.conv"][index]), index
+        assert same(lazy[index], kept.expected["model.conv"][index]), index
 
 
 @pytest.mark.parametrize("name", ["model.weight", "optimizer.m"])
@@ -184,21 +208,18 @@ def test_a_slice_reads_the_codes_and_scales_that_it_needs(stores: Stores, name: 
 
 @pytest.mark.parametrize("host_bytes", [1, 1 << 28])
 @pytest.mark.parametrize("name", ["model.weight", "model.conv", "optimizer.v", "optimizer.double"])
-def test_boxes(stores: Stores, name: str, host_bytes: int) -> None:
+def test_boxes(kept: Kept, name: str, host_bytes: int) -> None:
     """A box, as readers of torch.distributed.checkpoint ask for, is that of the whole tensor."""
-    store = stores(host_bytes=host_bytes)
-    version, expected = save(store, state(), {name: FORMS[name]})
-    whole = expected[name]
-    content = read_content(Manifests(store.repo).load(version))
-    index = next(leaf.index for leaf in content.leaves if path_text(leaf.path) == name)
+    whole, backend = kept.expected[name], kept.store.repo.backend
     random = np.random.default_rng(1)
     for _ in range(6):
         low = [int(random.integers(0, size)) for size in whole.shape]
         high = [int(random.integers(a, n)) + 1 for a, n in zip(low, whole.shape, strict=True)]
         part = whole[tuple(map(slice, low, high))]
         out = np.zeros(part.shape, f"V{part.element_size()}")
-        region = Region(content=content, index=index, offsets=tuple(low), out=out)
-        read_regions([region], backend=store.repo.backend, options=store.repo.options)
+        index, start = kept.index(name), tuple(low)
+        region = Region(content=kept.content, index=index, offsets=start, out=out)
+        read_regions([region], backend=backend, options=Options(host_bytes=host_bytes))
 
         assert out.tobytes() == stored_bytes(part)
 
@@ -294,40 +315,22 @@ def test_a_check_holds_no_tensor(stores: Stores) -> None:
     assert peak < 8 << 20
 
 
-@pytest.fixture(scope="module")
-def kept() -> Iterator[tuple[Content, dict[str, bytes], Backend]]:
-    """Return the content of a version with every form, what it gives back, and where it lies."""
-    backend = MemoryBackend("recipes/ranges")
-    with ckptstore.Store(create_on(backend, chunk_bytes=CHUNK_BYTES_MIN)) as store:
-        version, expected = save(store, state(), FORMS)
-        content = read_content(Manifests(store.repo).load(version))
-        orders = {path_text(leaf.path): leaf.index for leaf in content.leaves}
-        records = content.manifest.tensors
-        stored = {
-            name: stored_bytes(tensor, records[orders[name]].order)
-            for name, tensor in expected.items()
-        }
-        yield content, stored, backend
-
-
 @settings(deadline=None, max_examples=60)
 @given(data=st.data(), host_bytes=st.sampled_from([1, 10_000, 400_000, 1 << 28]))
-def test_any_range_is_that_of_the_whole(
-    kept: tuple[Content, dict[str, bytes], Backend], data: st.DataObject, host_bytes: int
-) -> None:
+def test_any_range_is_that_of_the_whole(kept: Kept, data: st.DataObject, host_bytes: int) -> None:
     """Whatever elements are asked for, of many tensors at once, with any memory: they are right."""
-    content, stored, backend = kept
-    places = {path_text(leaf.path): leaf.index for leaf in content.leaves}
+    backend = kept.store.repo.backend
     ranges, wanted = [], []
-    for name in data.draw(st.lists(st.sampled_from(sorted(stored)), min_size=1, max_size=4)):
-        item = ITEM_BYTES[content.manifest.tensors[places[name]].dtype]
-        count = len(stored[name]) // item
+    for name in data.draw(st.lists(st.sampled_from(sorted(kept.stored)), min_size=1, max_size=4)):
+        index = kept.index(name)
+        item = ITEM_BYTES[kept.content.manifest.tensors[index].dtype]
+        count = len(kept.stored[name]) // item
         low = data.draw(st.integers(0, count)) * item
         high = data.draw(st.integers(low // item, count)) * item
         out = memoryview(bytearray(high - low))
-        ranges.append(Range(index=places[name], start=low, nbytes=high - low, out=out))
-        wanted.append(stored[name][low:high])
-    read_ranges(content, ranges, backend=backend, options=Options(host_bytes=host_bytes))
+        ranges.append(Range(index=index, start=low, nbytes=high - low, out=out))
+        wanted.append(kept.stored[name][low:high])
+    read_ranges(kept.content, ranges, backend=backend, options=Options(host_bytes=host_bytes))
 
     assert [bytes(one.out or b"") for one in ranges] == wanted
 
