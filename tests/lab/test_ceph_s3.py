@@ -44,16 +44,18 @@ def clients(ceph: Ceph) -> Iterator[Clients]:
 
 
 class TestConformance(BackendConformance):
-    """The backend's contract on Ceph; the side door is boto3."""
+    """The backend's contract on Ceph, by botocore alone; the side door is boto3."""
 
     backend_name = "s3"
+    client = "direct"
     secrets = (SECRET, "labaccess")
 
     @pytest.fixture
     def backend(self, bucket: S3Bucket) -> Iterator[Backend]:
         """Open a prefix of a new bucket, without retries."""
         self.bucket = bucket
-        backend = open_backend(bucket.url, retry=False, **bucket.options())
+        options = bucket.options() | {"client": self.client}
+        backend = open_backend(bucket.url, retry=False, **options)
         yield backend
         backend.close()
 
@@ -68,6 +70,12 @@ class TestConformance(BackendConformance):
     def raw_keys(self) -> set[str]:
         """List by boto3."""
         return self.bucket.keys()
+
+
+class TestConformanceByS3fs(TestConformance):
+    """The same by s3fs."""
+
+    client = "s3fs"
 
 
 class TestTwoClients(TwoClientTests):
