@@ -21,14 +21,14 @@ def resume(result: Result) -> list[str]:
         "loss at once",
         "loss at the end",
         "looks within the seeds' range",
-        "difference at equal seed",
+        "largest difference at equal order",
     ]
     full = rows[0].numbers
     told = (
         f"The orders of the data alone spread the loss by {full['spread']:.4f} (median over the "
         "looks, from the least to the largest seed). *Looks within* counts how often the mean "
         "curve of a form lies between the least and the largest full-precision curve; the last "
-        "column is the median difference to the full-precision curve of the same order."
+        "column is the largest difference to the full-precision curve of the same order."
     )
     return [table(columns, [_line(one) for one in rows]), told]
 
@@ -45,5 +45,5 @@ def _line(one: Measured) -> list[str]:
         f"{numbers['first_loss']:.4f}",
         f"{numbers['last_loss']:.4f}",
         f"{numbers['inside_share']:.0%}",
-        f"{numbers['same_seed_difference']:.5f}",
+        f"{numbers['same_seed_difference_max']:.5f}",
     ]
