@@ -234,7 +234,7 @@ class Deltas:
         if row < 0 or kind.pause or int(table.raw[row]) != len(raw):
             return self._alone(piece_id, raw, layout, keep=not kind.pause), None
         base_id = table.ids[row].tobytes()
-        data = self.keyframes.get(base_id) or self._fetch(slot, row)
+        data = self.keyframes.get(base_id) or self._fetch(slot, row, ahead=kind.losses < 0)
         if data is None:
             return self._alone(piece_id, raw, layout, keep=True), None
         base = memoryview(data)
@@ -279,15 +279,16 @@ class Deltas:
 
     # --- bases that are not in memory -------------------------------------------------------------
 
-    def _fetch(self, slot: int, row: int) -> _Data | None:
+    def _fetch(self, slot: int, row: int, *, ahead: bool) -> _Data | None:
         """Return a base from the storage, checked; None if it cannot be had.
 
-        Its neighbours that come next are fetched with it, and wait for whoever asks for them.
+        With `ahead` its neighbours that come next are fetched with it, and wait for whoever asks
+        for them: once deltas are known to pay for the kind.
         """
         with self._lock:
             future = self._reading.pop(row, None)
             if future is None:
-                run = self._run(slot, row)
+                run = self._run(slot, row) if ahead else [row]
                 for other in run[1:]:
                     self._reading[other] = Future()
                 waiting = [self._reading[other] for other in run[1:]]
@@ -311,8 +312,12 @@ class Deltas:
         run, start = [row], int(table.offset[row])
         end = start + self._stored(row)
         room = min(capabilities.read_bytes_max, self.options.host_bytes // 8)
-        for other in self._rows[slot + 1 : slot + 1 + _AHEAD].tolist():
-            if other < 0 or table.pack[other] != table.pack[row] or other in self._reading:
+        for at in range(slot + 1, min(slot + 1 + _AHEAD, len(self._rows))):
+            other = int(self._rows[at])
+            kind = self.keyframes.kinds.get(self.older.kinds[int(self._kinds[at])])
+            if other < 0 or kind is None or kind.losses >= 0 or other in self._reading:
+                continue
+            if table.pack[other] != table.pack[row]:
                 continue
             offset = int(table.offset[other])
             after = offset + self._stored(other)
