@@ -180,6 +180,22 @@ def test_only_the_same_tensor_is_a_base(store: Store, how: str) -> None:
     assert same(store.load("gpt@1"), changed(state_of(1), how))
 
 
+def test_tensors_that_others_follow_from_are_deltas(store: Store) -> None:
+    """Rounded weights are hidden, and weights that follow from masters are not stored at all."""
+    for step in range(3):
+        weight = state_of(step)["model"]["weight"]
+        state = {"model": {"rounded": weight * 3, "low": weight.half()}, "masters": weight}
+        run = store.run("mixed")
+        version = run.save(state, step=step, encodings={"model.rounded": "bf16"})
+
+    assert deltas_of(store, version) == 6
+    found = store.load("mixed@2")
+    assert torch.equal(found["model"]["rounded"], (weight * 3).bfloat16().float())
+    assert torch.equal(found["model"]["low"], weight.half())
+    assert torch.equal(found["masters"], weight)
+    assert store.verify().ok
+
+
 # --- what it costs --------------------------------------------------------------------------------
 
 
