@@ -13,7 +13,7 @@ from ckptstore.cli.failures import EXIT_CODES
 from ckptstore.cli.main import COMMANDS, build_app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
-_OPTION = r"(?<![\w'\x22-])--?[a-z][a-z-]*"
+_OPTION = r"(?<![\w'\x22-])--?[a-z][a-z0-9-]*"
 COMMON = {"--store", "-s", "--option", "-o", "--json", "--quiet", "-q", "--utc", "--help", "-h"}
 
 

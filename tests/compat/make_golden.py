@@ -4,11 +4,13 @@
     python tests/compat/make_golden.py tests/compat/golden/v1-blocks
     python tests/compat/make_golden.py tests/compat/golden/v1-recipes
     python tests/compat/make_golden.py tests/compat/golden/v1-delta
+    python tests/compat/make_golden.py tests/compat/golden/v1-aged
 
 The later ones hold what came to the format later: tensors in blocks, tensors that follow from
-others, pieces that are differences to those of older versions. The golden stores are committed.
-Later versions of ckptstore must read them as they are, so a store that is there is never made
-again; ``test_golden_v1.py`` and its like hold what every value must be, as literals.
+others, pieces that are differences to those of older versions, versions whose weights were rounded.
+The golden stores are committed. Later versions of ckptstore must read them as they are, so a store
+that is there is never made again; ``test_golden_v1.py`` and its like hold what every value must be,
+as literals.
 Ids, times and names come from simulated surroundings: the same program gives the same store, but
 for what zstd makes of the chunks.
 """
@@ -234,6 +236,32 @@ def make_recipes(folder: pathlib.Path) -> None:
         store.run("coded").save(state, step=2, encodings=encodings)
 
 
+def make_aged(folder: pathlib.Path) -> None:
+    """Make the golden store of versions of which less was kept, at every level."""
+    master = (((torch.arange(5_000) * 7919) % 2003 - 1001) / 300).reshape(100, 50)
+    least = limits.SNAPSHOT_COMMITS_MIN
+    limits.SNAPSHOT_COMMITS_MIN = 3  # type: ignore[misc]  # so that there is a snapshot, too
+    try:
+        with Store(create(folder, SimulatedEnvironment(5))) as store:
+            run = store.run("old")
+            for step in range(6):
+                weight = master + step
+                state = {
+                    "model": {"low": weight.to(torch.bfloat16), "own": weight / 3},
+                    "optimizer": {"master": weight, "m": torch.full((10,), float(step))},
+                    "epoch": step,
+                }
+                run.save(state, step=step, codec="planes")
+            store.age(["old@0"], "record")
+            store.age(["old@1"], "weights-bf16")
+            store.age(["old@1", "old@2"], "weights-int8", lossy="int8:block=64")
+            store.age(["old@3"], "weights-bf16", lossy="bf16:rel_l2=0.004")
+            store.age(["old@4"], "weights")
+            run.set_policy({"full": "last 1", "weights-int8": "all", "lossy": "int8:rel_l2=0.02"})
+    finally:
+        limits.SNAPSHOT_COMMITS_MIN = least  # type: ignore[misc]
+
+
 def moved(bits: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
     """Return words of any width, each a few away from what it was at step 0."""
     away = np.arange(bits.size) * 7 % 23 * step
@@ -306,4 +334,5 @@ if __name__ == "__main__":
     place = pathlib.Path(sys.argv[1])
     kinds = {"v1": make, "v1-blocks": make_blocks, "v1-recipes": make_recipes}
     kinds["v1-delta"] = make_delta
+    kinds["v1-aged"] = make_aged
     kinds[place.name](place)
