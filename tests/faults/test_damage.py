@@ -51,11 +51,11 @@ def healthy() -> Healthy:
     patch.setattr(limits, "SNAPSHOT_COMMITS_MIN", 4)
     with create(backend) as store:
         for seed, name, codec in [
-            (1, "gpt", "auto"),
-            (2, "gpt", "auto"),
+            (1, "gpt", "planes"),
+            (2, "gpt", "planes"),
             (3, "bert", "raw"),
             (4, "gpt", "zstd"),
-            (5, "bert", "auto"),
+            (5, "bert", "planes"),
         ]:
             version = store.run(name, metrics={"loss": "min"}).save(
                 state_of(seed), step=seed, metrics={"loss": 1 / seed}, codec=codec
