@@ -112,6 +112,7 @@ def encode_content(
     parent: Manifest | None,
     chunk_bytes: int,
     workers: int,
+    derive: bool = True,
 ) -> Encoded:
     """Return what is written of a state: with recipes and hidden tensors where they save bytes.
 
@@ -123,6 +124,8 @@ def encode_content(
         The store's chunk size.
     workers
         Threads that measure.
+    derive
+        Look for tensors that are another one, rounded.
 
     Raises
     ------
@@ -135,7 +138,7 @@ def encode_content(
         known={} if parent is None else known_forms(parent),
         parent=parent,
     )
-    pairs = work.derived(workers)
+    pairs = work.derived(workers) if derive else {}
     wishes = {place: wish for place, wish in content.wishes.items() if place not in pairs}
     tasks = [
         *(lambda low=low, high=high: work.derive(low, high) for low, high in pairs.items()),

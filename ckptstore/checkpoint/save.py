@@ -40,6 +40,8 @@ class SaveRequest:
     encodings: EncodingRules = field(default_factory=EncodingRules)
     """Which tensors are stored in which lossy form."""
     codec: str = "auto"
+    derive: bool = True
+    """Tensors that are another one, rounded, are stored as recipes."""
     adapters: Sequence[TypeAdapter] = ()
     progress: ProgressCallback = silent
 
@@ -53,6 +55,7 @@ class SaveRequest:
             tags=self.tags,
             metadata=self.metadata,
             codec=self.codec,
+            derive=self.derive,
         )
 
 

@@ -66,6 +66,8 @@ class WriteRequest:
     tags: Sequence[str] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     codec: str = "auto"
+    derive: bool = True
+    """Tensors that are another one, rounded, are stored as recipes."""
 
     def plain(self) -> WriteRequest:
         """Return the same in values of its own, which no one changes and a pickle can hold.
@@ -87,6 +89,7 @@ class WriteRequest:
             tags=tuple(check_listed(self.tags, "tags")),
             metadata=msgspec.json.decode(encode_metadata(self.metadata)),
             codec=self.codec,
+            derive=self.derive,
         )
 
 
@@ -142,7 +145,7 @@ def write_version(
     before = None if parent is None else _readable(cache, parent)
     shared = [] if before is None else [before.pieces]
     options = options or repo.options
-    encoded, measured = _encoded(repo, content, before, options)
+    encoded, measured = _encoded(repo, content, before, options, derive=request.derive)
     content = encoded.content
     saving = _Saving(
         repo=repo,
@@ -195,7 +198,7 @@ def _readable(cache: Manifests, parent: Version) -> Manifest | None:
 
 
 def _encoded(
-    repo: Repo, content: Content, before: Manifest | None, options: Options
+    repo: Repo, content: Content, before: Manifest | None, options: Options, *, derive: bool
 ) -> tuple[Encoded, dict[str, float]]:
     """Return what is written of a state, and what the receipt says of it."""
     began = repo.environment.monotonic()
@@ -204,6 +207,7 @@ def _encoded(
         parent=before,
         chunk_bytes=repo.superblock.chunk_bytes,
         workers=options.workers,
+        derive=derive,
     )
     if not encoded.numbers:
         return encoded, {}

@@ -86,6 +86,7 @@ class Run:
         roles: Mapping[Pattern, str] | None = None,
         encodings: Encodings | None = None,
         codec: str | None = None,
+        derive: bool = True,
         adapters: Sequence[TypeAdapter] = (),
         retain: bool = False,
         progress: ProgressCallback = silent,
@@ -119,6 +120,9 @@ class Run:
             counts. By default those of :meth:`Store.run`, or of the run's policy; ``{}`` for none.
         codec
             Overrides the store's for this save.
+        derive
+            Store tensors that are another one of the state, rounded to fewer bits, without bytes
+            of their own: bfloat16 weights beside their float32 masters. They come back bit for bit.
         adapters
             Ways to represent objects of other types.
         retain
@@ -161,6 +165,7 @@ class Run:
             roles=roles or {},
             encodings=self._rules(encodings),
             codec=codec or self._store.repo.options.codec,
+            derive=derive,
             adapters=adapters,
             progress=progress,
         )
@@ -181,6 +186,7 @@ class Run:
         roles: Mapping[Pattern, str] | None = None,
         encodings: Encodings | None = None,
         codec: str | None = None,
+        derive: bool = True,
         adapters: Sequence[TypeAdapter] = (),
         retain: bool = False,
         if_busy: IfBusy = "wait",
@@ -196,7 +202,7 @@ class Run:
 
         Parameters
         ----------
-        state, step, metrics, tags, metadata, roles, encodings, codec, adapters
+        state, step, metrics, tags, metadata, roles, encodings, codec, derive, adapters
             As for :meth:`save`.
         retain
             Carry out the retention policy of the run when it is durable.
@@ -246,6 +252,7 @@ class Run:
             roles=roles or {},
             encodings=self._rules(encodings),
             codec=codec or self._store.repo.options.codec,
+            derive=derive,
             adapters=adapters,
             progress=progress,
         )

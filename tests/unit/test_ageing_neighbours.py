@@ -17,7 +17,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CommitConflictError, VersionNotFoundError
-from ckptstore.format.commit import Relocate
+from ckptstore.format.lifecycle import Relocate
 from ckptstore.format.snapshot import VersionRow, decode_snapshot, encode_snapshot
 from ckptstore.ops import ageing
 from ckptstore.repo import create_on

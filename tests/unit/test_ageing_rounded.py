@@ -355,7 +355,7 @@ def test_equal_weights_have_equal_content_when_rounded(store: ckptstore.Store) -
     run.save(_state(2), step=3)
     assert first.content != second.content
     for level in ("weights-bf16", "weights-int8"):
-        first, second = store.age(["gpt@1", "gpt@2"], level)  # type: ignore[arg-type]
+        first, second = store.age(["gpt@1", "gpt@2"], level)
         assert first.content == second.content
 
 
@@ -467,3 +467,33 @@ def test_second_moments_among_the_weights_are_not_made_zero(store: ckptstore.Sto
     store.age(["gpt@1"], "weights-int8")
     kinds = {label: recipe.kind for label, recipe in _recipes(store, "gpt@1").items()}
     assert kinds == {"model.w": "scaled", "model.exp_avg_sq": "cast"}
+
+
+@pytest.mark.parametrize("engine", ["none", "thread", "process"])
+def test_derived_weights_are_a_choice(tmp_path: Path, engine: str) -> None:
+    """By default weights cost nothing beside their masters, with each engine; or else they do."""
+    options = {} if engine == "none" else {"engine": engine}
+    with ckptstore.open(tmp_path / "store", create=True, **options) as store:  # type: ignore[arg-type]
+        run = store.run("gpt")
+        for step, derive in ((1, True), (2, False)):
+            state = _mixed(step)
+            if engine == "none":
+                run.save(state, step=step, derive=derive)
+            else:
+                run.save_async(state, step=step, derive=derive).result()
+            assert bool(_recipes(store, f"gpt@{step}")) == derive
+            stored = run.resolve(step).roles.get("weights")
+            assert stored is not None
+            assert (stored.stored == 0) == derive
+            loaded = run.load(step)["model"]
+            assert all(torch.equal(loaded[name], w) for name, w in state["model"].items())
+
+
+def test_equal_copies_cost_nothing_without_a_recipe(store: ckptstore.Store) -> None:
+    """An average that has not moved, and tied buffers that are copies: the pieces are shared."""
+    weight = _random((300, 100), 1)
+    state = {"model": {"w": weight}, "ema": {"w": weight.clone()}, "tied": weight.clone()}
+    version = store.run("gpt").save(state, step=1)
+    assert sum(part.new for part in version.roles.values()) == weight.nbytes
+    assert _recipes(store, "gpt@1") == {}
+    assert torch.equal(store.load("gpt@1")["ema"]["w"], weight)

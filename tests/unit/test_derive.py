@@ -219,7 +219,7 @@ def _bit_pairs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     apart = np.array([-0x10000, -0x8001, -0x8000, -0x7FFF, 0, 1, 0x7FFF, 0x8000, 0x8001])
     high = ((low.astype(np.int64) << 16) + np.tile(apart, 1 << 16)).astype(np.uint32)
     made = np.empty(len(low), np.uint16)
-    out, codes = memoryview(made).cast("B"), memoryview(high).cast("B")
+    out, codes = made.data.cast("B"), high.data.cast("B")
     decode_elements("cast", "", 0, "bfloat16", "float32", 0, codes, None, out)
     return high, low.astype(np.uint16), made == low
 
