@@ -29,6 +29,7 @@ from benchmarks import (  # noqa: E402 - after the path
     local,
     memory,
     page,
+    resume,
     s3,
     scale,
     trajectory,
@@ -83,6 +84,22 @@ def test_local(space: Workspace, tmp_path: Path) -> None:
     saves = result.tables["save"]
     assert _row(saves, "ckptstore auto").numbers["pack_bytes"] > 0
     assert _row(saves, "ckptstore auto, nothing changed").numbers["pack_bytes"] == 0
+
+
+def test_resume(space: Workspace, tmp_path: Path) -> None:
+    """Every error is within its bound, and the rounded forms take less than half of the bytes."""
+    plan = resume.ResumePlan(
+        width=64, layers=1, time=16, batch=2, warmup=3, steps=2, every=1, seeds=2, rows=2
+    )
+    result = resume.run(space, plan=plan)
+    _check(result, tmp_path)
+    forms = {one.name: one for one in result.tables["forms"]}
+    assert set(forms) == {*resume.FORMS, resume.REFUSED}
+    smallest = forms["bf16 weights, 8-bit moments"]
+    assert 0 < smallest.numbers["of_bound_max"] <= 1
+    assert smallest.numbers["kept_lossless"] == 0
+    assert smallest.numbers["stored_bytes"] <= 0.45 * smallest.logical_bytes
+    assert all(len(curve) == 3 for curves in result.facts["curves"].values() for curve in curves)
 
 
 def test_trajectory(space: Workspace, tmp_path: Path) -> None:
