@@ -85,8 +85,8 @@ def open_store(
         Threads that hash, encode and decode; by default the usable processors, at most 8.
     codec
         ``"auto"``: compressed or raw, whichever this storage and these processors are measured to
-        save faster; ``"planes"``: always the fewest bytes; ``"raw"``, ``"zstd"`` or ``"delta"``. See
-        :data:`ckptstore.config.CODEC_CHOICES`.
+        save faster; ``"planes"``: always the fewest bytes; ``"raw"``, ``"zstd"``, or ``"delta"``:
+        see :data:`ckptstore.config.CODEC_CHOICES`.
     base_bytes
         Host memory for what the next save with ``"delta"`` takes differences to, in bytes; 0 keeps
         nothing between saves.
