@@ -29,7 +29,7 @@ from ckptstore import limits
 from ckptstore.format.dtypes import bytes_of
 
 if TYPE_CHECKING:
-    from ckptstore.format.manifest import TensorRecord
+    from ckptstore.format.tables import TensorRecord
 
 __all__ = ["CASTS", "CODES", "SCALED", "Recipe", "Stored", "recipe_problem"]
 
