@@ -68,7 +68,8 @@ def run(
         holders = [
             _Holder(keeper, space.fresh(), trajectory)
             for keeper in keepers(only)
-            if not keeper.backs_up or trajectory.interval == plan.lora_interval
+            if (not keeper.backs_up or trajectory.interval == plan.lora_interval)
+            and (keeper.lossless or "optimizer" in trajectory.versions[0])
         ]
         _save_all(trajectory, holders)
         _load_some(trajectory, holders, loads)
