@@ -2,8 +2,7 @@
 
 A GPT over bytes learns the text of this project's documentation: AdamW, the learning rate falling
 on a cosine to a low one, at which the training then goes on while versions are taken from it, every
-step, every 10 and every 40. What is 2e-5 here is what a full fine-tuning takes, or the end of a
-pre-training. The same snapshots are given in three forms:
+step, every 10 and every 40. That one is 1e-5, which full fine-tunings take. The same snapshots are given in three forms:
 
 ``fp32``   fp32 weights and AdamW's moments, 12 bytes a parameter;
 ``bf16``   the weights alone, rounded to bf16, as they are published or sampled from;
@@ -43,7 +42,7 @@ class Plan:
     layers: int = 3
     warmup: int = 200
     """Steps before the first version; the learning rate falls from 1e-3 to `lr` meanwhile."""
-    lr: float = 2e-5
+    lr: float = 1e-5
     versions: int = 12
     intervals: Sequence[int] = (1, 10, 40)
     rank: int = 8
