@@ -2,7 +2,8 @@
 
 A GPT over bytes learns the text of this project's documentation: AdamW, the learning rate falling
 on a cosine to a low one, at which the training then goes on while versions are taken from it, every
-step, every 10 and every 40. That one is 1e-5, which full fine-tunings take. The same snapshots are given in three forms:
+step, every 10 and every 40. The low one is 1e-5, which full fine-tunings take. The same snapshots
+are given in three forms:
 
 ``fp32``   fp32 weights and AdamW's moments, 12 bytes a parameter;
 ``bf16``   the weights alone, rounded to bf16, as they are published or sampled from;
