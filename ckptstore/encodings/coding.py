@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -21,6 +22,8 @@ _STEP: Final = 1 << 16
 """Elements that are converted at once. Source: as in ``decoding``."""
 _E4M3FN_MAX: Final = 464.0
 """What is larger would not be rounded to 448, the largest value, if there were a next one."""
+_SCALE_MAX: Final = float(np.finfo(np.float32).max)
+"""Scales are float32."""
 
 
 class Coded(NamedTuple):
@@ -78,7 +81,9 @@ class Form:
         """Return why it cannot hold a tensor with such elements; empty if it may."""
         if self.kind == SCALED and not seen.finite:
             return "it holds NaN or an infinity"
-        if self.dtype == "float8_e4m3fn" and max(-seen.low, seen.high) > _E4M3FN_MAX:
+        largest = {SCALED: _SCALE_MAX, "float8_e4m3fn": _E4M3FN_MAX}
+        name = SCALED if self.kind == SCALED else self.dtype
+        if max(-seen.low, seen.high) > largest.get(name, math.inf):
             return "an element is larger than the form can hold"
         return ""
 

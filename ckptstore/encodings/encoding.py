@@ -109,7 +109,7 @@ class Encoding:
     def __str__(self) -> str:
         """Return the text that :meth:`parse` reads."""
         options = [
-            f"{name}={getattr(self, name):{'' if name == 'block' else 'g'}}"
+            f"{name}={_digits(getattr(self, name))}"
             for name in _OPTIONS
             if getattr(self, name) and (name, getattr(self, name)) != _DEFAULT
         ]
@@ -153,6 +153,13 @@ class Encoding:
             return cls.parse(value)
         msg = f"{value!r} is neither an Encoding nor a text"
         raise InvalidInputError(msg, hint=_HINT)
+
+
+def _digits(number: float) -> str:
+    """Return the text of a number that is read as the same one."""
+    short = f"{number:g}"
+    whole = isinstance(number, int)
+    return repr(number) if whole or float(short) != number else short
 
 
 def form_name(kind: str, code: str, block: int, dtype: str) -> str:

@@ -18,6 +18,9 @@ _Values: TypeAlias = "npt.NDArray[Any]"
 _DIGITS: Final = 6
 """Digits of a recorded error, rounded up: sums may differ in the last bits between machines."""
 
+_SQUARES_MIN: Final = 2.0**-900
+"""Of a sum below, the squares of errors that count may be denormal, or 0. No float32 gets there."""
+
 
 @dataclass(slots=True)
 class Range:
@@ -94,7 +97,12 @@ class Difference:
 
     @property
     def rel_l2(self) -> float:
-        """The root of the sum of squares, over that of the squares of what was given."""
+        """The root of the sum of squares, over that of the squares of what was given.
+
+        Infinite where they are too small for a square to tell.
+        """
+        if self.largest and self.given_squares < _SQUARES_MIN:
+            return math.inf
         if not self.squares:
             return 0.0
         with np.errstate(all="ignore"):
