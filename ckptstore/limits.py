@@ -114,8 +114,8 @@ COMMIT_OPS_MAX: Final = 1024
 # are 2 MB of COMMIT_BYTES_MAX; more go into further commits.
 VERSIONS_PER_OP_MAX: Final = 40_000
 KEYS_PER_OP_MAX: Final = 40_000
-# Other stores that a version is noted to lie in; the newest count. Source: two clouds of three regions each, tape, and
-# as much again; each costs 33 bytes a version in the catalog.
+# Other stores that a version is noted to lie in; the newest count. Source: two clouds of three
+# regions each, tape, and as much again; each costs 33 bytes a version in the catalog.
 REPLICAS_MAX: Final = 16
 # A job file. Source: rules and options of two stores are under 4 KiB; 16x is slack.
 JOB_BYTES_MAX: Final = 64 * KIB
@@ -170,8 +170,8 @@ ENCODING_BLOCK_DEFAULT: Final = 256
 # optimizers of Dettmers et al. 2022 leave these alone (min_8bit_size of bitsandbytes); norms and
 # biases, which are sensitive, are among them, and no state has a thousandth of its bytes in them.
 ENCODED_ELEMENTS_MIN: Final = 4096
-# Tensors that a version's metadata list as stored lossless against a rule. Source: at 300 bytes each
-# a tenth of METADATA_BYTES_MAX; the log names all.
+# Tensors that a version's metadata list as stored lossless against a rule. Source: at 300 bytes
+# each a tenth of METADATA_BYTES_MAX; the log names all.
 KEPT_LISTED_MAX: Final = 100
 # Relative error from which a tensor is stored as it is, even if its rule has no bound. Source:
 # rounding to two bits of mantissa, the coarsest form, makes at most 1/8; twice that means that the

@@ -90,8 +90,10 @@ class Version:
 
     @property
     def state(self) -> ReceiptState:
-        """How far it has come: ``durable`` once it is visible, ``replicated`` once another store
-        has it, ``verified`` once all of it was read back here.
+        """How far it has come: ``durable``, ``replicated`` or ``verified``.
+
+        ``durable`` once it is visible, ``replicated`` once another store has it, ``verified`` once
+        all of it was read back here.
         """
         if self.verified:
             return "verified"

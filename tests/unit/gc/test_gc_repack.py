@@ -20,6 +20,7 @@ from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.model import Version
 from ckptstore.ops.ageing import prepare, relocating
 from ckptstore.ops.gc import GcReport
+from ckptstore.ops.lowering import Target
 from ckptstore.ops.reach import Footprint, live_versions
 from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
@@ -236,8 +237,8 @@ def test_versions_of_which_less_is_kept_are_repacked_at_their_level(
     ]
     versions = [run.save(state, step=n) for n, state in enumerate(states)]
     moves = [
-        prepare(store.repo, store._manifests, versions[0], "weights"),
-        prepare(store.repo, store._manifests, versions[1], "record"),
+        prepare(store.repo, store._manifests, version, Target(level=level), []).move
+        for version, level in zip(versions, ("weights", "record"), strict=False)
     ]
     store.repo.log.append(lambda now: relocating(now, moves))
 
