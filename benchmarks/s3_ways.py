@@ -313,7 +313,7 @@ def _dcp_load_into(place: str, state: State) -> object:
     return state
 
 
-def _store_way(name: str, *, codec: str, **options: str) -> Way:
+def _store_way(name: str, *, codec: str, **options: Any) -> Way:  # noqa: ANN401 - as for open
     def save(state: State, place: str) -> None:
         with ckptstore.open(f"s3://{place}", codec=codec, **options) as store:
             store.run(_RUN).save(state, step=1)

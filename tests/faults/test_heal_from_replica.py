@@ -7,6 +7,7 @@ import random  # noqa: TID251 - seeded: which objects are hit
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     torch.manual_seed(5)
     with ckptstore.open(root / "hot", create=True, chunk_bytes=65536) as hot:
         run = hot.run("gpt", metrics={"loss": "min"})
-        state = {"model": {"w": torch.randn(200, 200), "b": torch.randn(50)}, "step": 0}
+        state: dict[str, Any] = {
+            "model": {"w": torch.randn(200, 200), "b": torch.randn(50)},
+            "step": 0,
+        }
         for step in range(VERSIONS):
             state["model"]["w"][step % 200] += 1
             state["step"] = step

@@ -23,7 +23,7 @@ from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 Backends = Callable[[], MemoryBackend]
-ZERO = {"grace_s": 0.0, "orphan_age_s": 0.0}
+ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
 
 
 @pytest.fixture

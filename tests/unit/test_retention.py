@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -87,7 +88,7 @@ class Story:
         )
         self.log.append(lambda now: lifecycle_changes.relocate(now, [move]))
 
-    def plan(self, *, hours_later: float = 0, **rules: str | Sequence[str]) -> RunPlan:
+    def plan(self, *, hours_later: float = 0, **rules: Any) -> RunPlan:  # noqa: ANN401
         """Plan for the run under a policy."""
         now_ms = self.environment.now_ms() + int(hours_later * 3_600_000)
         return plan_run(self.log.catalog, "gpt", Policy.parse(**rules), now_ms=now_ms)

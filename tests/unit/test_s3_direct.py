@@ -146,7 +146,7 @@ def test_settings_show_no_credentials() -> None:
         {"key": "a", "username": "b"},
     ],
 )
-def test_what_only_s3fs_knows_goes_to_s3fs(options: dict[str, object]) -> None:
+def test_what_only_s3fs_knows_goes_to_s3fs(options: dict[str, Any]) -> None:
     """An option that is not surely understood is s3fs's; asking for botocore alone is refused."""
     assert read_settings(options) is None
     assert isinstance(open_s3("s3://b/x", **options)._client._factory, S3fsFactory)

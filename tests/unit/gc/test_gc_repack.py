@@ -236,9 +236,10 @@ def test_versions_of_which_less_is_kept_are_repacked_at_their_level(
         {"model": parts_of(n)["model"], "optimizer": parts_of(50 + n)["model"]} for n in range(3)
     ]
     versions = [run.save(state, step=n) for n, state in enumerate(states)]
+    targets = [Target(level="weights"), Target(level="record")]
     moves = [
-        prepare(store.repo, store._manifests, version, Target(level=level), []).move
-        for version, level in zip(versions, ("weights", "record"), strict=False)
+        prepare(store.repo, store._manifests, version, target, []).move
+        for version, target in zip(versions, targets, strict=False)
     ]
     store.repo.log.append(lambda now: relocating(now, moves))
 
