@@ -117,6 +117,9 @@ KEYS_PER_OP_MAX: Final = 40_000
 # Other stores that a version is noted to lie in; the newest count. Source: two clouds of three
 # regions each, tape, and as much again; each costs 33 bytes a version in the catalog.
 REPLICAS_MAX: Final = 16
+# How far before the last success `--since last` looks again, in seconds. Source: a commit is tried
+# for COMMIT_WAIT_S, and clocks that no one keeps are minutes off; what is there costs nothing.
+SINCE_SLACK_S: Final = 3600.0
 # A job file. Source: rules and options of two stores are under 4 KiB; 16x is slack.
 JOB_BYTES_MAX: Final = 64 * KIB
 # Why a version was deleted or rolled back, for people. Source: one line of a terminal or two.

@@ -165,6 +165,7 @@ class Catalog:
         found = [row for row in rows if row.step == step and not row.flags & DELETED]
         if not found:
             return None
+        found.reverse()  # of records that came in one commit the last is the newest
         return self._version(max(found, key=lambda row: (not row.flags & ABANDONED, row.commit)))
 
     def by_tag(self, run: str, tag: str) -> Version | None:
@@ -173,6 +174,26 @@ class Catalog:
         if version_id is None or self._state.versions[version_id].flags & DELETED:
             return None
         return self.version(version_id)
+
+    def ids(self, run: str) -> Sequence[str]:
+        """Return the ids of all versions of a run, deleted ones too, in the order of their commits.
+
+        Raises
+        ------
+        RunNotFoundError
+            If there is no such run.
+        """
+        return tuple(self._run(run).versions)
+
+    def descends(self, version_id: str, ancestor: str) -> bool:
+        """Say whether a version that is here is the other one, or continues it, across runs."""
+        rows = self._state.versions
+        last = rows.get(ancestor)
+        while last is not None and version_id and rows[version_id].commit >= last.commit:
+            if version_id == ancestor:
+                return True
+            version_id = rows[version_id].parent
+        return False
 
     def has_version(self, version_id: str) -> bool:
         """Say whether there is a version of exactly this id."""

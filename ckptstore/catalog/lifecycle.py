@@ -139,9 +139,10 @@ def _delete(fold: Fold, op: Delete, commit: Commit) -> None:
 def _newest(fold: Fold, ids: Iterable[str]) -> str:
     """Return the newest version that is there, abandoned ones last; empty if none is."""
     left = [fold.versions[version_id] for version_id in ids]
-    left = [row for row in left if not row.flags & DELETED]
+    left = [row for row in left if not row.flags & DELETED][::-1]
     if not left:
         return ""
+    # Of records that came in one commit the last is the newest, which is the first found here.
     return max(left, key=lambda row: (not row.flags & ABANDONED, row.commit)).id
 
 

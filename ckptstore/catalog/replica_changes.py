@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import msgspec
 
+from ckptstore import limits
 from ckptstore.catalog import changes, lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import parts_of_level
@@ -22,7 +24,23 @@ from ckptstore.format.names import check_run_name, encode_metadata
 from ckptstore.format.replicas import Replicate, Replicated
 from ckptstore.model import RoleBytes, Version
 
-__all__ = ["Arrival", "arrive", "check_line", "follow", "lineage", "replicated"]
+__all__ = [
+    "CHECKED_KEY",
+    "Arrival",
+    "arrive",
+    "check_line",
+    "fitting",
+    "follow",
+    "lineage",
+    "replicated",
+]
+
+CHECKED_KEY: Final = "read_back_s"
+"""In the receipt of a version that came: how long it took to read it back, before it was shown."""
+# Operations of one commit that brings records, or metrics and tags. Source: as for relocations.
+_OPS_PER_COMMIT: Final = 256
+# Their bytes: half of what a commit may have, since the last may be as large as a save of its own.
+_BYTES_PER_COMMIT: Final = limits.COMMIT_BYTES_MAX // 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +56,18 @@ class Arrival:
 
 
 def lineage(source: Catalog, versions: Iterable[str]) -> list[Version]:
-    """Return versions and all their ancestors, of every run, in the order of their commits."""
+    """Return versions and all their ancestors, of every run, in the order of their commits.
+
+    Records that came in one commit: each after its parent.
+    """
     found: dict[str, Version] = {}
     for version_id in versions:
+        line: list[Version] = []
         for version in source.ancestors(version_id):
             if version.id in found:
                 break
-            found[version.id] = version
+            line.append(version)
+        found.update((version.id, version) for version in reversed(line))
     return sorted(found.values(), key=lambda version: version.commit)
 
 
@@ -59,7 +82,7 @@ def check_line(target: Catalog, source: Catalog, runs: Iterable[str]) -> None:
     for name in runs:
         if not target.has_run(name):
             continue
-        own = {v.id for v in (*target.versions(name), *target.versions(name, deleted=True))}
+        own = target.ids(name)
         if own and not any(source.has_version(version_id) for version_id in own):
             msg = f"the run {name!r} of the target has nothing in common with the source's"
             raise ConflictError(msg, hint="fork it to another name there: ckptstore fork --to")
@@ -117,11 +140,7 @@ def arrive(
 def _advances(target: Catalog, source: Catalog, version: Version) -> bool:
     """Return whether a version is further on the line on which the run's head is here."""
     head = target.head_id(version.run)
-    return not version.abandoned and (not head or _descends(source, version.id, head))
-
-
-def _descends(catalog: Catalog, version_id: str, ancestor: str) -> bool:
-    return any(found.id == ancestor for found in catalog.ancestors(version_id))
+    return not version.abandoned and (not head or source.descends(version.id, head))
 
 
 def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -> list[Op]:
@@ -136,7 +155,8 @@ def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -
 def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: bool) -> Replicate:
     level, encoding = parts_of_level("record" if arrival is None else version.level)
     roles = version.roles if arrival is None else arrival.roles
-    receipt = dict(version.receipt)
+    # Only of the store that it was read back in does a receipt say so.
+    receipt = {key: value for key, value in version.receipt.items() if key != CHECKED_KEY}
     if arrival is not None:
         receipt.update(arrival.receipt)
     return Replicate(
@@ -165,9 +185,9 @@ def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: b
 def follow(target: Catalog, source: Catalog, runs: Iterable[str]) -> list[Op]:
     """Return what brings heads, metrics and tags of runs to where the source has them.
 
-    The head of a run moves where the source has gone on from it, or has abandoned it. It stays
-    where the training went on in the target. Of metrics and tags that both have, those of the
-    source count; what only the target has stays.
+    The head of a run moves where the source has gone on from it, or has abandoned it, or deleted it
+    and gone on from elsewhere. It stays where the training went on in the target. Of metrics and
+    tags that both have, those of the source count; what only the target has stays.
     """
     ops: list[Op] = []
     for name in runs:
@@ -216,19 +236,41 @@ def _head(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
     wanted, here = source.head_id(name), target.head_id(name)
     if not wanted or wanted == here or (here and not source.has_version(here)):
         return
-    left = here and source.version(here).abandoned
-    if here and not left and not _descends(source, wanted, here):
+    if here and not _left(source, here, wanted) and not source.descends(wanted, here):
         return
     if target.has_version(wanted) and not target.version(wanted).deleted:
         reason = "follows the store that it is a replica of"
         yield from lifecycle_changes.rollback(target, run=name, version=wanted, reason=reason)
 
 
+def _left(source: Catalog, here: str, head: str) -> bool:
+    """Return whether the source has left a version behind, for another line that its head is on."""
+    gone = source.version(here)
+    return gone.abandoned or (gone.deleted and not source.descends(here, head))
+
+
 def replicated(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
-    """Return what notes that another store has versions; nothing if that is known."""
+    """Return what notes that another store has versions; nothing if that is known.
+
+    Of more than one operation takes, the first.
+    """
     fresh = [
         version_id
         for version_id in versions
         if catalog.has_version(version_id) and store not in catalog.version(version_id).replicas
     ]
-    return [Replicated(versions=fresh, store=store)] if fresh else []
+    size = limits.VERSIONS_PER_OP_MAX
+    parts = [fresh[start : start + size] for start in range(0, len(fresh), size)]
+    return [Replicated(versions=part, store=store) for part in parts[:1]]
+
+
+def fitting(ops: Sequence[Op]) -> list[Op]:
+    """Return the first of some operations, as many as one commit takes; one at least."""
+    found: list[Op] = []
+    size = 0
+    for op in ops[:_OPS_PER_COMMIT]:
+        size += len(msgspec.json.encode(op))
+        if found and size > _BYTES_PER_COMMIT:
+            break
+        found.append(op)
+    return found

@@ -15,8 +15,10 @@ from ckptstore.format.commit import Commit
 from ckptstore.format.replicas import Replicate, Replicated
 from ckptstore.format.snapshot import (
     ABANDONED,
+    DAMAGED,
     DELETED,
     RECORD_ONLY,
+    VERIFIED,
     WEIGHTS_ONLY,
     Details,
     VersionRow,
@@ -53,8 +55,17 @@ def _replicate(fold: Fold, op: Replicate, commit: Commit) -> None:
         if there or not same:
             raise broken(commit, f"the version {op.version} exists")
         # Its place in the log, and what was said of it here, stay.
-        flags = _LEVELS[op.level] | (known.flags & ~RECORD_ONLY)
-        row = msgspec.structs.replace(row, commit=known.commit, metrics=known.metrics, flags=flags)
+        before = decode_details(known)
+        details = msgspec.structs.replace(
+            decode_details(row), origin=before.origin, replicas=before.replicas
+        )
+        row = msgspec.structs.replace(
+            row,
+            commit=known.commit,
+            metrics=known.metrics,
+            details=msgspec.msgpack.encode(details),
+            flags=_LEVELS[op.level] | (known.flags & ~(RECORD_ONLY | VERIFIED | DAMAGED)),
+        )
     else:
         run.versions.append(row.id)
     fold.versions[row.id] = row

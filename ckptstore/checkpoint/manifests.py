@@ -22,10 +22,17 @@ _KEPT = 4
 
 
 class Manifests:
-    """Reads manifests of a store. Safe to use from any thread; what it returns is immutable."""
+    """Reads manifests of a store. Safe to use from any thread; what it returns is immutable.
 
-    def __init__(self, repo: Repo) -> None:
+    Parameters
+    ----------
+    kept
+        Manifests that stay in memory.
+    """
+
+    def __init__(self, repo: Repo, *, kept: int = _KEPT) -> None:
         self._repo = repo
+        self._kept_max = kept
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
         self.keyframes = Keyframes(repo.options.base_bytes)
@@ -59,7 +66,7 @@ class Manifests:
         with self._lock:
             self._kept[digest] = manifest
             self._kept.move_to_end(digest)
-            while len(self._kept) > _KEPT:
+            while len(self._kept) > self._kept_max:
                 self._kept.popitem(last=False)
 
     def _read(self, version: Version) -> Manifest:

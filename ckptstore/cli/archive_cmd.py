@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptstore import limits
 from ckptstore.cli.options import AsJson, Quiet
 from ckptstore.cli.output import Column, Output, Screen, encode_document
 from ckptstore.cli.progress import progress_bars
@@ -68,11 +69,23 @@ def archive(
     output = Output("archive", as_json=json, quiet=quiet)
     wanted = read_job(job)
     before = _last_success(report_file)
-    since_s = None if since is None else _since(since, before)
+    moment = before.covered_until if since == "last" else since
+    # What was saved shortly before may have shown shortly after, and clocks differ.
+    slack_s = limits.SINCE_SLACK_S if since == "last" else 0.0
     with progress_bars(output) as progress, vouching():
-        done = run_job(wanted, dry_run=dry_run, since_s=since_s, progress=progress)
-    success = done.began_at if done.ok and not dry_run else before
-    document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code, "last_success": success}
+        done = run_job(
+            wanted,
+            dry_run=dry_run,
+            since_s=_seconds(moment) - slack_s if moment else None,
+            since_target=before.target_id if since == "last" else "",
+            progress=progress,
+        )
+    if done.ok and not dry_run:
+        before = _Success(
+            last_success=done.began_at, covered_until=done.covered_until, target_id=done.target_id
+        )
+    document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
+    document |= {"last_success": before.last_success, "last": asdict(before)}
     if report_file is not None and not dry_run:
         replace_file(report_file, (encode_document(document) + "\n").encode())
     if metrics is not None and not dry_run:
@@ -82,23 +95,29 @@ def archive(
         raise typer.Exit(done.exit_code)
 
 
-def _last_success(path: Path | None) -> str:
-    """Return when the last run began that did all it should; empty if that is not known."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Success:
+    """The last run that did all it should, as far as it is known."""
+
+    last_success: str = ""
+    """When it began."""
+    covered_until: str = ""
+    """What was saved before was old enough for it."""
+    target_id: str = ""
+
+
+def _last_success(path: Path | None) -> _Success:
     if path is None or not path.exists():
-        return ""
+        return _Success()
     try:
-        found: Any = jsonlib.loads(path.read_bytes())
-        return str(found["last_success"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found: Any = jsonlib.loads(path.read_bytes())["last"]
+        return _Success(**{name: str(value) for name, value in found.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         msg = f"{path} is no report of a job: {error}"
         raise InvalidInputError(msg, hint="name another file, or remove this one") from error
 
 
-def _since(text: str, last: str) -> float | None:
-    if text == "last":
-        if not last:
-            return None
-        text = last
+def _seconds(text: str) -> float:
     try:
         moment = datetime.fromisoformat(text)
     except ValueError as error:

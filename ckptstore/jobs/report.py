@@ -54,10 +54,15 @@ class JobReport:
 
     name: str
     source: str
+    """Location, as that of the target without credentials."""
     target: str
+    target_id: str
+    """Id of the target store."""
     dry_run: bool
     began_at: str
     """UTC, ISO 8601."""
+    covered_until: str
+    """The same; what was saved before was old enough for the selection."""
     seconds: float
     steps: tuple[StepReport, ...]
     overdue: tuple[Overdue, ...]

@@ -7,7 +7,7 @@ each step decides inside its commits. A run that was killed is finished by the n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -17,13 +17,13 @@ from ckptstore import limits
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.rules import parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
-from ckptstore.errors import CkptStoreError, IntegrityError
+from ckptstore.errors import CkptStoreError, ConflictError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.config import Job
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport
 from ckptstore.jobs.sizes import rate_of
 from ckptstore.model import Version
-from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
+from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, read_back, replicate
 from ckptstore.ops.select_versions import select_versions
 from ckptstore.store.replicating import open_target
 from ckptstore.store.store import Store, open_store
@@ -41,6 +41,7 @@ def run_job(
     *,
     dry_run: bool = False,
     since_s: float | None = None,
+    since_target: str = "",
     environment: Environment = SYSTEM,
     progress: ProgressCallback = silent,
 ) -> JobReport:
@@ -54,11 +55,15 @@ def run_job(
     dry_run
         Change nothing in either store; the report says what would be done.
     since_s
-        Only versions saved at or after this time, in seconds since 1970; besides what the file
-        says.
+        Only versions saved at or after this time are copied, in seconds since 1970; besides what
+        the file says. What is overdue is told in any case.
+    since_target
+        Id of the store that `since_s` is about; for another target it does not count.
 
     Raises
     ------
+    ConflictError
+        Source and target are one store. Nothing was done.
     CkptStoreError
         A store cannot be opened, or the selection names nothing. Nothing was done.
     """
@@ -83,6 +88,11 @@ def run_job(
                 **job.target.options,
             )
         )
+        if source.info.store_id == target.info.store_id:
+            msg = f"the source and the target of the job {job.name!r} are one store"
+            raise ConflictError(msg, hint="name two stores, neither a copy of the other")
+        if since_target not in ("", target.info.store_id):
+            since_s = None
         run = _Run(
             job=job,
             source=source,
@@ -94,17 +104,33 @@ def run_job(
             progress=progress,
         )
         run.work()
+        covered_s = max(0.0, now_s - run.age(job.select.older_than))
         return JobReport(
             name=job.name,
             source=source.url,
-            target=job.target.url,
+            target=_shown(job.target.url) if dry_run else target.url,
+            target_id=target.info.store_id,
             dry_run=dry_run,
-            began_at=datetime.fromtimestamp(now_s, UTC).isoformat(timespec="seconds"),
+            began_at=_moment(now_s),
+            covered_until=_moment(covered_s),
             seconds=environment.monotonic() - began,
             steps=tuple(run.steps),
             overdue=tuple(run.overdue()),
             estimate=run.estimate(),
         )
+
+
+def _shown(url: str) -> str:
+    """Return where a store is to be that may not be there, without credentials."""
+    if "://" not in url:
+        return url
+    from ckptstore.backends.fsspec_backend import without_credentials
+
+    return without_credentials(url)
+
+
+def _moment(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,11 +153,14 @@ class _Run:
         scrub = self.job.scrub
         if scrub.source:
             self._step("scrub-source", lambda: self._scrub(self.source, self.target, scrub.source))
-        chosen = self.chosen(self.selected(), older_s=self._age(self.job.select.older_than))
+        older_s = self.age(self.job.select.older_than)
+        chosen = self.chosen(self.selected(), older_s=older_s, since_s=self.since_s)
         copied = self._step("replicate", lambda: self._replicate(chosen))
-        if scrub.target:
-            self._step("scrub-target", lambda: self._scrub(self.target, self.source, scrub.target))
         retain = self.job.retain
+        if scrub.target and not self._step(
+            "scrub-target", lambda: self._scrub(self.target, self.source, scrub.target)
+        ):
+            copied = False
         if retain.target:
             self._step("retain-target", lambda: self._retain(self.target, retain.target))
         if copied:
@@ -154,14 +183,17 @@ class _Run:
             rules=select.keep,
         )
 
-    def chosen(self, versions: Sequence[Version], *, older_s: float) -> list[Version]:
+    def chosen(
+        self, versions: Sequence[Version], *, older_s: float, since_s: float | None = None
+    ) -> list[Version]:
         """Return those that were saved in the time that is asked for."""
-        since = self._age(self.job.select.since)
-        earliest = max(self.now_s - since if since else 0.0, self.since_s or 0.0)
+        since = self.age(self.job.select.since)
+        earliest = max(self.now_s - since if since else 0.0, since_s or 0.0)
         latest = self.now_s - older_s
         return [v for v in versions if earliest <= v.created_at.timestamp() <= latest]
 
-    def _age(self, text: str | None) -> float:
+    def age(self, text: str | None) -> float:
+        """Return the seconds of a duration; 0 for none."""
         return 0.0 if text is None else float(parse_duration(text))
 
     def _step(self, name: StepName, work: Callable[[], Mapping[str, Any]]) -> bool:
@@ -213,9 +245,7 @@ class _Run:
             progress=self.progress,
         )
         source, target = self.source, self.target
-        report = replicate(
-            source.repo, source._manifests, target.repo, target._manifests, versions, request
-        )
+        report = replicate(source.repo, source._manifests, target.repo, versions, request)
         self.replicated = report
         return {
             "selected": len(versions),
@@ -243,22 +273,35 @@ class _Run:
         """Keep the record alone of what the target has and no rule keeps."""
         rules = self.job.retain.evict
         kept = {version.id for version in select_versions(self.source.repo, rules=rules)}
-        store_id = self.target.info.store_id
-        there = self.target.repo.refresh()
-        catalog = self.source.repo.refresh()
-        heads = {info.head for info in catalog.runs()}
-        evicted = []
-        for version in self.selected():
-            now = catalog.version(version.id)
-            has = there.has_version(version.id) and there.version(version.id)
-            sound = has and not has.deleted and _at_least(has, now) and not has.damaged
-            held = now.pinned or now.tags or now.id in heads or now.id in kept
-            if sound and store_id in now.replicas and not held:
-                evicted.append(now)
+        evicted = self._evictable(kept)
         if not self.dry_run and evicted:
-            self.source.age([f"#{version.id}" for version in evicted], "record")
+            # What was read back long ago may have been taken away since, past the log.
+            found = self.target.verify([f"#{one.id}" for one in evicted], level="records")
+            missed = {problem.version for problem in found.problems}
+            left = {one.id for one in self._evictable(kept)} - missed
+            evicted = [one for one in evicted if one.id in left]
+            _log_kept(missed)
+        if not self.dry_run and evicted:
+            self.source.age([f"#{one.id}" for one in evicted], "record")
         stored = sum(part.stored for one in evicted for part in one.roles.values())
         return {"evicted": len(evicted), "reclaimable_bytes": stored}
+
+    def _evictable(self, kept: Container[str]) -> list[Version]:
+        """Return the selected versions that no rule keeps, and that the target has, now."""
+        store_id = self.target.info.store_id
+        selected = self.selected()
+        catalog = self.source.repo.refresh()
+        there = self.target.repo.refresh()
+        heads = {info.head for info in catalog.runs()}
+        found = []
+        for version in selected:
+            now = catalog.version(version.id)
+            has = there.has_version(version.id) and there.version(version.id)
+            sound = has and not (has.deleted or has.damaged) and read_back(has)
+            held = now.pinned or now.tags or now.id in heads or now.id in kept
+            if sound and _at_least(has, now) and store_id in now.replicas and not held:
+                found.append(now)
+        return [one for one in found if not one.deleted and one.level != "record"]
 
     def _collect(self, store: Store) -> Mapping[str, Any]:
         grace = self.job.gc.grace
@@ -276,9 +319,9 @@ class _Run:
             return []
         there = self.target.repo.refresh()
         late = []
-        for version in self.chosen(self.selected(), older_s=self._age(after)):
+        for version in self.chosen(self.selected(), older_s=self.age(after)):
             has = there.has_version(version.id) and there.version(version.id)
-            if not has or (has.level == "record" and not has.deleted):
+            if not has or (not has.deleted and (has.level == "record" or has.damaged)):
                 age = self.now_s - version.created_at.timestamp()
                 late.append(
                     Overdue(version=version.id, run=version.run, step=version.step, age_s=age)
@@ -303,6 +346,12 @@ class _Run:
             "a_month": round(gb * prices.stored_per_gb_month, 6),
             "currency": prices.currency,
         }
+
+
+def _log_kept(missed: Collection[str]) -> None:
+    if missed:
+        what = "%d versions stay in the source: the target does not have all that they need"
+        _log.warning(what, len(missed))
 
 
 def _at_least(there: Version, here: Version) -> bool:

@@ -21,7 +21,8 @@ from ckptstore import limits
 from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.catalog import replica_changes
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.replica_changes import Arrival
+from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.replica_changes import CHECKED_KEY, Arrival
 from ckptstore.checkpoint.content import content_digest, read_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import (
@@ -36,24 +37,25 @@ from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
-from ckptstore.format.names import encode_metadata
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.ops.transplant import Landed, foresee, transplant
 from ckptstore.repo import Repo
 
-__all__ = ["Failure", "ReplicateReport", "ReplicateRequest", "replicate"]
+__all__ = ["Failure", "ReplicateReport", "ReplicateRequest", "read_back", "replicate"]
 
 _log = logging.getLogger("ckptstore")
 
-# Operations of one commit that brings records, or metrics and tags. Source: with names and metrics
-# of ordinary length 256 of them stay below a quarter of COMMIT_BYTES_MAX.
-_OPS_PER_COMMIT = 256
-# Bytes of metadata in one such commit: half of COMMIT_BYTES_MAX, the rest is for everything else.
-_METADATA_PER_COMMIT = limits.COMMIT_BYTES_MAX // 2
-_CHECKED = "read_back_s"
-"""In the receipt of a version that came: how long it took to read it back, before it was shown."""
+# Records whose operations are made at once: a commit takes no more of them.
+_RECORDS_AT_ONCE = 256
+# Versions before and after one in its run that are asked for chunks that it shares, beside its
+# parent and the heads. Source: retention and eviction leave gaps; what is missed costs its bytes.
+_NEIGHBOURS = 8
+# Heads of other runs of the target that are asked too. Source: each is one manifest in memory.
+_HEADS = 4
+# Manifests of the target that are kept meanwhile: heads, neighbours, and the last that came.
+_KEPT = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,6 @@ def replicate(
     source: Repo,
     cache: Manifests,
     target: Repo,
-    target_cache: Manifests,
     versions: Sequence[Version],
     request: ReplicateRequest,
 ) -> ReplicateReport:
@@ -146,7 +147,7 @@ def replicate(
         source=source,
         cache=cache,
         target=target,
-        target_cache=target_cache,
+        target_cache=Manifests(target, kept=_KEPT),
         request=request,
         wanted=[version for version in versions if version.level != "record"],
     )
@@ -171,6 +172,10 @@ class _Replication:
     request: ReplicateRequest
     wanted: Sequence[Version]
     missing: list[Version] = field(default_factory=list)
+    heads: Sequence[str] = ()
+    """Of runs of the target, as they were before."""
+    places: dict[str, int] = field(default_factory=dict)
+    """Of versions in their runs of the source."""
     present: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
@@ -179,6 +184,7 @@ class _Replication:
     chunk_bytes: int = 0
     chunks_count: int = 0
     done_bytes: int = 0
+    total_bytes: int = 0
     noted: bool = False
     note_failure: str = ""
 
@@ -199,6 +205,7 @@ class _Replication:
     def foresee(self) -> None:
         """Count what would travel; reads manifests, no chunks."""
         planned: set[bytes] = set()
+        self.heads = self._newest_heads()
         for version in self.missing:
             try:
                 manifest = self.cache.load(version)
@@ -210,7 +217,7 @@ class _Replication:
                 target=self.target,
                 target_cache=self.target_cache,
                 source_id=version.id,
-                near=self._near(version),
+                only=self._near(version),
                 planned=planned,
             )
             self.chunk_bytes += found.chunk_bytes
@@ -223,6 +230,8 @@ class _Replication:
         roots = [version.id for version in self.missing]
         roots += [before.run(version.run).origin for version in self.missing]
         coming = {version.id for version in self.missing}
+        self.total_bytes = sum(map(_logical, self.missing))
+        self.heads = self._newest_heads()
         records: list[Version] = []
         for version in replica_changes.lineage(before, [root for root in roots if root]):
             if version.id in coming:
@@ -236,12 +245,14 @@ class _Replication:
 
     def _bring_records(self, records: list[Version]) -> None:
         """Bring versions as records; empties the list."""
-        for batch in _batches(records):
+        for start in range(0, len(records), _RECORDS_AT_ONCE):
+            batch = records[start : start + _RECORDS_AT_ONCE]
 
             def build(now: Catalog, batch: Sequence[Version] = batch) -> list[Op]:
-                return self._arrive(now, batch, {})
+                return replica_changes.fitting(self._arrive(now, batch, {}))
 
-            self.target.log.append_any(build)
+            while self.target.log.append_any(build) is not None:
+                pass
             self.records_count += len(batch)
         records.clear()
 
@@ -278,14 +289,16 @@ class _Replication:
                 version = now
                 continue
             try:
-                self._commit(version, landed)
+                came = self._commit(version, landed)
             except CondemnedError as error:
                 if tries == limits.CONDEMNED_TRIES_MAX:
                     raise
                 packs = {pack_key(pack): pack for pack in landed.manifest.pieces.packs}
                 without.update(packs[name] for name in error.keys if name in packs)
             else:
-                self.copied.append(version.id)
+                deleted = self.target.catalog.version(version.id).deleted
+                part = self.copied if came else self.left if deleted else self.present
+                part.append(version.id)
                 self.chunk_bytes += landed.chunk_bytes
                 self.chunks_count += landed.chunks_count
                 return True
@@ -308,10 +321,13 @@ class _Replication:
         began = self.target.environment.monotonic()
         self._check(landed)
         seconds = self.target.environment.monotonic() - began
-        return replace(landed, receipt={**landed.receipt, _CHECKED: seconds})
+        return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
 
-    def _commit(self, version: Version, landed: Landed) -> None:
-        """Write the manifest of a version whose chunks are there, and make it visible."""
+    def _commit(self, version: Version, landed: Landed) -> bool:
+        """Write the manifest of a version whose chunks are there, and make it visible.
+
+        Return whether it was; not if another brought it, or the target deleted it, meanwhile.
+        """
         data = manifests.encode(landed.manifest)
         key = manifest_key(self.target.environment.random_hex(16))
         self.target.backend.put(key, data)
@@ -321,15 +337,19 @@ class _Replication:
             receipt=landed.receipt,
             relies_on=(key, *map(pack_key, landed.manifest.pieces.packs)),
         )
-        self.target.log.append_any(lambda now: self._arrive(now, [version], {version.id: arrival}))
+        commit = self.target.log.append_any(
+            lambda now: self._arrive(now, [version], {version.id: arrival})
+        )
+        if commit is not None:
+            self.target_cache.keep(arrival.manifest.digest, landed.manifest)
+        return commit is not None
 
     def _transplant(self, version: Version, without: set[str]) -> Landed:
         manifest = self.cache.load(version)
         if content_digest(manifest) != version.content:
             msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
             raise CorruptObjectError(msg, hint="run ckptstore verify")
-        before, size = self.done_bytes, _logical(version)
-        total = self.done_bytes + sum(map(_logical, self.missing[len(self.copied) :]))
+        before, size, total = self.done_bytes, _logical(version), self.total_bytes
 
         def progress(step: Progress) -> None:
             share = step.done / max(step.total, 1)
@@ -345,7 +365,7 @@ class _Replication:
                 target_backend=limited,
                 target_cache=self.target_cache,
                 source_id=version.id,
-                near=self._near(version),
+                only=self._near(version),
                 without=without,
                 progress=progress,
             )
@@ -362,8 +382,34 @@ class _Replication:
         )
 
     def _near(self, version: Version) -> list[str]:
-        """Return the versions that share most with one: what it continues, and what continues."""
-        return [self.source.catalog.head_id(version.run), version.parent, *self.copied[-1:]][::-1]
+        """Return the versions of the target that are likely to have chunks of one.
+
+        With what is to be checked, none that was not: what they hold may be anything.
+        """
+        ids = self.source.catalog.ids(version.run)
+        if version.id not in self.places:
+            self.places.update((one, place) for place, one in enumerate(ids))
+        place = self.places[version.id]
+        before = [*ids[max(0, place - _NEIGHBOURS) : place]][::-1]
+        after = ids[place + 1 : place + 1 + _NEIGHBOURS]
+        here = self.target.catalog
+
+        def shares(version_id: str) -> bool:
+            if not here.has_version(version_id):
+                return False
+            found = here.version(version_id)
+            if found.deleted or found.damaged or found.level == "record":
+                return False
+            return read_back(found) or not self.request.check
+
+        near = (next(filter(shares, part), "") for part in (before, after))
+        others = (version.parent, *self.copied[-1:], here.head_id(version.run), *self.heads)
+        return [one for one in dict.fromkeys((*near, *filter(shares, others))) if one]
+
+    def _newest_heads(self) -> list[str]:
+        here = self.target.catalog
+        heads = [here.version(info.head) for info in here.runs() if info.head]
+        return [v.id for v in sorted(heads, key=lambda v: v.commit)[-_HEADS:]]
 
     def _check(self, landed: Landed) -> None:
         """Read back from the target what was written there."""
@@ -391,7 +437,7 @@ class _Replication:
         runs = sorted({version.run for version in self.wanted})
 
         def build(now: Catalog) -> list[Op]:
-            return replica_changes.follow(now, before, runs)[:_OPS_PER_COMMIT]
+            return replica_changes.fitting(replica_changes.follow(now, before, runs))
 
         while self.target.log.append_any(build) is not None:
             pass
@@ -400,25 +446,31 @@ class _Replication:
         """Say in the source's catalog what the target has, if that can be written.
 
         Of what was there already only what is known to have been read back there, or was first
-        saved there.
+        saved there, is not damaged, and of which the target keeps as much.
         """
         if not self.request.check:
             return
         here = self.target.catalog
         store = self.target.superblock.store_id
-        there = [here.version(version_id) for version_id in self.present]
-        sound = [v.id for v in there if not v.origin or _CHECKED in v.receipt]
-        ids = [*self.copied, *sound]
+        ids = [*self.copied, *filter(lambda one: self._is_sound(here.version(one)), self.present)]
         self.noted = True
         if not replica_changes.replicated(self.source.catalog, ids, store):
             return
         try:
             self.source.check_writable()
-            self.source.log.append_any(lambda now: replica_changes.replicated(now, ids, store))
+            while self.source.log.append_any(
+                lambda now: replica_changes.replicated(now, ids, store)
+            ):
+                pass
         except CkptStoreError as error:
             self.noted = False
             self.note_failure = str(error)
             _log.warning("%s does not say who has its versions: %s", self.source.url, error)
+
+    def _is_sound(self, there: Version) -> bool:
+        here = self.source.catalog.version(there.id)
+        as_much = LEVELS.index(there.level) >= LEVELS.index(here.level)
+        return as_much and read_back(there) and not there.damaged
 
     def report(self, seconds: float) -> ReplicateReport:
         """Return what was done."""
@@ -447,15 +499,6 @@ def _logical(version: Version) -> int:
     return sum(part.logical for part in version.roles.values())
 
 
-def _batches(versions: Sequence[Version]) -> list[list[Version]]:
-    """Return versions in the order given, in parts that fit into one commit each."""
-    parts: list[list[Version]] = [[]]
-    size = 0
-    for version in versions:
-        own = len(encode_metadata(version.metadata))
-        if len(parts[-1]) == _OPS_PER_COMMIT or (parts[-1] and size + own > _METADATA_PER_COMMIT):
-            parts.append([])
-            size = 0
-        parts[-1].append(version)
-        size += own
-    return [part for part in parts if part]
+def read_back(version: Version) -> bool:
+    """Return whether a store has saved a version itself, or has read back all that came of it."""
+    return not version.origin or CHECKED_KEY in version.receipt

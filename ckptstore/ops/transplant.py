@@ -72,7 +72,7 @@ def transplant(
     source_id: str,
     without: Collection[str],
     progress: ProgressCallback,
-    near: Sequence[str] = (),
+    only: Sequence[str] | None = None,
     target_backend: Backend | None = None,
 ) -> Landed:
     """Bring what `manifest` needs to `target`; return the manifest as it is to be written there.
@@ -83,8 +83,8 @@ def transplant(
         The version that it is taken from: its other descendants in `target` are looked at first.
     without
         Packs of `target` that may not be shared.
-    near
-        Versions of `target` that are looked at before all others.
+    only
+        Versions of `target` that are looked at, in this order; None for all, the likeliest first.
     target_backend
         What chunks are written through, in place of the target's own backend.
 
@@ -97,7 +97,7 @@ def transplant(
     """
     began = target.environment.monotonic()
     own = manifest.first[-1]
-    found, bases = _located(manifest, target, target_cache, source_id, without, near)
+    found, bases = _located(manifest, target, target_cache, source_id, without, only)
     missing = [row for row, place in found.items() if place is None]
     labels = read_content(manifest).labels
     owners = np.zeros(len(manifest.pieces), np.int64)
@@ -137,7 +137,7 @@ def foresee(
     target: Repo,
     target_cache: Manifests,
     source_id: str,
-    near: Sequence[str],
+    only: Sequence[str],
     planned: set[bytes],
 ) -> Foreseen:
     """Count what :func:`transplant` would copy; reads manifests of the target, nothing else.
@@ -148,7 +148,7 @@ def foresee(
         Ids of pieces that travel before, for versions that are copied earlier; is added to.
     """
     table = manifest.pieces
-    found, _ = _located(manifest, target, target_cache, source_id, (), near)
+    found, _ = _located(manifest, target, target_cache, source_id, (), only)
     chunks: dict[tuple[int, int], int] = {}
     for row, place in found.items():
         piece = table.ids[row].tobytes()
@@ -165,7 +165,7 @@ def _located(
     cache: Manifests,
     source_id: str,
     without: Collection[str],
-    near: Sequence[str],
+    only: Sequence[str] | None,
 ) -> tuple[dict[int, Location | None], dict[int, int]]:
     """Return where each piece lies in the target already, or None, by row.
 
@@ -173,7 +173,11 @@ def _located(
     bases are given as well, with the row of the first such delta.
     """
     table = manifest.pieces
-    candidates = list(_candidates(target.catalog, source_id, near))
+    catalog = target.catalog
+    if only is None:
+        candidates = list(_candidates(catalog, source_id))
+    else:
+        candidates = [version for version in map(catalog.version, only) if _is_at_hand(version)]
     rows = range(manifest.first[-1])
     found = _find(table, rows, target, cache, candidates, without, deltas=True)
     bases: dict[int, int] = {}
@@ -215,18 +219,20 @@ def _find(
     return found
 
 
-def _candidates(catalog: Catalog, source_id: str, near: Sequence[str]) -> Iterator[Version]:
+def _is_at_hand(version: Version) -> bool:
+    return version.level != "record" and not version.damaged and not version.deleted
+
+
+def _candidates(catalog: Catalog, source_id: str) -> Iterator[Version]:
     """Yield live versions whose pieces are at hand, the likeliest first."""
-    first = {version_id: place for place, version_id in enumerate(near)}
-    live = [v for v in catalog.versions(newest_first=True) if v.level != "record" and not v.damaged]
+    live = list(filter(_is_at_hand, catalog.versions(newest_first=True)))
     heads = {info.head for info in catalog.runs()}
 
-    def rank(version: Version) -> tuple[int, bool, bool, bool]:
+    def rank(version: Version) -> tuple[bool, bool, bool]:
         origin = version.metadata.get(ORIGIN_KEY)
         lineage = isinstance(origin, Mapping)
         same = isinstance(origin, Mapping) and origin.get("version") == source_id
-        place = first.get(version.id, len(first))
-        return (place, not same, not lineage, version.id not in heads)
+        return (not same, not lineage, version.id not in heads)
 
     yield from sorted(live, key=rank)
 

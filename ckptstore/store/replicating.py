@@ -109,7 +109,7 @@ class Replicating:
             if not isinstance(to, Store):
                 size = self._repo.superblock.chunk_bytes
                 to = stack.enter_context(open_target(to, chunk_bytes=size, dry_run=dry_run))
-            return replicate(self._repo, self._manifests, to._repo, to._manifests, chosen, request)
+            return replicate(self._repo, self._manifests, to._repo, chosen, request)
 
 
 @contextmanager

@@ -57,3 +57,28 @@ def test_what_is_refused(cli: Cli, job: Path, tmp_path: Path) -> None:
     refused = cli("archive", "--job", job)
     assert refused.code == 2
     assert "typo" in refused.err
+
+
+def test_since_last_looks_at_what_was_too_young(cli: Cli, job: Path, tmp_path: Path) -> None:
+    """What the last success found too young to copy is copied by the next `--since last`."""
+    report = tmp_path / "last.json"
+    text = job.read_text().replace('not_replicated_after = "1s"', 'not_replicated_after = "1d"')
+    job.write_text(text + '[select]\nolder_than = "2h"\n')
+    first = cli("archive", "--job", job, "--report", report, "--json")
+    assert (first.code, first.document["steps"][0]["result"]["selected"]) == (0, 0)
+    job.write_text(text)
+    second = cli("archive", "--job", job, "--report", report, "--since", "last", "--json")
+    assert second.document["steps"][0]["result"]["copied"] == 6
+
+
+def test_since_last_is_about_one_target(cli: Cli, job: Path, tmp_path: Path) -> None:
+    """With another target everything is looked at; a run that failed leaves the last success."""
+    report = tmp_path / "last.json"
+    assert cli("archive", "--job", job, "--report", report).code == 0
+    kept = json.loads(report.read_text())["last"]
+    job.write_text(job.read_text().replace("cold", "other"))
+    kept["covered_until"] = "2400-01-01T00:00:00+00:00"
+    report.write_text(json.dumps({"last": kept}))
+    done = cli("archive", "--job", job, "--report", report, "--since", "last", "--json")
+    assert done.document["steps"][0]["result"]["copied"] == 6
+    assert json.loads(report.read_text())["last"]["target_id"] != kept["target_id"]

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import ckptstore
-from ckptstore.errors import InvalidInputError, NotFoundError, StoreNotFoundError
+from ckptstore.config import SYSTEM
+from ckptstore.errors import ConflictError, InvalidInputError, NotFoundError, StoreNotFoundError
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.report import exposition
 
 Reading = Callable[..., Job]
+
+
+class _Later:
+    """The system, two hours later."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(SYSTEM, name)
+
+    def now_ms(self) -> int:
+        return SYSTEM.now_ms() + 7_200_000
 
 
 @pytest.fixture
@@ -136,26 +149,14 @@ def test_only_versions_of_an_age(tmp_path: Path, reading: Reading) -> None:
 def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
     """What is older than the alert allows and not in the target is listed, with exit code 7."""
     _train(tmp_path, 1, 2)
-
-    class Later:
-        def __getattr__(self, name: str) -> object:
-            from ckptstore.config import SYSTEM
-
-            return getattr(SYSTEM, name)
-
-        def now_ms(self) -> int:
-            from ckptstore.config import SYSTEM
-
-            return SYSTEM.now_ms() + 7_200_000
-
     job = reading('[select]\nolder_than = "1d"\n[alert]\nnot_replicated_after = "1h"\n')
-    report = run_job(job, environment=Later())  # type: ignore[arg-type]  # the rest is the system's
+    report = run_job(job, environment=_Later())  # type: ignore[arg-type]  # the rest is the system's
     assert [late.step for late in report.overdue] == [1, 2]
     assert report.exit_code == 7
     text = exposition(report, now_s=5.0)
     assert 'ckptstore_job_overdue_versions{job_name="nightly"} 2' in text
     assert 'ckptstore_job_ok{job_name="nightly"} 0' in text
-    done = run_job(reading('[alert]\nnot_replicated_after = "1h"\n'), environment=Later())  # type: ignore[arg-type]
+    done = run_job(reading('[alert]\nnot_replicated_after = "1h"\n'), environment=_Later())  # type: ignore[arg-type]
     assert done.ok
     assert not done.overdue
 
@@ -170,6 +171,7 @@ def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
         ("[copy]\nworkers = 0\n", "workers"),
         ('[retain]\nsource = { full = "lst 3" }\n', "lst"),
         ('[retain]\nevict = ""\n', "rule"),
+        ('[copy]\nrate = "fast"\n', "fast"),
         ("[prices]\nput_per_1000 = -1.0\n", "put_per_1000"),
         ("[target]\nurl = 3\n", "target"),
         ("not toml", "line"),
@@ -207,3 +209,90 @@ def test_a_scrub_mends_from_the_other_store(tmp_path: Path, reading: Reading, pl
     with ckptstore.open(tmp_path / place) as store:
         assert store.verify().ok
         assert store.load("gpt@2")["model"]["w"][0] == 2.0
+
+
+def test_one_store_is_no_archive_of_itself(tmp_path: Path) -> None:
+    """Where both places are one store nothing is done; its only versions stay."""
+    _train(tmp_path, 1, 2)
+    file = tmp_path / "nightly.toml"
+    places = f'[source]\nurl = "{tmp_path}/hot"\n[target]\nurl = "file://{tmp_path}/hot"\n'
+    file.write_text(places + '[retain]\ntarget = { full = "last 1" }\n[gc]\ntarget = true\n')
+    with pytest.raises(ConflictError, match="one store"):
+        run_job(read_job(file))
+    with ckptstore.open(tmp_path / "hot") as hot:
+        assert len(hot.versions()) == 2
+
+
+@pytest.mark.parametrize("what", ["pack", "manifest"])
+def test_nothing_is_evicted_that_the_target_lost(
+    tmp_path: Path, reading: Reading, what: str
+) -> None:
+    """Objects that were taken from the target past its log keep their versions in the source."""
+    _train(tmp_path, 1, 2, 3)
+    run_job(reading())
+    with ckptstore.open(tmp_path / "cold") as cold:
+        keys = {"manifest": cold.resolve("gpt@1").manifest_key}
+        pack = cold.version("gpt@1")._content.manifest.pieces.packs[0]
+        keys["pack"] = f"packs/{pack[:2]}/{pack}.pack"
+    (tmp_path / "cold" / keys[what]).unlink()
+    report = run_job(reading('[retain]\nevict = "last 1"\n'))
+    assert _step(report, "evict")["evicted"] == 1
+    with ckptstore.open(tmp_path / "hot") as hot:
+        assert {v.step: v.level for v in hot.versions()} == {1: "full", 2: "record", 3: "full"}
+
+
+def test_what_was_never_read_back_is_not_evicted(tmp_path: Path, reading: Reading) -> None:
+    """A note of an earlier copy does not count for one that came unchecked since."""
+    _train(tmp_path, 1, 2)
+    run_job(reading())
+    with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
+        cold.age(["gpt@1"], "record")
+        hot.replicate(cold, check=False)
+        assert cold.resolve("gpt@1").level == "full"
+    assert _step(run_job(reading('[retain]\nevict = "last 1"\n')), "evict")["evicted"] == 0
+
+
+def test_a_scrub_that_lost_something_holds_back_eviction(tmp_path: Path, reading: Reading) -> None:
+    """While the target lies damaged for good, the source is neither thinned out nor evicted."""
+    _train(tmp_path, 1, 2, 3)
+    run_job(reading())
+    for place in ("hot", "cold"):
+        with ckptstore.open(tmp_path / place) as store:
+            pack = store.version("gpt@1")._content.manifest.pieces.packs[0]
+        path = tmp_path / place / "packs" / pack[:2] / f"{pack}.pack"
+        path.chmod(0o644)
+        path.write_bytes(path.read_bytes()[:300])
+    job = reading('[scrub]\ntarget = 1.0\n[retain]\nevict = "last 1"\n')
+    report = run_job(job)
+    assert [(step.name, step.ok) for step in report.steps] == [
+        ("replicate", True),
+        ("scrub-target", False),
+    ]
+
+
+def test_overdue_versions_are_told_whatever_is_copied(tmp_path: Path, reading: Reading) -> None:
+    """`since_s` narrows what is copied, not what is told; damaged replicas are no replicas."""
+    _train(tmp_path, 1)
+    job = reading('[alert]\nnot_replicated_after = "1h"\n')
+    report = run_job(job, since_s=4e9, environment=_Later())  # type: ignore[arg-type]
+    assert _step(report, "replicate")["selected"] == 0
+    assert [late.step for late in report.overdue] == [1]
+    again = run_job(job, since_s=4e9, since_target="0" * 32)  # of another target
+    assert _step(again, "replicate")["copied"] == 1
+
+
+def test_what_was_too_young_is_covered_later(tmp_path: Path, reading: Reading) -> None:
+    """A success covers what was old enough for it, and says so."""
+    _train(tmp_path, 1)
+    report = run_job(reading('[select]\nolder_than = "1h"\n'))
+    began, covered = map(datetime.fromisoformat, (report.began_at, report.covered_until))
+    assert (began - covered).total_seconds() == 3600
+
+
+def test_reports_tell_no_secrets(reading: Reading, tmp_path: Path) -> None:
+    """Where the target is, is told without what was given to open it."""
+    _train(tmp_path, 1)
+    job = reading()
+    url = "memory://user:secret@reports/cold?token=secret"
+    job = msgspec.structs.replace(job, target=msgspec.structs.replace(job.target, url=url))
+    assert "secret" not in run_job(job, dry_run=True).target

@@ -423,3 +423,167 @@ def test_deltas_and_encodings_travel(backends: Backends) -> None:
         here, there = (store.load(f"#{version.id}")["model"]["w"] for store in (source, target))
         assert torch.equal(here, there)
     assert target.verify().ok
+
+
+def test_records_of_one_commit_travel_on(backends: Backends) -> None:
+    """Ancestors that came in one commit keep their order: for refs, and for a third store."""
+    first, second, third = _store(backends()), _store(backends()), _store(backends())
+    run = first.run("gpt")
+    ids = [run.save({"w": torch.full((5,), float(n))}, step=n // 2).id for n in range(6)]
+    first.replicate(second, [f"#{ids[-1]}"])
+    assert [v.id for v in second.versions()] == ids
+    assert len({v.commit for v in second.versions()}) < len(ids)
+    assert second.resolve("gpt@1").id == first.resolve("gpt@1").id == ids[3]
+    second.replicate(third)
+    assert _catalog(third) == _catalog(second)
+    third.remove([f"#{ids[-1]}"], force=True)
+    head = third.run("gpt").head
+    assert head is not None
+    assert head.id == ids[-2]
+
+
+def test_that_it_was_read_back_is_said_of_one_store(backends: Backends) -> None:
+    """What a second store read back was not read back in a third: it does not count there."""
+    first, second, third = _store(backends()), _store(backends()), _store(backends())
+    first.run("gpt").save(_state(1), step=1)
+    first.replicate(second)
+    second.replicate(third, check=False)
+    second.replicate(third)
+    assert second.versions()[0].replicas == ()
+    assert "read_back_s" not in third.versions()[0].receipt
+
+
+def test_what_was_not_read_back_is_not_relied_on(backends: Backends) -> None:
+    """A version that is to be read back shares no chunk with one that never was."""
+    source, memory = _store(backends()), backends()
+    target = _store(memory)
+    run = source.run("gpt")
+    run.save(_state(1), step=1)
+    source.replicate(target, check=False)
+    for info in list(memory.list("packs/")):  # what arrived is not what was sent
+        data = memory.get(info.key, bytes_max=1 << 30)
+        memory.delete(info.key)
+        memory.put(info.key, data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+    run.save(_state(2), step=2)
+    source.replicate(target)
+    _assert_loads(target, [target.resolve("gpt@2")])
+    assert [v.replicas != () for v in source.versions()] == [False, True]
+
+
+@pytest.mark.parametrize("level", ["weights", "record"])
+def test_less_than_the_source_has_does_not_count(backends: Backends, level: Any) -> None:  # noqa: ANN401
+    """A version that the target has aged since is not noted as one that the target has."""
+    source, target = _store(backends()), _store(backends())
+    run = source.run("gpt")
+    run.save(_state(1), step=1)
+    run.save(_state(2), step=2)
+    source.replicate(target, check=False)
+    target.age(["gpt@1"], level)
+    source.replicate(target)
+    assert source.resolve("gpt@1").replicas == (
+        (target.info.store_id,) if level == "record" else ()
+    )
+
+
+def test_content_that_comes_back_is_of_here(backends: Backends) -> None:
+    """An evicted version that comes back was saved here still, and who has it is still known."""
+    source, target = _store(backends()), _store(backends())
+    run = source.run("gpt")
+    run.save(_state(1), step=1)
+    run.save(_state(2), step=2)
+    source.replicate(target)
+    before = _catalog(source)
+    source.age(["gpt@1"], "record")
+    target.replicate(source, ["gpt@1"])
+    back = source.resolve("gpt@1")
+    assert (back.origin, back.replicas) == ("", (target.info.store_id,))
+    assert _catalog(source) == before
+    _assert_loads(source, [back])
+
+
+def test_the_head_leaves_what_the_source_deleted(backends: Backends) -> None:
+    """Where the source deleted its head and went on from before it, the target's head follows.
+
+    As long as the source has not gone on, it stays: deletion alone does not travel.
+    """
+    source, target = _store(backends()), _store(backends())
+    run = source.run("gpt")
+    for step in (1, 2):
+        run.save({"w": torch.full((5,), float(step))}, step=step)
+    source.replicate(target)
+    source.remove(["gpt@2"], force=True)
+    source.replicate(target)
+    assert target.resolve("gpt@latest").step == 2
+    source.run("gpt").save({"w": torch.full((5,), 3.0)}, step=3)
+    source.replicate(target)
+    assert target.resolve("gpt@latest").step == 3
+
+
+def test_many_metrics_travel_in_commits_of_their_size(backends: Backends) -> None:
+    """Records and annotations of any size go into as many commits as they need."""
+    source, target, later = _store(backends()), _store(backends()), _store(backends())
+    run = source.run("gpt")
+    names = [f"evaluation/harness/task number {number:04}/accuracy" for number in range(900)]
+    for step in range(90):
+        metrics = dict.fromkeys(names, step / 7)
+        run.save({"w": torch.full((2,), float(step))}, step=step, metrics=metrics)
+    source.replicate(target, ["gpt@89"])
+    assert {v.id: v.metrics for v in target.versions()} == {
+        v.id: v.metrics for v in source.versions()
+    }
+    source.replicate(later)
+    for version in source.versions():
+        source.annotate(f"#{version.id}", dict.fromkeys(names, 1 / 3))
+    source.replicate(later)
+    assert {v.id: v.metrics for v in later.versions()} == {
+        v.id: v.metrics for v in source.versions()
+    }
+
+
+def test_one_operation_names_a_bounded_number(
+    backends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What another store has is noted in as many commits as it takes."""
+    monkeypatch.setattr("ckptstore.limits.VERSIONS_PER_OP_MAX", 2)
+    source, target = _store(backends()), _store(backends())
+    _history(source)
+    assert source.replicate(target).noted
+    assert all(v.replicas for v in source.versions())
+
+
+def test_requests_do_not_grow_with_the_target(backends: Backends) -> None:
+    """A version costs the same requests, however many versions are there."""
+    meter = MeteredBackend(backends())
+    source, target = _store(backends()), _store(meter)
+    run = source.run("gpt")
+    costs = []
+    for count in (10, 40):
+        for number in range(count):
+            run.save({"w": torch.full((50,), float(count + number))}, step=count + number)
+        before = {name: one.calls for name, one in meter.snapshot().items()}
+        source.replicate(target)
+        after = {name: one.calls - before.get(name, 0) for name, one in meter.snapshot().items()}
+        costs.append(sum(after.values()) / count)
+    assert costs[1] <= costs[0]
+
+
+def test_brought_by_another_meanwhile(backends: Backends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another brought unchecked, or the target deleted, while it travelled does not count."""
+    source, memory = _store(backends()), backends()
+    run = source.run("gpt")
+    for step in (1, 2):
+        run.save({"w": torch.full((5,), float(step))}, step=step)
+    check, done = module._Replication._check, []
+
+    def overtaken(self: Any, landed: Any) -> None:  # noqa: ANN401
+        check(self, landed)
+        if not done:
+            done.append(1)
+            other = _store(memory)
+            source.replicate(other, check=False)
+            other.remove(["gpt@2"], force=True)
+
+    monkeypatch.setattr(module._Replication, "_check", overtaken)
+    report = source.replicate(_store(memory))
+    assert (len(report.copied), len(report.present), len(report.left)) == (0, 1, 1)
+    assert all(v.state == "durable" for v in source.versions())
