@@ -16,9 +16,9 @@ from ckptstore.checkpoint.content import Content, TensorInfo
 from ckptstore.checkpoint.load import LoadRequest, load_state
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
-from ckptstore.errors import TensorIndexError
+from ckptstore.errors import CorruptObjectError, TensorIndexError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, Pattern, find_path, path_text
 from ckptstore.format.skeleton import Leaf, prune
@@ -239,8 +239,13 @@ class LazyTensor:
             The index is out of range, or of a kind that tensors do not take.
         CorruptTensorError
             A piece that is needed is damaged.
+        CorruptObjectError
+            The manifest says another size than dtype and shape do.
         """
         keys = index if isinstance(index, tuple) else (index,)
+        if bytes_of(self.dtype, self.shape) != self.nbytes:
+            msg = f"{self.path}: a record of {self.dtype}{list(self.shape)} has {self.nbytes} bytes"
+            raise CorruptObjectError(msg)
         if self._leaf.kind not in _SLICEABLE:
             return self._applied(self.load(), keys)
         if self._record.blocks is not None:

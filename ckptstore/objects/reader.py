@@ -209,7 +209,7 @@ class _Reading:
                 self._failed(delta.pack, delta.chunk, error)
                 continue
             for want in delta.chunk.wants[1:]:
-                if self.table.ids[want.row].tobytes() != self.table.ids[first.row].tobytes():
+                if self._piece(want.row) != self._piece(first.row):
                     wrong = _broken("content does not match its chunk id")
                     self._failed(delta.pack, delta.chunk, wrong, only=want)
                 elif want.out is not None:
@@ -287,6 +287,10 @@ class _Reading:
                 continue
             if want.out is not None:
                 want.out[:] = piece
+
+    def _piece(self, row: int) -> tuple[bytes, int]:
+        """Return the id and the length that the manifest says."""
+        return self.table.ids[row].tobytes(), int(self.table.raw[row])
 
     def _check(self, want: Want, piece: memoryview) -> None:
         if blake3_digest(piece) != self.table.ids[want.row].tobytes():

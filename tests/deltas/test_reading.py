@@ -14,12 +14,14 @@ from deltakit import deltas_of, manifest_of, open_store, packs_of, same, state_o
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptObjectError, CorruptTensorError, LimitError
+from ckptstore.events import silent
 from ckptstore.format import framing
 from ckptstore.format import manifest as manifests
 from ckptstore.format.bases import NO_BASE
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.store import Store
 
 Backends = Callable[[], MemoryBackend]
@@ -337,6 +339,29 @@ def test_a_manifest_that_takes_a_delta_for_none_gives_an_error(store: Store) -> 
     store._manifests.keep(version.manifest_digest, replace(manifest, pieces=lying))
     with pytest.raises(CorruptTensorError, match="no delta"):
         store.load("gpt@1")
+
+
+def test_a_manifest_with_two_lengths_of_one_delta_gives_an_error(store: Store) -> None:
+    """Two pieces of one id at one place, of which one is said to be shorter."""
+    fill(store)
+    table, rows = weight_rows(store)
+    names = ("ids", "pack", "offset", "stored", "inner", "slab", "base")
+    parts = {name: changed(getattr(table, name), rows[1], getattr(table, name)[rows[0]])
+             for name in names}  # fmt: skip
+    raw = changed(table.raw, rows[1], table.raw[rows[0]] - 4)
+    lying = PieceTable(packs=table.packs, raw=raw, **parts)
+    wants = [
+        Want(row=row, out=memoryview(bytearray(int(raw[row]))), label="model.weight")
+        for row in rows[:2]
+    ]
+    with pytest.raises(CorruptTensorError, match=r"model\.weight: content does not match"):
+        read_pieces(
+            lying,
+            wants,
+            backend=store.repo.backend,
+            options=store.repo.options,
+            progress=silent,
+        )
 
 
 # --- other stores, and what is left of versions ---------------------------------------------------

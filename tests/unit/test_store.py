@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 
 import ckptstore
 from ckptstore.errors import (
+    CorruptObjectError,
     CorruptTensorError,
     InvalidInputError,
     InvalidRefError,
@@ -295,6 +297,19 @@ def test_lazy_slices_equal_real_ones(store: ckptstore.Store) -> None:
         with pytest.raises(IndexError) as caught:
             lazy["big"][wrong]
         assert isinstance(caught.value, ckptstore.CkptStoreError)
+
+
+@pytest.mark.parametrize("change", [{"shape": (1 << 62, 8)}, {"dtype": "float3"}])
+def test_a_slice_of_a_hostile_record_is_refused(
+    store: ckptstore.Store, change: dict[str, Any]
+) -> None:
+    """A record whose size is not that of its dtype and shape gives an error and takes no memory."""
+    version = store.run("r").save({"t": torch.arange(8)}, step=1)
+    manifest = store._manifests.load(version)
+    lying = (replace(manifest.tensors[0], **change),)
+    store._manifests.keep(version.manifest_digest, replace(manifest, tensors=lying))
+    with pytest.raises(CorruptObjectError):
+        store.version("r")["t"][2:5]
 
 
 def test_lazy_tensors_can_be_iterated(store: ckptstore.Store) -> None:
