@@ -17,7 +17,7 @@ import zstandard
 from blake3 import blake3
 
 OPS = "create-run declare save annotate tag untag fork rollback delete undelete pin unpin relocate"
-OPS += " set-policy verified quarantine condemn swept"
+OPS += " set-policy verified quarantine condemn swept replicate replicated"
 COLUMNS = {"raw": "u4", "pack": "u4", "offset": "u8", "stored": "u4", "inner": "u4", "slab": "u4"}
 DTYPES = np.sctypeDict | {"bfloat16": "u2", "bits16": "u2", "complex32": "u4"}  # others are bytes
 SHARES = ((1,), (1, 1, 2), (1, 1), (1,) * 8, (1, 1), (1,) * 4, (1,) * 8)  # of planes, by layout
@@ -55,13 +55,13 @@ def find_save(store: Path, name: str) -> dict[str, Any]:
         require([commit["number"], commit["previous"]] == due, f"{path}: no chain")
         for op in commit["ops"]:
             require(op["op"] in OPS.split(), f"{path}: unknown operation {op['op']}")
-            if op["op"] == "save":
+            if op["op"] in ("save", "replicate"):
                 versions[op["version"]] = op
             elif op["op"] == "relocate":
                 versions[op["version"]]["manifest"] = op["manifest"]
             elif op["op"] == "delete":
                 heads = {run: v for run, v in heads.items() if v not in op["versions"]}
-            if op["op"] in ("save", "rollback"):
+            if op["op"] in ("save", "rollback") or op.get("head"):
                 heads[op["run"]] = op["version"]
     found = versions.get(heads.get(name, name))
     require(found and found["manifest"], f"there is no run or version {name}: name it by its id")

@@ -152,6 +152,19 @@ def test_a_store_that_was_just_written(reader: ModuleType, tmp_path: Path) -> No
         assert np.array_equal(found[f"small.{n}"], state["small"][str(n)].numpy())
 
 
+def test_stores_that_versions_travelled_between(reader: ModuleType, tmp_path: Path) -> None:
+    """The reader reads a replica, records of versions that did not travel, and what goes on."""
+    with ckptstore.open(tmp_path / "here", create=True) as store:
+        for step in range(3):
+            store.run("a").save({"t": torch.full((5000,), float(step))}, step=step)
+        store.replicate(tmp_path / "there", ["a@1"])
+        store.replicate(tmp_path / "whole")
+    with ckptstore.open(tmp_path / "whole") as store:
+        store.run("a").save({"t": torch.full((5000,), 3.0)}, step=3)
+    for name, newest in (("here", 2.0), ("there", 1.0), ("whole", 3.0)):
+        assert restore(reader, tmp_path / name, "a")["t"].tolist() == [newest] * 5000
+
+
 @pytest.mark.parametrize("kind", ["store.json", "commits", "manifests", "packs"])
 def test_damage_is_noticed(reader: ModuleType, tmp_path: Path, kind: str) -> None:
     """A flipped bit in anything that is read raises, and never gives other values."""
