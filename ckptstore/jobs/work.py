@@ -296,10 +296,11 @@ class _Run:
         found = []
         for version in selected:
             now = catalog.version(version.id)
-            has = there.has_version(version.id) and there.version(version.id)
-            sound = has and not (has.deleted or has.damaged) and read_back(has)
             held = now.pinned or now.tags or now.id in heads or now.id in kept
-            if sound and _at_least(has, now) and store_id in now.replicas and not held:
+            if held or store_id not in now.replicas or not there.has_version(now.id):
+                continue
+            has = there.version(now.id)
+            if _at_least(has, now) and read_back(has) and not (has.deleted or has.damaged):
                 found.append(now)
         return [one for one in found if not one.deleted and one.level != "record"]
 

@@ -5,9 +5,11 @@
     python tests/compat/make_golden.py tests/compat/golden/v1-recipes
     python tests/compat/make_golden.py tests/compat/golden/v1-delta
     python tests/compat/make_golden.py tests/compat/golden/v1-aged
+    python tests/compat/make_golden.py tests/compat/golden/v1-replica
 
 The later ones hold what came to the format later: tensors in blocks, tensors that follow from
-others, pieces that are differences to those of older versions, versions whose weights were rounded.
+others, pieces that are differences to those of older versions, versions whose weights were rounded,
+versions that came from another store.
 The golden stores are committed. Later versions of ckptstore must read them as they are, so a store
 that is there is never made again; ``test_golden_v1.py`` and its like hold what every value must be,
 as literals.
@@ -20,6 +22,7 @@ from __future__ import annotations
 import datetime as dt
 import pathlib
 import sys
+import tempfile
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
@@ -301,6 +304,48 @@ def make_delta(folder: pathlib.Path) -> None:
         store.remove(["moving@0"])
 
 
+def make_replica(folder: pathlib.Path) -> None:
+    """Make the golden store that has versions of another, a part of them as records, and its own.
+
+    Beside it, in a folder that is no part of it, the other one is made and goes.
+    """
+    least = limits.SNAPSHOT_COMMITS_MIN
+    limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]  # so that snapshots hold versions
+    try:
+        with (
+            tempfile.TemporaryDirectory() as place,
+            Store(create(pathlib.Path(place) / "first", SimulatedEnvironment(6))) as first,
+            Store(create(folder, SimulatedEnvironment(7))) as store,
+        ):
+            run = first.run("gpt", metrics={"loss": "min"})
+            state = {"model": {"w": torch.arange(5000.0)}, "optimizer": {"m": torch.ones(300)}}
+            for step in range(4):
+                state["model"]["w"][step] = -1.5
+                loss = float("nan") if step == 1 else 1 / (1 + step)
+                tags = ["good"] if step == 2 else ()
+                metadata = {"note": "größer"}
+                run.save(
+                    state,
+                    step=step,
+                    metrics={"loss": loss},
+                    tags=tags,
+                    metadata=metadata,
+                    codec="planes",
+                )
+            run.rollback("2")
+            first.fork("gpt@2", "ft")
+            first.run("ft").save(state, step=9, codec="planes")
+            first.age(["gpt@0"], "weights")
+            first.replicate(store, ["ft@9"])
+            first.replicate(store, ["gpt@0", "gpt@3"])
+            store.run("ft").save(state, step=10, codec="planes")
+            store.replicate(first)
+            first.replicate(store, ["gpt@2"])
+            store.age(["gpt@3"], "record")
+    finally:
+        limits.SNAPSHOT_COMMITS_MIN = least  # type: ignore[misc]
+
+
 def make(folder: pathlib.Path) -> None:
     """Make the golden store in a folder that is not there yet."""
     environment = SimulatedEnvironment(1)
@@ -335,4 +380,5 @@ if __name__ == "__main__":
     kinds = {"v1": make, "v1-blocks": make_blocks, "v1-recipes": make_recipes}
     kinds["v1-delta"] = make_delta
     kinds["v1-aged"] = make_aged
+    kinds["v1-replica"] = make_replica
     kinds[place.name](place)

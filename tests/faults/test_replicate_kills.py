@@ -1,0 +1,60 @@
+"""SIGKILL in the middle of archival jobs: no version is ever whole nowhere, nor shown in part."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+PHASES = (
+    "killed before anything travelled",
+    "killed while a version travelled",
+    "killed after versions had come",
+    "killed after versions were evicted",
+    "the job ended before the kill",
+)
+
+
+def campaign(folder: Path, *, rounds: int, seed: int, elements: int) -> dict[str, Any]:
+    """Return the figures of a campaign of kills."""
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    numbers = [str(number) for number in (rounds, seed, elements)]
+    done = subprocess.run(
+        [sys.executable, "-m", "faultkit.replicate_driver", str(folder), *numbers],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        check=False,
+        timeout=3600,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_killed_jobs_lose_nothing(tmp_path: Path) -> None:
+    """After each kill all that shows loads bit-identical, and each version is whole somewhere."""
+    found = campaign(tmp_path, rounds=8, seed=5, elements=20_000)
+
+    assert found["problems"] == []
+    assert found["figures"]["rounds"] == 8
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_killed_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The long form: 100 kills that hit every phase of a job."""
+    found = campaign(tmp_path, rounds=100, seed=2026, elements=200_000)
+
+    with capsys.disabled():
+        print(json.dumps(found, indent=1))  # noqa: T201
+    assert found["problems"] == []
+    assert found["figures"]["rounds"] == 100
+    for phase in PHASES[:4]:
+        assert found["figures"].get(phase, 0) > 0, phase
