@@ -186,8 +186,9 @@ def follow(target: Catalog, source: Catalog, runs: Iterable[str]) -> list[Op]:
     """Return what brings heads, metrics and tags of runs to where the source has them.
 
     The head of a run moves where the source has gone on from it, or has abandoned it, or deleted it
-    and gone on from elsewhere. It stays where the training went on in the target. Of metrics and
-    tags that both have, those of the source count; what only the target has stays.
+    and gone on from elsewhere; not to a version of which only the record is here. It stays where
+    the training went on in the target. Of metrics and tags that both have, those of the source
+    count; what only the target has stays.
     """
     ops: list[Op] = []
     for name in runs:
@@ -238,7 +239,8 @@ def _head(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
         return
     if here and not _left(source, here, wanted) and not source.descends(wanted, here):
         return
-    if target.has_version(wanted) and not target.version(wanted).deleted:
+    found = target.version(wanted) if target.has_version(wanted) else None
+    if found is not None and not found.deleted and found.level != "record":
         reason = "follows the store that it is a replica of"
         yield from lifecycle_changes.rollback(target, run=name, version=wanted, reason=reason)
 

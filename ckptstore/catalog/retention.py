@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -100,7 +100,12 @@ class RunPlan:
 
 
 def plan(
-    catalog: Catalog, *, policy: Policy | None = None, run: str | None = None, now_ms: int
+    catalog: Catalog,
+    *,
+    policy: Policy | None = None,
+    run: str | None = None,
+    now_ms: int,
+    free: Container[str] | None = None,
 ) -> list[RunPlan]:
     """Return what becomes of each version of a run, or of all runs.
 
@@ -111,6 +116,8 @@ def plan(
     now_ms
         Time that ages are counted from, in milliseconds since 1970; they are those of the writers'
         clocks.
+    free
+        Ids of versions that may change; all others stay as they are. None: all may.
 
     Raises
     ------
@@ -128,7 +135,7 @@ def plan(
         if found is None:
             plans.append(_untouched(catalog, name))
         else:
-            plans.append(plan_run(catalog, name, found, now_ms=now_ms))
+            plans.append(plan_run(catalog, name, found, now_ms=now_ms, free=free))
     return plans
 
 
@@ -169,8 +176,15 @@ def stored_encodings(catalog: Catalog, run: str) -> Mapping[str, str]:
     return {}
 
 
-def plan_run(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> RunPlan:
-    """Return what becomes of each version of one run under a policy.
+def plan_run(
+    catalog: Catalog,
+    run: str,
+    policy: Policy,
+    *,
+    now_ms: int,
+    free: Container[str] | None = None,
+) -> RunPlan:
+    """Return what becomes of each version of one run under a policy; as :func:`plan`.
 
     Raises
     ------
@@ -187,6 +201,7 @@ def plan_run(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> RunP
         head=catalog.head_id(run),
         directions=dict(catalog.run(run).metrics),
         now_ms=now_ms,
+        free=free,
     )
     try:
         return planning.plan(run)
@@ -262,6 +277,7 @@ class _Planning:
     head: str
     directions: dict[str, Direction]
     now_ms: int
+    free: Container[str] | None = None
 
     def plan(self, run: str) -> RunPlan:
         fates: dict[str, tuple[Fate, list[str]]] = {}
@@ -304,6 +320,8 @@ class _Planning:
             held.append("head")
         if version.tags and not self._says_tagged():
             held.append("tagged " + ", ".join(version.tags))
+        if self.free is not None and version.id not in self.free:
+            held.append("not in the other store yet")
         if version.damaged:
             held.append("damaged: repair it, or rm it")
         if fate not in ("gone", "record") and not _has_weights(version):

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ckptstore import limits
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.rules import parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
@@ -24,6 +25,7 @@ from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport
 from ckptstore.jobs.sizes import rate_of
 from ckptstore.model import Version
 from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, read_back, replicate
+from ckptstore.ops.retain import retain
 from ckptstore.ops.select_versions import select_versions
 from ckptstore.store.replicating import open_target
 from ckptstore.store.store import Store, open_store
@@ -167,7 +169,7 @@ class _Run:
             if retain.evict is not None:
                 self._step("evict", self._evict)
             if retain.source:
-                self._step("retain-source", lambda: self._retain(self.source, retain.source))
+                self._step("retain-source", self._retain_source)
         if self.job.gc.target:
             self._step("gc-target", lambda: self._collect(self.target))
         if self.job.gc.source:
@@ -260,9 +262,34 @@ class _Run:
             "failures": [asdict(failure) for failure in report.failures],
         }
 
-    def _retain(self, store: Store, policy: Mapping[str, Any] | bool) -> Mapping[str, Any]:
-        chosen = policy if isinstance(policy, Mapping) else None
-        report = store.retain(chosen, dry_run=self.dry_run)
+    def _retain_source(self) -> Mapping[str, Any]:
+        """Thin out the source, but for what is selected and not in the target.
+
+        That may be too young for the selection, or have been saved since it was made.
+        """
+        catalog = self.source.repo.refresh()
+        there = self.target.repo.refresh()
+        free = {version.id for version in catalog.versions()}
+        missing = {version.id for version in self.selected() if not _has(there, version)}
+        if self.dry_run and self.replicated is not None:
+            missing.difference_update(self.replicated.copied)
+        free -= missing
+        return self._retain(self.source, self.job.retain.source, free=free)
+
+    def _retain(
+        self,
+        store: Store,
+        policy: Mapping[str, Any] | bool,
+        *,
+        free: Container[str] | None = None,
+    ) -> Mapping[str, Any]:
+        report = retain(
+            store.repo,
+            store._manifests,
+            policy=policy if isinstance(policy, Mapping) else None,
+            dry_run=self.dry_run,
+            free=free,
+        )
         return {
             "changes": len(report.changes),
             "reclaimable_bytes": report.reclaimable_bytes,
@@ -347,6 +374,14 @@ class _Run:
             "a_month": round(gb * prices.stored_per_gb_month, 6),
             "currency": prices.currency,
         }
+
+
+def _has(there: Catalog, version: Version) -> bool:
+    """Return whether a store has as much of a version; or had, and has deleted it itself."""
+    if not there.has_version(version.id):
+        return False
+    found = there.version(version.id)
+    return found.deleted or (_at_least(found, version) and not found.damaged)
 
 
 def _log_kept(missed: Collection[str]) -> None:

@@ -6,7 +6,7 @@ tagged or pinned meanwhile stays, and one that became the head too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -112,6 +112,7 @@ def retain(
     run: str | None = None,
     dry_run: bool,
     quick: bool = False,
+    free: Container[str] | None = None,
 ) -> RetainReport:
     """Plan what becomes of versions, and carry it out unless `dry_run`.
 
@@ -119,6 +120,9 @@ def retain(
     ----------
     quick
         A dry run reads no tensor: what rounding frees is estimated, and its errors are not known.
+    free
+        Ids of versions that may change; all others, those that come meanwhile too, stay as they
+        are. None: all may.
 
     Raises
     ------
@@ -136,7 +140,7 @@ def retain(
     checked = None if policy is None else check_policy(policy)
     if checked is not None:
         checked.check()
-    applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run)
+    applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run, free=free)
     plans = applying.plans(repo.refresh())
     if not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
@@ -178,8 +182,15 @@ class _Retaining:
     """One call; owned by one thread."""
 
     def __init__(
-        self, *, repo: Repo, cache: Manifests, policy: Policy | None, run: str | None
+        self,
+        *,
+        repo: Repo,
+        cache: Manifests,
+        policy: Policy | None,
+        run: str | None,
+        free: Container[str] | None,
     ) -> None:
+        self._free = free
         self._repo = repo
         self._cache = cache
         self._policy = policy
@@ -191,7 +202,9 @@ class _Retaining:
         """Version id to what is left of it, where tensors had to be read to know that."""
 
     def plans(self, catalog: Catalog) -> list[RunPlan]:
-        return retention.plan(catalog, policy=self._policy, run=self._run, now_ms=self._now_ms)
+        return retention.plan(
+            catalog, policy=self._policy, run=self._run, now_ms=self._now_ms, free=self._free
+        )
 
     def measure(self, plans: Sequence[RunPlan]) -> None:
         """Round what would be rounded, and keep what that tells."""

@@ -296,3 +296,21 @@ def test_reports_tell_no_secrets(reading: Reading, tmp_path: Path) -> None:
     url = "memory://user:secret@reports/cold?token=secret"
     job = msgspec.structs.replace(job, target=msgspec.structs.replace(job.target, url=url))
     assert "secret" not in run_job(job, dry_run=True).target
+
+
+def test_retention_of_the_source_waits_for_the_copy(tmp_path: Path, reading: Reading) -> None:
+    """What is selected and was too young to be copied stays, whatever the source's rules say."""
+    _train(tmp_path, 1, 2, 3)
+    job = reading(
+        '[select]\nolder_than = "1h"\nkeep = ["best 2 loss"]\n'
+        '[retain]\nsource = { full = "last 1" }\n[gc]\nsource = true\n'
+    )
+    report = run_job(job)
+    assert _step(report, "replicate")["selected"] == 0
+    assert _step(report, "retain-source")["changes"] == 1
+    with ckptstore.open(tmp_path / "hot") as hot:
+        assert [v.step for v in hot.versions()] == [2, 3]
+    assert run_job(job, environment=_Later()).ok  # type: ignore[arg-type]
+    with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
+        assert [v.step for v in hot.versions()] == [3]
+        assert [v.step for v in cold.versions() if v.level == "full"] == [2, 3]

@@ -587,3 +587,24 @@ def test_brought_by_another_meanwhile(backends: Backends, monkeypatch: pytest.Mo
     report = source.replicate(_store(memory))
     assert (len(report.copied), len(report.present), len(report.left)) == (0, 1, 1)
     assert all(v.state == "durable" for v in source.versions())
+
+
+def test_the_head_is_never_a_record(backends: Backends) -> None:
+    """Where the source's head could not be copied, the target's stays at what can be loaded."""
+    backend = backends()
+    source, target = _store(backend), _store(backends())
+    run = source.run("gpt")
+    for step in (1, 2):
+        run.save({"model": {"w": torch.randn(64, 64) + step}}, step=step)
+    pack = source.version("gpt@2")._content.manifest.pieces.packs[0]
+    key = f"packs/{pack[:2]}/{pack}.pack"
+    sound = backend.get(key, bytes_max=1 << 20)
+    backend.delete(key)
+    assert source.replicate(target).failures
+    assert target.resolve("gpt@2").level == "record"
+    head = target.run("gpt").head
+    assert head is not None
+    assert head.step == 1
+    backend.put(key, sound)
+    source.replicate(target)
+    assert _catalog(target) == _catalog(source)
