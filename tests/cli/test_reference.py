@@ -35,6 +35,10 @@ def _documented(text: str) -> set[str]:
     return {found for part in code for found in re.findall(_OPTION, part)}
 
 
+_WITHOUT_STORE = frozenset({"archive"})
+"""Commands whose files name the stores."""
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_of_a_command_is_described(name: str) -> None:
     """Each command has its section, with all its options and arguments and no others."""
@@ -48,7 +52,8 @@ def test_every_option_of_a_command_is_described(name: str) -> None:
     for argument in (p for p in command.params if not any(o.startswith("-") for o in p.opts)):
         assert argument.metavar.strip("[].") in usage
     assert command.help
-    assert COMMON - {"--utc"} <= options
+    own_place = {"--store", "-s", "--option", "-o"} if name in _WITHOUT_STORE else set()
+    assert COMMON - {"--utc"} - own_place <= options
 
 
 def test_common_options_and_commands_are_described() -> None:

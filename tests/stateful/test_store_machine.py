@@ -98,7 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         StoreMachine.count += 1
         self.environment = SimulatedEnvironment()
         self.backend = MemoryBackend(
-            f"store-machine-{StoreMachine.count}", environment=self.environment
+            f"{__name__}-{StoreMachine.count}", environment=self.environment
         )
         create_on(self.backend, environment=self.environment, prober=trusting).close()
         self.late: list[Late] = []
