@@ -146,7 +146,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         """Collect without patience, after retention or without."""
         store = self.stores[place]
         if retain and store.versions():
-            with contextlib.suppress(REFUSED):
+            with contextlib.suppress(*REFUSED):
                 store.retain({"full": "last 3, tagged"})
         store.gc(grace_s=0.0, orphan_age_s=0.0)
 
