@@ -129,7 +129,7 @@ def _encodings(texts: Sequence[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for text in texts:
         pattern, equals, value = text.partition("=")
-        if not equals or pattern in found:
+        if not (pattern and equals) or pattern in found:
             msg = f"--encoding {text!r} is not PATTERN=ENCODING, or its pattern was there before"
             raise InvalidInputError(msg, hint="such as 'role:optimizer=dynamic8'")
         found[pattern] = value

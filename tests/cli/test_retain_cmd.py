@@ -300,3 +300,4 @@ def test_rounding_is_foreseen_with_bytes_and_errors(cli: Cli, tmp_path: Path) ->
         "encodings": {"role:optimizer": "dynamic8", "model.*": "bf16:rel_l2=0.1"},
     }
     assert cli("retain", "gpt", "--encoding", "bf16", "--set", "-s", path).code == 2
+    assert cli("retain", "gpt", "--encoding", "=bf16", "--set", "-s", path).code == 2
