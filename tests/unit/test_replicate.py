@@ -573,7 +573,8 @@ def test_brought_by_another_meanwhile(backends: Backends, monkeypatch: pytest.Mo
     run = source.run("gpt")
     for step in (1, 2):
         run.save({"w": torch.full((5,), float(step))}, step=step)
-    check, done = module._Replication._check, []
+    check = module._Replication._check
+    done: list[int] = []
 
     def overtaken(self: Any, landed: Any) -> None:  # noqa: ANN401
         check(self, landed)
