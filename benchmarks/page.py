@@ -30,6 +30,8 @@ def write_page(page: Path, results: Path) -> None:
     for name, make in sections().items():
         result = read_result(results, name)
         if result is None:
+            missing = f"*No table yet: `python -m benchmarks.run {name}` makes it.*"
+            text = _replaced(text, name, missing)
             continue
         plots = draw_plots(result, images)
         links = [f"![{label}](images/{path.name})" for label, path in plots.items()]
