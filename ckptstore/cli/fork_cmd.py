@@ -17,6 +17,7 @@ from ckptstore.cli.options import (
     SingleWriter,
     StorageOptions,
     StoreUrl,
+    ToOptions,
 )
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.progress import progress_bars
@@ -53,14 +54,7 @@ def fork(
         str | None,
         typer.Option("--to", metavar="URL", help="Another store to begin the run in."),
     ] = None,
-    to_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--to-option",
-            metavar="KEY=VALUE",
-            help="As --option, for the storage of --to. Repeatable.",
-        ),
-    ] = None,
+    to_option: ToOptions = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,

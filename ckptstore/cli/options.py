@@ -20,6 +20,7 @@ __all__ = [
     "SingleWriter",
     "StorageOptions",
     "StoreUrl",
+    "ToOptions",
     "Utc",
     "parse_metrics",
     "parse_storage_options",
@@ -48,6 +49,14 @@ StorageOptions = Annotated[
         help="An option for the storage library, such as endpoint_url=http://host:9000; "
         "KEY:=JSON for numbers and objects. Repeatable.",
         rich_help_panel=_PANEL,
+    ),
+]
+ToOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--to-option",
+        metavar="KEY=VALUE",
+        help="As --option, for the storage of --to. Repeatable.",
     ),
 ]
 AsJson = Annotated[

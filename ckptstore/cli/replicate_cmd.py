@@ -13,6 +13,7 @@ from ckptstore.cli.options import (
     SingleWriter,
     StorageOptions,
     StoreUrl,
+    ToOptions,
     parse_storage_options,
 )
 from ckptstore.cli.output import Output, Screen
@@ -64,14 +65,7 @@ def replicate(
         str | None,
         typer.Option("--limit-rate", metavar="SIZE", help="Bytes a second, such as 50MiB."),
     ] = None,
-    to_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--to-option",
-            metavar="KEY=VALUE",
-            help="As --option, for the storage of --to. Repeatable.",
-        ),
-    ] = None,
+    to_option: ToOptions = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
