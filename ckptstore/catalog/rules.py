@@ -39,6 +39,7 @@ __all__ = [
     "Tagged",
     "Within",
     "duration_text",
+    "parse_bytes",
     "parse_duration",
     "parse_rules",
 ]
@@ -181,6 +182,33 @@ def parse_duration(text: str) -> int:
         msg = f"{text[:40]!r} is not a duration"
         raise InvalidInputError(msg, hint="write 90s, 30m, 6h, 1d12h or 2w")
     return seconds
+
+
+_SUFFIXES: Final = {
+    "": 1,
+    "K": limits.KIB,
+    "KIB": limits.KIB,
+    "M": limits.MIB,
+    "MIB": limits.MIB,
+    "G": limits.GIB,
+    "GIB": limits.GIB,
+}
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``4MiB``, ``4M`` or ``4194304`` stand for.
+
+    Raises
+    ------
+    InvalidInputError
+        If it is no such text.
+    """
+    number = text.strip().upper().rstrip("KMGIB")
+    factor = _SUFFIXES.get(text.strip().upper()[len(number) :].strip())
+    if factor is None or not number.strip().isdecimal():
+        msg = f"{text!r} is not a number of bytes"
+        raise InvalidInputError(msg, hint="write 4MiB, 512KiB or a plain number")
+    return int(number) * factor
 
 
 def duration_text(seconds: int) -> str:

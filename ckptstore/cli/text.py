@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from ckptstore.errors import InvalidInputError
-from ckptstore.limits import GIB, KIB, MIB
+from ckptstore.catalog.rules import parse_bytes
 
 __all__ = [
     "age_text",
@@ -20,7 +19,6 @@ __all__ = [
 ]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_SUFFIXES = {"": 1, "K": KIB, "KIB": KIB, "M": MIB, "MIB": MIB, "G": GIB, "GIB": GIB}
 # Steps of an age: unit, its seconds, and up to how many of them it is used.
 _AGES = (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48), ("d", 86_400, 730), ("y", 31_557_600, 0))
 
@@ -49,22 +47,6 @@ def bytes_text(size: float) -> str:
         return f"{value:.0f} B"
     digits = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
     return f"{value:.{digits}f} {unit}"
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes that ``4MiB``, ``4M`` or ``4194304`` stand for.
-
-    Raises
-    ------
-    InvalidInputError
-        If it is no such text.
-    """
-    number = text.strip().upper().rstrip("KMGIB")
-    factor = _SUFFIXES.get(text.strip().upper()[len(number) :].strip())
-    if factor is None or not number.strip().isdecimal():
-        msg = f"{text!r} is not a number of bytes"
-        raise InvalidInputError(msg, hint="write 4MiB, 512KiB or a plain number")
-    return int(number) * factor
 
 
 def count_text(count: int) -> str:

@@ -35,9 +35,8 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.rules import parse_duration
+from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.errors import InvalidInputError, NotFoundError
-from ckptstore.jobs.sizes import rate_of
 from ckptstore.store.store import open_store
 
 __all__ = [
@@ -209,7 +208,7 @@ def _check(job: Job) -> None:
     ):
         if text is not None:
             parse_duration(text)
-    rate_of(job.copy.rate)
+    parse_bytes(str(job.copy.rate))
     for rules in (job.select.keep, job.retain.evict):
         if rules is not None:
             Policy.from_json({"full": rules}).check()

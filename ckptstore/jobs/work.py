@@ -16,13 +16,12 @@ from typing import Any
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
-from ckptstore.catalog.rules import parse_duration
+from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.config import Job
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport
-from ckptstore.jobs.sizes import rate_of
 from ckptstore.model import Version
 from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, read_back, replicate
 from ckptstore.ops.retain import retain
@@ -243,7 +242,7 @@ class _Run:
         request = ReplicateRequest(
             dry_run=self.dry_run,
             check=self.job.copy.check,
-            bytes_per_s=rate_of(self.job.copy.rate),
+            bytes_per_s=float(parse_bytes(str(self.job.copy.rate))),
             progress=self.progress,
         )
         source, target = self.source, self.target
