@@ -6,6 +6,7 @@ import threading
 from collections import OrderedDict
 
 from ckptstore import limits
+from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptObjectError, ObjectNotFoundError, VersionNotFoundError
 from ckptstore.format import manifest as manifests
 from ckptstore.format.manifest import Manifest
@@ -14,7 +15,7 @@ from ckptstore.model import Version
 from ckptstore.objects.deltas import Keyframes
 from ckptstore.repo import Repo
 
-__all__ = ["Manifests"]
+__all__ = ["Manifests", "read_manifest"]
 
 # Manifests kept in memory. Source: a run needs its head (to share with) and what it loads; one of
 # 1 TB takes some 16 MB.
@@ -50,14 +51,12 @@ class Manifests:
         StorageError
             The storage failed.
         """
-        if version.level == "record":
-            msg = f"only the record of {version.run}@{version.step} (#{version.id[:8]}) is kept"
-            raise VersionNotFoundError(msg, hint="its metrics and lineage are; its tensors are not")
+        _check_kept(version)
         with self._lock:
             if version.manifest_digest in self._kept:
                 self._kept.move_to_end(version.manifest_digest)
                 return self._kept[version.manifest_digest]
-        manifest = self._read(version)
+        manifest = read_manifest(self._repo.backend, version)
         self.keep(version.manifest_digest, manifest)
         return manifest
 
@@ -69,19 +68,28 @@ class Manifests:
             while len(self._kept) > self._kept_max:
                 self._kept.popitem(last=False)
 
-    def _read(self, version: Version) -> Manifest:
-        key = version.manifest_key
-        named = f"{key} of version {version.run}@{version.step} (#{version.id[:8]})"
-        hint = "run ckptstore verify; other versions are not affected"
-        if version.manifest_bytes > limits.MANIFEST_STORED_BYTES_MAX:
-            msg = f"manifest {named}: {version.manifest_bytes} bytes are over the limit"
-            raise CorruptObjectError(msg, hint=hint)
-        try:
-            data = self._repo.backend.get(key, bytes_max=version.manifest_bytes)
-        except ObjectNotFoundError as error:
-            msg = f"manifest {named} is gone"
-            raise CorruptObjectError(msg, hint=hint) from error
-        if len(data) != version.manifest_bytes or blake3_hex(data) != version.manifest_digest:
-            msg = f"manifest {named} does not match the digest in commit {version.commit}"
-            raise CorruptObjectError(msg, hint=hint)
-        return manifests.decode(data, where=named, version=version.id)
+
+def read_manifest(backend: Backend, version: Version) -> Manifest:
+    """Return the manifest of a version, read anew; raises as :meth:`Manifests.load`."""
+    _check_kept(version)
+    key = version.manifest_key
+    named = f"{key} of version {version.run}@{version.step} (#{version.id[:8]})"
+    hint = "run ckptstore verify; other versions are not affected"
+    if version.manifest_bytes > limits.MANIFEST_STORED_BYTES_MAX:
+        msg = f"manifest {named}: {version.manifest_bytes} bytes are over the limit"
+        raise CorruptObjectError(msg, hint=hint)
+    try:
+        data = backend.get(key, bytes_max=version.manifest_bytes)
+    except ObjectNotFoundError as error:
+        msg = f"manifest {named} is gone"
+        raise CorruptObjectError(msg, hint=hint) from error
+    if len(data) != version.manifest_bytes or blake3_hex(data) != version.manifest_digest:
+        msg = f"manifest {named} does not match the digest in commit {version.commit}"
+        raise CorruptObjectError(msg, hint=hint)
+    return manifests.decode(data, where=named, version=version.id)
+
+
+def _check_kept(version: Version) -> None:
+    if version.level == "record":
+        msg = f"only the record of {version.run}@{version.step} (#{version.id[:8]}) is kept"
+        raise VersionNotFoundError(msg, hint="its metrics and lineage are; its tensors are not")
