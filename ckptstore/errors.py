@@ -9,6 +9,9 @@
     |   |-- InvalidUrlError             a location that no backend serves
     |   |-- StateError (TypeError)      the state holds something that cannot be represented
     |   |-- TornStateError              the state was changed while it was being saved
+    |   |-- EncryptionKeyError          a key that is none, or that nothing here is encrypted with
+    |   |   |-- MissingKeyError         the store is encrypted, and no key was given
+    |   |   `-- WrongKeyError           the store is encrypted with another key
     |   `-- TensorIndexError (IndexError)  an index outside a tensor, or of a kind it does not take
     |-- NotFoundError (LookupError)     what was named is not there
     |   |-- StoreNotFoundError
@@ -37,7 +40,9 @@
     |   |-- StorageFullError            no space, or quota reached
     |   |-- StoragePermissionError      credentials or permissions
     |   |-- AmbiguousWriteError         a conditional write may or may not have happened
+    |   |-- ColdObjectError             it lies in an archive class: restore it first (thaw)
     |   |-- SaverDiedError              the process that saved in the background died
+    |   |-- WorkerDiedError             workers that ran tasks died, or there is none left
     |   `-- MissingDependencyError      the backend needs a package that is not installed
     `-- OperationCancelledError         the caller cancelled
 
@@ -52,11 +57,13 @@ from typing import ClassVar
 __all__ = [
     "AmbiguousWriteError",
     "CkptStoreError",
+    "ColdObjectError",
     "CommitConflictError",
     "CondemnedError",
     "ConflictError",
     "CorruptObjectError",
     "CorruptTensorError",
+    "EncryptionKeyError",
     "FormatError",
     "IntegrityError",
     "InvalidInputError",
@@ -65,6 +72,7 @@ __all__ = [
     "InvalidUrlError",
     "LimitError",
     "MissingDependencyError",
+    "MissingKeyError",
     "NotFoundError",
     "ObjectExistsError",
     "ObjectNotFoundError",
@@ -88,6 +96,7 @@ __all__ = [
     "UnsafeEncodingError",
     "UnsupportedFeatureError",
     "VersionNotFoundError",
+    "WorkerDiedError",
 ]
 
 
@@ -115,8 +124,8 @@ class CkptStoreError(Exception):
         return f"{self.message} -- {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Survive the trip through a process pool with the hint intact."""
-        return _rebuild, (type(self), self.message, self.hint)
+        """Survive the trip through a process pool with hint and attributes intact."""
+        return _rebuild, (type(self), self.message, self.hint), self.__dict__
 
 
 def _rebuild(cls: type[CkptStoreError], message: str, hint: str) -> CkptStoreError:
@@ -161,6 +170,24 @@ class TornStateError(InvalidInputError):
     """
 
     kind = "state_torn"
+
+
+class EncryptionKeyError(InvalidInputError):
+    """A key that cannot be read or is none, or one for a store that is not encrypted."""
+
+    kind = "key"
+
+
+class MissingKeyError(EncryptionKeyError):
+    """The store is encrypted, and no key was given; the hint names the ways to give one."""
+
+    kind = "key_missing"
+
+
+class WrongKeyError(EncryptionKeyError):
+    """The store is encrypted with another key; nothing but its records of keys was read."""
+
+    kind = "key_wrong"
 
 
 class TensorIndexError(InvalidInputError, IndexError):
@@ -343,10 +370,25 @@ class AmbiguousWriteError(StorageError):
     kind = "storage_ambiguous"
 
 
+class ColdObjectError(StorageError):
+    """What is to be read lies in an archive class of the storage, and must be restored first.
+
+    Trying again does not help: ``ckptstore thaw`` does. A load names the exact command.
+    """
+
+    kind = "storage_cold"
+
+
 class SaverDiedError(StorageError):
     """The process that saved in the background died before it was done; no version appeared."""
 
     kind = "saver_died"
+
+
+class WorkerDiedError(StorageError):
+    """Workers that ran tasks died again and again, or none is left; what was done stays done."""
+
+    kind = "worker_died"
 
 
 class MissingDependencyError(StorageError):

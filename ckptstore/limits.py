@@ -117,6 +117,10 @@ KEYS_PER_OP_MAX: Final = 40_000
 # Other stores that a version is noted to lie in; the newest count. Source: two clouds of three
 # regions each, tape, and as much again; each costs 33 bytes a version in the catalog.
 REPLICAS_MAX: Final = 16
+# What a replica is called, and where it is. Source: a name fits a column of a table; S3 and GCS allow
+# 1,024 bytes of key, and a path of Linux 4,096, which nobody types.
+REPLICA_NAME_CHARS_MAX: Final = 64
+REPLICA_URL_CHARS_MAX: Final = 2048
 # How far before the last success `--since last` looks again, in seconds. Source: a commit is tried
 # for COMMIT_WAIT_S, and clocks that no one keeps are minutes off; what is there costs nothing.
 SINCE_SLACK_S: Final = 3600.0
@@ -314,6 +318,35 @@ MOVES_PER_COMMIT: Final = 256
 # there. Source: 60 bytes each in a manifest: 600 MB read at most, 40 TB of chunks known.
 TRANSPLANT_PIECES_MAX: Final = 10_000_000
 
+# --- encryption -------------------------------------------------------------------------------
+
+# Bytes of a segment, each encrypted by itself. Source: measured, docs/design/0019: from 16 KiB on
+# AES-GCM runs at 5 to 8 GiB/s a core; tags take 0.02%; a read of one piece takes up to two segments
+# more than it asks for, 3% of a chunk of 4 MiB.
+SEGMENT_BYTES_DEFAULT: Final = 64 * KIB
+# Bounds of what a store may say. Source: below, each segment costs more than its tag is worth;
+# above, reading one byte costs a request's worth of memory.
+SEGMENT_BYTES_MIN: Final = 4 * KIB
+SEGMENT_BYTES_MAX: Final = 4 * MIB
+# Encrypted segments that a writer hands on together. Source: 1 MiB a call of the storage.
+SEGMENTS_PER_WRITE: Final = 16
+# Objects whose size and key are kept, so that further reads of them cost no further request.
+# Source: about 600 bytes each; 4096 packs of 64 MiB are 256 GiB.
+ENCRYPTED_HEADS_MAX: Final = 4096
+# How far into an object a first read begins at its header. Source: as much as a request's latency.
+HEADER_READ_BYTES: Final = 1 * MIB
+# A record of keys. Source: 16 slots of 300 bytes are 5 KiB.
+KEY_RECORD_BYTES_MAX: Final = 64 * KIB
+# Keys that open one store. Source: an old and a new one of some teams, and one in a safe.
+KEY_SLOTS_MAX: Final = 16
+# What a file, a variable or a command says as a key. Source: base64 of 32 bytes takes 44.
+KEY_TEXT_BYTES_MAX: Final = 4 * KIB
+# How long a command that says a key may take, in seconds. Source: a person types a passphrase.
+KEY_COMMAND_S: Final = 60.0
+# How often the newest record of keys is looked up while others rotate. Source: each try means that
+# a rotation, started by hand, came between a listing and a read.
+KEY_TRIES_MAX: Final = 8
+
 # --- retries ----------------------------------------------------------------------------------
 
 # Source: with base 0.1 s, doubling and full jitter, 8 tries spread over about 25 s on average and
@@ -358,6 +391,26 @@ DCP_TRANSFORMS_MAX: Final = 64
 # Metadata of an imported file that is kept with the version. Source: what training scripts write is
 # under 1 KiB; leaves room for the user's own within METADATA_BYTES_MAX.
 IMPORT_METADATA_BYTES_MAX: Final = 64 * KIB
+
+# --- tasks on several machines ----------------------------------------------------------------
+
+# Tasks that are submitted for each one that runs. Source: the next one waits at its worker when one
+# ends, so that a round trip to a scheduler (milliseconds) costs nothing; more would only wait.
+ENGINE_AHEAD: Final = 2
+# Tries of a task whose worker died. Source: Dask's allowed-failures is 3 deaths; a task that took
+# three processes with it will take a fourth.
+TASK_TRIES_MAX: Final = 3
+# A task as it travels. Source: one chunk of a pack takes 100 bytes, and a pack of 4 GiB has 65,536
+# chunks of the smallest size: 7 MB; 8x is slack, and far under what a scheduler takes.
+ENGINE_TASK_BYTES_MAX: Final = 64 * MIB
+# Backends that a worker keeps open. Source: source and target of four jobs at once.
+ENGINE_SHARED_MAX: Final = 8
+# How often who waits for tasks looks whether there are workers, in seconds. Source: a scheduler
+# answers in milliseconds; this costs nothing.
+ENGINE_LOOK_S: Final = 5.0
+# How long none may be there. Source: Dask's nanny starts a worker anew in seconds, a batch system
+# in a minute.
+ENGINE_WORKERS_WAIT_S: Final = 120.0
 
 # --- object stores ----------------------------------------------------------------------------
 

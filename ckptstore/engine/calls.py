@@ -1,0 +1,149 @@
+"""A task on its way to another process, and what comes back.
+
+Both are pickles between processes of one user, over a socket of this machine or a scheduler that
+the user has named and trusts with everything; nothing of it is ever stored. Tasks are pickled here
+rather than by the executor: what cannot travel is then said in words, and a function is always
+found by its name in the installed package, never sent as code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import threading
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Final, Generic, TypeVar, cast
+
+from ckptstore import limits
+from ckptstore.errors import CkptStoreError, InvalidInputError, LimitError, StorageError
+from ckptstore.hashing import blake3_digest
+
+__all__ = ["Shared", "packed", "run_packed", "unpacked"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_HINT: Final = "use the engine threads, or give storage options that are plain values"
+
+
+class Shared(Generic[T]):
+    """A value that many tasks hold, such as a backend: made once in each process that runs them.
+
+    Made by :meth:`ckptstore.engine.engine.Engine.share`. Any thread may use it.
+    """
+
+    def __init__(self, value: T, data: bytes = b"") -> None:
+        self.value = value
+        self._data = data
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _shared, (self._data or pickle.dumps(self.value, pickle.HIGHEST_PROTOCOL),)
+
+    @classmethod
+    def portable(cls, value: T, what: str) -> Shared[T]:
+        """Return a value with its pickle.
+
+        Raises
+        ------
+        InvalidInputError
+            It cannot be sent to another process; `what` names it.
+        """
+        try:
+            return cls(value, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        except Exception as error:
+            msg = f"{what} cannot be sent to another process: {_brief(error)}"
+            raise InvalidInputError(msg, hint=_HINT) from error
+
+
+_known: OrderedDict[bytes, Shared[Any]] = OrderedDict()
+_known_lock = threading.Lock()
+
+
+def _shared(data: bytes) -> Shared[Any]:
+    """Return the one object of this process that was made from a pickle."""
+    digest = blake3_digest(data)
+    with _known_lock:
+        found = _known.get(digest)
+        if found is None:
+            found = _known[digest] = Shared(pickle.loads(data), data)  # noqa: S301 - see the module
+        _known.move_to_end(digest)
+        while len(_known) > limits.ENGINE_SHARED_MAX:
+            _known.popitem(last=False)
+        return found
+
+
+def packed(function: Callable[[T], R], task: T) -> bytes:
+    """Return a call as it travels.
+
+    Raises
+    ------
+    InvalidInputError
+        The function or the task cannot be sent to another process.
+    LimitError
+        It is larger than any task should be.
+    """
+    try:
+        body = pickle.dumps((function, task), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        msg = f"a task cannot be sent to another process: {_brief(error)}"
+        raise InvalidInputError(msg, hint=_HINT) from error
+    if len(body) > limits.ENGINE_TASK_BYTES_MAX:
+        msg = f"a task takes {len(body)} bytes, more than {limits.ENGINE_TASK_BYTES_MAX}"
+        raise LimitError(msg, hint="use the engine threads")
+    return pickle.dumps((_version(), body), pickle.HIGHEST_PROTOCOL)
+
+
+def run_packed(data: bytes, number: str = "") -> bytes:
+    """Run a call in this process; return its result or its error, for :func:`unpacked`.
+
+    Never raises but what ends the process.
+
+    Parameters
+    ----------
+    number
+        Makes each call another one, for executors that take equal calls for the same.
+    """
+    del number
+    try:
+        version, body = pickle.loads(data)  # noqa: S301 - see the module
+        if version != _version():
+            msg = f"the workers have ckptstore {_version()}, not {version}"
+            raise StorageError(msg, hint="install the same version there")
+        function, task = pickle.loads(body)  # noqa: S301 - see the module
+        return pickle.dumps((True, function(task)), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
+        return _packed_error(error)
+
+
+def unpacked(data: bytes) -> Any:  # noqa: ANN401 - whatever the function returned
+    """Return what a call returned, or raise what it raised."""
+    fine, value = pickle.loads(data)  # noqa: S301 - see the module
+    if fine:
+        return value
+    raise cast("BaseException", value)
+
+
+def _packed_error(error: Exception) -> bytes:
+    """Return an error as it survives the trip; one that does not is told by its text."""
+    if not isinstance(error, CkptStoreError):
+        error.add_note("in a worker:\n" + "".join(traceback.format_exception(error)))
+    try:
+        data = pickle.dumps((False, error), pickle.HIGHEST_PROTOCOL)
+        if type(pickle.loads(data)[1]) is type(error):  # noqa: S301 - our own bytes
+            return data
+    except Exception:  # noqa: BLE001, S110 - anything may be wrong with a foreign class: see below
+        pass
+    told = CkptStoreError(f"a task failed: {_brief(error)}")
+    return pickle.dumps((False, told), pickle.HIGHEST_PROTOCOL)
+
+
+def _version() -> str:
+    """Return the version of the package; at run time, since it is above this module."""
+    return str(importlib.import_module("ckptstore").__version__)
+
+
+def _brief(error: Exception) -> str:
+    """Return kind and text of an error in one line, without what a storage option may hold."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]

@@ -1,0 +1,135 @@
+"""Workers of a Dask scheduler: one that runs somewhere, or one made for the while on this machine.
+
+Whoever reaches a scheduler can run code as its workers, so the one made here talks TLS with keys
+that live in memory, and listens on this machine only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ckptstore import limits
+from ckptstore.errors import MissingDependencyError, StorageError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from distributed import Client
+
+__all__ = ["DaskWorkers", "connected", "local_cluster"]
+
+
+class DaskWorkers:
+    """What is known of the workers behind a client."""
+
+    def __init__(self, client: Client, where: str, *, one_machine: bool) -> None:
+        self._client = client
+        self._where = where
+        self.one_machine = one_machine
+        self.executor: Executor = client.get_executor(pure=False)
+
+    def threads(self) -> list[int]:
+        """Return how many tasks each worker runs at once.
+
+        Raises
+        ------
+        WorkerDiedError
+            The scheduler is gone.
+        """
+        try:
+            found = self._client.nthreads()
+        except Exception as error:
+            msg = f"the Dask scheduler {self._where} does not answer any more: {error}"
+            raise WorkerDiedError(msg, hint=_HINT_AGAIN) from error
+        return [int(count) for count in found.values()]
+
+
+_HINT_AGAIN = "what was done stays done: run it again once there are workers"
+
+
+@contextmanager
+def connected(address: str) -> Iterator[DaskWorkers]:
+    """Connect to a scheduler for the length of a block.
+
+    Raises
+    ------
+    MissingDependencyError
+        Dask is not installed.
+    StorageError
+        No scheduler answers, or it has no workers.
+    """
+    distributed = _distributed()
+    try:
+        client = distributed.Client(
+            address, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False, name="ckptstore"
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        msg = f"no Dask scheduler answers at {address}: {error}"
+        raise StorageError(
+            msg, hint="is it there? dask scheduler; see the address it prints"
+        ) from (error)
+    with _closing(client):
+        try:
+            client.wait_for_workers(1, timeout=limits.ENGINE_WORKERS_WAIT_S)
+        except (OSError, RuntimeError) as error:  # a timeout is an OSError
+            msg = f"the Dask scheduler at {address} has no workers"
+            raise StorageError(msg, hint=f"start some: dask worker {address}") from error
+        yield DaskWorkers(client, address, one_machine=False)
+
+
+@contextmanager
+def local_cluster(workers: int) -> Iterator[DaskWorkers]:
+    """Make a scheduler and worker processes on this machine for the length of a block.
+
+    Raises
+    ------
+    MissingDependencyError
+        Dask is not installed.
+    StorageError
+        They cannot be started.
+    """
+    distributed = _distributed()
+    try:
+        cluster = distributed.LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=True,
+            host="127.0.0.1",
+            dashboard_address=None,
+            memory_limit=None,  # what tasks hold is bounded by the budget of the store
+            security=True,
+        )
+    except (OSError, RuntimeError, ImportError) as error:
+        msg = f"Dask cannot start workers on this machine: {error}"
+        raise StorageError(msg, hint="use the engine processes") from error
+    with _closing(cluster):
+        try:
+            client = distributed.Client(
+                cluster, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False
+            )
+        except (OSError, RuntimeError) as error:
+            msg = f"the Dask scheduler of this machine does not answer: {error}"
+            raise StorageError(msg, hint="use the engine processes") from error
+        with _closing(client):
+            yield DaskWorkers(client, "of this machine", one_machine=True)
+
+
+@contextmanager
+def _closing(what: Any) -> Iterator[None]:  # noqa: ANN401 - a client or a cluster
+    """Close what Dask has opened; that it is gone already is no failure."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, RuntimeError):
+            what.close(timeout=limits.CHILD_EXIT_S)
+
+
+def _distributed() -> Any:  # noqa: ANN401 - a module
+    try:
+        import distributed
+    except ImportError as error:
+        msg = f"Dask is not installed ({error.name})"
+        raise MissingDependencyError(msg, hint="pip install 'ckptstore[dask]'") from error
+    return distributed

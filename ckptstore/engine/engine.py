@@ -1,0 +1,279 @@
+"""Runs many small tasks somewhere, a bounded number at a time, and brings their results back.
+
+A task is a function of a module and one argument; both are pickled where tasks run in other
+processes. It may run twice, and must do no harm then. Results should be small. Only the caller, the
+coordinator, decides anything on them: tasks never commit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.config import SYSTEM, Environment, workers_default
+from ckptstore.engine import dask_client, pools
+from ckptstore.engine.calls import Shared
+from ckptstore.engine.pools import ForeignPool, Pool, ThreadPool
+from ckptstore.errors import InvalidInputError, WorkerDiedError
+
+__all__ = ["THREADS", "Engine", "EngineSpec", "Finished", "check_spec", "open_engine"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+THREADS: Final = "threads"
+"""The engine of those who name none."""
+
+EngineSpec = str | Executor
+"""``threads``, ``processes``, ``dask:local``, ``dask://HOST:PORT``, ``tls://HOST:PORT``, or any
+executor of ``concurrent.futures``, which stays the caller's."""
+
+Finished = Callable[[Any], None]
+"""Told of each result as soon as it is there, in the thread that called; for progress."""
+
+_SCHEDULER = re.compile(r"(?:dask|tls)://[^\s/@?#]+:[0-9]{1,5}/?\Z")
+_FORMS: Final = "threads, processes, dask:local, dask://HOST:PORT or tls://HOST:PORT"
+
+
+@dataclass(slots=True)
+class _Flight(Generic[T]):
+    """A task that was submitted."""
+
+    number: int
+    task: T
+    tries: int = 1
+
+
+class Engine:
+    """Made by :func:`open_engine`; owned by one thread."""
+
+    def __init__(self, name: str, pool: Pool, environment: Environment = SYSTEM) -> None:
+        self.name = name
+        self._pool = pool
+        self._environment = environment
+
+    @property
+    def in_process(self) -> bool:
+        """Tasks run in threads of this process: nothing is pickled, and memory is shared."""
+        return self._pool.in_process
+
+    @property
+    def workers(self) -> int:
+        """How many tasks run at once, at this moment; 1 or more."""
+        return max(1, self._pool.workers())
+
+    @property
+    def sharing(self) -> int:
+        """How many of them share the memory of one machine, as far as is known; 1 or more.
+
+        What a task may hold is the budget of the store divided by this.
+        """
+        return max(1, self._pool.sharing())
+
+    def share(self, value: T, what: str) -> Shared[T]:
+        """Wrap what many tasks hold, so that each process makes it once.
+
+        Parameters
+        ----------
+        what
+            Its name, for people.
+
+        Raises
+        ------
+        InvalidInputError
+            It cannot be sent to the processes in which tasks run.
+        """
+        return Shared(value) if self.in_process else Shared.portable(value, what)
+
+    def share_storage(self, backend: Backend) -> Shared[Backend]:
+        """Wrap a backend for tasks.
+
+        Raises
+        ------
+        InvalidInputError
+            Other processes cannot reach it: it is in memory, or its options cannot be pickled.
+        """
+        if not self.in_process and backend.capabilities.private:
+            msg = f"the objects of {backend.url} are in the memory of this process"
+            raise InvalidInputError(msg, hint="use the engine threads")
+        return self.share(backend, f"the storage {backend.url}, with its options,")
+
+    def map(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, finished: Finished | None = None
+    ) -> Iterator[R]:
+        """Yield the results of ``function(task)`` in the order of the tasks.
+
+        Raises
+        ------
+        WorkerDiedError, CkptStoreError
+            As :meth:`map_unordered`.
+        """
+        held: dict[int, R] = {}
+        due = 0
+        for number, _, result in self._run(function, tasks, finished, held):
+            held[number] = result
+            while due in held:
+                yield held.pop(due)
+                due += 1
+
+    def map_unordered(
+        self, function: Callable[[T], R], tasks: Iterable[T], *, finished: Finished | None = None
+    ) -> Iterator[tuple[T, R]]:
+        """Yield tasks with their results as they come.
+
+        `tasks` is taken from as there is room: a generator may plan as it goes. Whoever closes the
+        iterator, or leaves it by an error, drops the tasks that have not begun.
+
+        Parameters
+        ----------
+        function
+            Of a module; other processes find it by its name.
+
+        Raises
+        ------
+        WorkerDiedError
+            A task was tried ``TASK_TRIES_MAX`` times and its worker died each time; or no worker
+            is left.
+        InvalidInputError
+            A task cannot be sent to another process.
+        CkptStoreError
+            Whatever `function` raised, of the first task that failed.
+        """
+        for _, task, result in self._run(function, tasks, finished, {}):
+            yield task, result
+
+    def _run(
+        self,
+        function: Callable[[T], R],
+        tasks: Iterable[T],
+        finished: Finished | None,
+        held: dict[int, R],
+    ) -> Iterator[tuple[int, T, R]]:
+        """Yield number, task and result; `held` are results that wait for earlier ones."""
+        numbered = enumerate(tasks)
+        pending: dict[Future[Any], _Flight[T]] = {}
+        try:
+            while True:
+                most = limits.ENGINE_AHEAD * self.workers
+                room = min(most - len(pending), 4 * most - len(pending) - len(held))
+                for number, task in itertools.islice(numbered, max(0, room)):
+                    pending[self._pool.submit(function, task)] = _Flight(number, task)
+                if not pending:
+                    return
+                for future in self._wait(pending):
+                    flight = pending.pop(future)
+                    try:
+                        result = self._pool.result(future)
+                    except WorkerDiedError as error:
+                        self._again(flight, error)
+                        pending[self._pool.submit(function, flight.task)] = flight
+                        continue
+                    if finished is not None:
+                        finished(result)
+                    yield flight.number, flight.task, result
+        finally:
+            for future in pending:
+                future.cancel()
+
+    def _again(self, flight: _Flight[T], error: WorkerDiedError) -> None:
+        """Count a try; raise if there are no more."""
+        if not self._pool.recovers:
+            raise error
+        if flight.tries == limits.TASK_TRIES_MAX:
+            msg = f"{error.message}; it was tried {flight.tries} times"
+            hint = "look for what kills it: memory limits, or a fault in a library"
+            raise WorkerDiedError(msg, hint=hint) from error
+        flight.tries += 1
+
+    def _wait(self, pending: Iterable[Future[Any]]) -> set[Future[Any]]:
+        """Return futures that are done; raise if there is no one to finish any."""
+        since = self._environment.monotonic()
+        while True:
+            done, _ = wait(pending, limits.ENGINE_LOOK_S, FIRST_COMPLETED)
+            if done:
+                return done
+            now = self._environment.monotonic()
+            if self._pool.workers() > 0:
+                since = now
+            elif now - since > limits.ENGINE_WORKERS_WAIT_S:
+                msg = f"no worker has been there for {now - since:.0f} s"
+                raise WorkerDiedError(msg, hint="what was done stays done: run it again")
+
+
+def check_spec(spec: str) -> str:
+    """Return the text of an engine if it is one.
+
+    Raises
+    ------
+    InvalidInputError
+        It is none.
+    """
+    if spec in (THREADS, "processes", "dask:local") or _SCHEDULER.match(spec):
+        return spec
+    msg = f"unknown engine {spec!r}"
+    raise InvalidInputError(msg, hint=f"one of {_FORMS}")
+
+
+@contextmanager
+def open_engine(
+    spec: EngineSpec = THREADS, *, workers: int | None = None, environment: Environment = SYSTEM
+) -> Iterator[Engine]:
+    """Have tasks run for the length of a block.
+
+    Where the block ends by an error, Ctrl-C included, worker processes that were started for it are
+    stopped at once; no process is left behind.
+
+    Parameters
+    ----------
+    workers
+        Tasks at once. By default, threads and processes: the usable processors; a scheduler
+        somewhere: all that its workers take.
+
+    Raises
+    ------
+    InvalidInputError
+        The text names no engine, or `workers` is below 1.
+    MissingDependencyError
+        Dask is named and not installed.
+    StorageError
+        The scheduler does not answer, or has no workers.
+    """
+    if workers is not None and workers < 1:
+        msg = f"workers is an integer from 1 on, not {workers!r}"
+        raise InvalidInputError(msg)
+    if isinstance(spec, Executor):
+        yield Engine("executor", _foreign(spec, workers), environment)
+        return
+    if not isinstance(spec, str):
+        msg = f"an engine is a text or an executor, not {spec!r:.60}"
+        raise InvalidInputError(msg, hint=f"one of {_FORMS}")
+    count = workers or workers_default()
+    name = check_spec(spec)
+    if name == THREADS:
+        with pools.threads(count) as own:
+            yield Engine(name, own, environment)
+    elif name == "processes":
+        with pools.processes(count) as started:
+            yield Engine(name, started, environment)
+    else:
+        address = re.sub("^dask://", "tcp://", name.rstrip("/"))
+        local = name == "dask:local"
+        with dask_client.local_cluster(count) if local else dask_client.connected(address) as found:
+            pool = ForeignPool(found.executor, count if local else workers or 0, found)
+            yield Engine(name, pool, environment)
+
+
+def _foreign(executor: Executor, workers: int | None) -> Pool:
+    """Return how to use an executor that the user brought."""
+    own = getattr(executor, "_max_workers", None)
+    count = workers or (own if isinstance(own, int) else workers_default())
+    if isinstance(executor, ThreadPoolExecutor):
+        return ThreadPool(executor, count)
+    return ForeignPool(executor, count)

@@ -1,0 +1,180 @@
+"""One way to submit a task for each kind of engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+from ckptstore.engine.calls import packed, run_packed, unpacked
+from ckptstore.engine.dask_client import DaskWorkers
+from ckptstore.engine.processes import Processes
+from ckptstore.errors import WorkerDiedError
+
+__all__ = ["ForeignPool", "Pool", "ProcessPool", "ThreadPool", "processes", "threads"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Pool(Protocol):
+    """Runs tasks; owned by one thread."""
+
+    @property
+    def in_process(self) -> bool:
+        """Tasks run in this process: they share its memory, and nothing is pickled."""
+
+    @property
+    def recovers(self) -> bool:
+        """A task whose worker died may be submitted again."""
+
+    def workers(self) -> int:
+        """Return how many tasks run at once; 0 if no worker is there at the moment."""
+
+    def sharing(self) -> int:
+        """Return how many of them run on one machine, as far as is known; 1 or more."""
+
+    def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
+        """Have ``function(task)`` run."""
+
+    def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return what became of a future that is done.
+
+        Raises
+        ------
+        WorkerDiedError
+            Its worker died, or there is none.
+        """
+
+
+class ThreadPool:
+    """Threads of this process."""
+
+    in_process = True
+    recovers = False
+
+    def __init__(self, executor: Executor, workers: int) -> None:
+        self._executor = executor
+        self._workers = workers
+
+    def workers(self) -> int:
+        """Return the number of threads."""
+        return self._workers
+
+    def sharing(self) -> int:
+        """Return the number of threads."""
+        return self._workers
+
+    def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
+        """Have it run by a thread."""
+        return self._executor.submit(function, task)
+
+    def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return the result, or raise what the function raised."""
+        return future.result()
+
+
+class ProcessPool:
+    """Worker processes of this machine."""
+
+    in_process = False
+    recovers = True
+
+    def __init__(self, running: Processes) -> None:
+        self.running = running
+
+    def workers(self) -> int:
+        """Return the number of processes."""
+        return self.running.workers
+
+    def sharing(self) -> int:
+        """Return the number of processes."""
+        return self.running.workers
+
+    def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
+        """Have it run by a process."""
+        return self.running.submit(packed(function, task))
+
+    def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return the result, or raise what the function raised, or that the worker died."""
+        return unpacked(future.result())
+
+
+class ForeignPool:
+    """An executor of somebody else's: of Dask, or one that the user brought."""
+
+    in_process = False
+    recovers = False
+    """Dask runs the tasks of a dead worker again by itself; others are broken for good."""
+
+    def __init__(self, executor: Executor, workers: int, dask: DaskWorkers | None = None) -> None:
+        self._executor = executor
+        self._workers = workers
+        self._dask = dask
+
+    def workers(self) -> int:
+        """Return the number of tasks at once: as many as Dask's workers take at the moment."""
+        if self._dask is None:
+            return self._workers
+        found = sum(self._dask.threads())
+        return min(found, self._workers) if self._workers else found
+
+    def sharing(self) -> int:
+        """Return the number of tasks of the largest worker; how workers share hosts is unknown."""
+        if self._dask is None or self._dask.one_machine:
+            return self._workers
+        return max(self._dask.threads(), default=1)
+
+    def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
+        """Have it run by a worker."""
+        try:
+            return self._executor.submit(run_packed, packed(function, task), secrets.token_hex(8))
+        except BrokenExecutor as error:
+            raise _broken(error) from error
+
+    def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return the result, or raise what the function raised, or that the workers died."""
+        try:
+            data = future.result()
+        except CancelledError as error:
+            msg = "the scheduler dropped a task: it is gone, or someone else has cancelled it"
+            raise WorkerDiedError(msg, hint="what was done stays done: run it again") from error
+        except BrokenExecutor as error:
+            raise _broken(error) from error
+        except Exception as error:  # of the executor: those of the task travel as results
+            if type(error).__name__ == "KilledWorker":
+                msg = "worker after worker died while it ran one and the same task"
+                raise WorkerDiedError(msg, hint="see the logs of the Dask workers") from error
+            msg = f"the workers cannot run tasks of ckptstore: {type(error).__name__}: {error}"
+            hint = "is the same ckptstore installed there?"
+            raise WorkerDiedError(msg, hint=hint) from error
+        return unpacked(data)
+
+
+def _broken(error: BrokenExecutor) -> WorkerDiedError:
+    msg = f"the executor is broken: a worker of it died ({type(error).__name__})"
+    return WorkerDiedError(msg, hint="the engines processes and dask start another one")
+
+
+@contextmanager
+def threads(workers: int) -> Iterator[ThreadPool]:
+    """Run tasks by threads for the length of a block."""
+    executor = ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-task")
+    try:
+        yield ThreadPool(executor, workers)
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextmanager
+def processes(workers: int) -> Iterator[ProcessPool]:
+    """Run tasks by processes for the length of a block; on an error, they are stopped at once."""
+    running = Processes(workers)
+    try:
+        yield ProcessPool(running)
+    except BaseException:
+        running.close(cancel=True)
+        raise
+    running.close(cancel=False)
