@@ -13,6 +13,8 @@ from ckptstore.errors import InvalidInputError
 
 __all__ = [
     "AsJson",
+    "EngineName",
+    "EngineWorkers",
     "Exclude",
     "Include",
     "MetricValues",
@@ -78,6 +80,21 @@ SingleWriter = Annotated[
         "--single-writer",
         help="You vouch that no one else writes meanwhile: allows storage that cannot create an "
         "object only if it is absent.",
+    ),
+]
+EngineName = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        metavar="ENGINE",
+        help="Who does the work: threads of this process (the default), processes, dask:local, or "
+        "the workers of a Dask scheduler, dask://HOST:PORT.",
+    ),
+]
+EngineWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers", min=1, metavar="N", help="How many tasks run at once; as --engine has it."
     ),
 ]
 Include = Annotated[
