@@ -12,6 +12,7 @@ __all__ = [
     "ReceiptState",
     "Ref",
     "RefKind",
+    "ReplicaInfo",
     "RoleBytes",
     "RunInfo",
     "Version",
@@ -154,6 +155,17 @@ def auto_choice(numbers: Mapping[str, float]) -> str:
 
 _SECONDS = ("blocked_s", "staging_s", "hashing_s", "encoding_s", "writing_s", "committing_s")
 _SIZES = ("logical_bytes", "new_bytes", "shared_bytes", "stored_bytes")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInfo:
+    """Another store that a store has a name for, as the catalog knows it."""
+
+    name: str
+    url: str
+    """Where it is, without credentials."""
+    store: str
+    """Its id, 32 hex digits; what is found there with another id is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,12 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.format.commit import Commit
-from ckptstore.format.names import check_metadata_json, check_run_name, check_tag
+from ckptstore.format.names import (
+    check_metadata_json,
+    check_replica_name,
+    check_run_name,
+    check_tag,
+)
 from ckptstore.format.snapshot import (
     ABANDONED,
     DAMAGED,
@@ -43,7 +48,8 @@ from ckptstore.format.snapshot import (
     decode_manifest_key,
     decode_metrics,
 )
-from ckptstore.model import RoleBytes, RunInfo, Version
+from ckptstore.format.tiers import check_replica_url
+from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 __all__ = ["Catalog", "did_you_mean"]
 
@@ -187,13 +193,46 @@ class Catalog:
 
     def descends(self, version_id: str, ancestor: str) -> bool:
         """Say whether a version that is here is the other one, or continues it, across runs."""
+        return self.way(version_id, ancestor) is not None
+
+    def way(self, version_id: str, ancestor: str) -> list[str] | None:
+        """Return the ids from a version that is here back to another, without that one.
+
+        None if the version does not descend from it.
+        """
         rows = self._state.versions
         last = rows.get(ancestor)
+        found: list[str] = []
         while last is not None and version_id and rows[version_id].commit >= last.commit:
             if version_id == ancestor:
-                return True
+                return found
+            found.append(version_id)
             version_id = rows[version_id].parent
-        return False
+        return None
+
+    def any_abandoned(self, ids: Iterable[str]) -> bool:
+        """Say whether a rollback left one of some versions beside the line of its run, here."""
+        rows = (self._state.versions.get(version_id) for version_id in ids)
+        return any(row is not None and row.flags & ABANDONED for row in rows)
+
+    def holds_head(self, run: str) -> bool:
+        """Say whether a rollback that was decided in this store moved the head of a run last."""
+        found = self._state.runs.get(run)
+        return found is not None and found.held
+
+    def other_metrics(
+        self, other: Catalog, run: str
+    ) -> Iterator[tuple[str, dict[str, float], dict[str, float]]]:
+        """Yield id, metrics here and metrics there of versions that say different things of them.
+
+        Of a run that both have, those that neither has deleted; as fast as bytes can be compared.
+        """
+        here, there = self._state.versions, other._state.versions
+        for version_id in self._run(run).versions:
+            row, twin = here[version_id], there.get(version_id)
+            if twin is None or row.metrics == twin.metrics or (row.flags | twin.flags) & DELETED:
+                continue
+            yield version_id, decode_metrics(row), decode_metrics(twin)
 
     def has_version(self, version_id: str) -> bool:
         """Say whether there is a version of exactly this id."""
@@ -254,6 +293,13 @@ class Catalog:
         for version_id in self._run(run).versions:
             names.update(decode_metrics(rows[version_id]))
         return names
+
+    # --- replicas -----------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> Mapping[str, ReplicaInfo]:
+        """Other stores that have a name here, by it, in the order of their naming."""
+        return self._state.replicas
 
     # --- collection and retention -------------------------------------------------------------
 
@@ -334,12 +380,14 @@ class Catalog:
                     run.tags,
                     run.origin,
                     run.policy,
+                    run.held,
                 )
                 for run in self._state.runs.values()
             ],
             list(self._state.versions.values()),
             self._state.condemned,
             self._state.policy,
+            {one.name: (one.url, one.store) for one in self._state.replicas.values()},
         )
 
     @classmethod
@@ -458,6 +506,7 @@ def _state(body: SnapshotBody) -> State:
             tags={check_tag(tag): version_id for tag, version_id in row.tags.items()},
             origin=row.origin,
             policy=row.policy,
+            held=row.held,
         )
         for row in body.runs
     }
@@ -495,4 +544,10 @@ def _state(body: SnapshotBody) -> State:
         condemned=body.condemned,
         gone=frozenset(body.condemned),
         policy=body.policy,
+        replicas={
+            check_replica_name(name): ReplicaInfo(
+                name=name, url=check_replica_url(url), store=store
+            )
+            for name, (url, store) in body.replicas.items()
+        },
     )

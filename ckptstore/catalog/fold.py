@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from ckptstore import limits
-from ckptstore.catalog import lifecycle, replicas
+from ckptstore.catalog import lifecycle, replicas, tiers
 from ckptstore.catalog.state import Fold, RunState, State, broken
 from ckptstore.errors import CkptStoreError, CorruptObjectError, IntegrityError
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
@@ -98,6 +98,7 @@ def _save(fold: Fold, op: Save, commit: Commit) -> None:
     fold.versions[row.id] = row
     run.versions.append(row.id)
     run.head = row.id
+    run.held = False
     for tag in op.tags:
         run.tags[tag] = row.id
 
@@ -140,6 +141,7 @@ def _untag(fold: Fold, op: Untag, commit: Commit) -> None:
 _APPLY: Final[dict[type[Op], Callable[[Fold, Any, Commit], None]]] = {
     **lifecycle.APPLY,
     **replicas.APPLY,
+    **tiers.APPLY,
     CreateRun: _create_run,
     Declare: _declare,
     Save: _save,

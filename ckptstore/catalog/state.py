@@ -14,6 +14,7 @@ from ckptstore.errors import CorruptObjectError
 from ckptstore.format.commit import Commit
 from ckptstore.format.fields import Direction
 from ckptstore.format.snapshot import VersionRow
+from ckptstore.model import ReplicaInfo
 
 __all__ = ["EMPTY", "Fold", "RunState", "State", "broken"]
 
@@ -34,6 +35,8 @@ class RunState:
     """Id of the version that it was forked from; empty if it was not."""
     policy: bytes = b""
     """Its retention policy, JSON; empty if it has none of its own."""
+    held: bool = False
+    """A rollback that was decided here moved its head last: no replication takes that back."""
 
     def copy(self) -> RunState:
         """Return a copy that can be changed without this one noticing."""
@@ -46,6 +49,7 @@ class RunState:
             tags=dict(self.tags),
             origin=self.origin,
             policy=self.policy,
+            held=self.held,
         )
 
 
@@ -69,6 +73,8 @@ class State:
     compares :attr:`ckptstore.catalog.log.Log.began` with when that was."""
     policy: bytes
     """The retention policy of runs that have none; JSON, or empty."""
+    replicas: dict[str, ReplicaInfo] = field(default_factory=dict)
+    """Replicas that have a name, by it, in the order of their naming."""
 
 
 EMPTY: Final = State(
@@ -89,6 +95,8 @@ class Fold:
         """Replaced as a whole, never changed in place."""
         self.gone = state.gone
         self.policy = state.policy
+        self.replicas = state.replicas
+        """As `condemned`."""
 
     def state(self) -> State:
         """Return the result; nothing may be applied any more."""
@@ -100,6 +108,7 @@ class Fold:
             condemned=self.condemned,
             gone=self.gone,
             policy=self.policy,
+            replicas=self.replicas,
         )
 
     def run(self, name: str, commit: Commit) -> RunState:

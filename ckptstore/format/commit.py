@@ -61,6 +61,7 @@ from ckptstore.format.names import (
     check_tag,
 )
 from ckptstore.format.replicas import Replicate, Replicated
+from ckptstore.format.tiers import NameReplica, UnnameReplica
 
 __all__ = [
     "Annotate",
@@ -201,6 +202,8 @@ Op = (
     | Swept
     | Replicate
     | Replicated
+    | NameReplica
+    | UnnameReplica
 )
 """Every operation of this format; each has one entry in :mod:`ckptstore.catalog.fold`."""
 

@@ -24,6 +24,7 @@ __all__ = [
     "check_listed",
     "check_metadata_json",
     "check_metric_name",
+    "check_replica_name",
     "check_role",
     "check_run_name",
     "check_tag",
@@ -38,6 +39,8 @@ RESERVED_TAGS: Final = frozenset({"best", "head", "latest", "latest-valid"})
 # Letters, digits and _ of any script, then also . + = : , / - as experiments are named in practice
 # (lr=1e-4, 2024/07/a). No @ and no leading # or ~, which the ref grammar needs.
 _NAME = re.compile(r"\w[\w.+=:,/-]*\Z")
+# No colon and no slash: a replica's name is never taken for a location.
+_REPLICA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
 def check_run_name(name: str) -> str:
@@ -74,6 +77,21 @@ def check_tag(tag: str) -> str:
         msg = f"tag {tag!r} has a meaning of its own in refs"
         raise InvalidInputError(msg)
     return tag
+
+
+def check_replica_name(name: str) -> str:
+    """Return `name` if a replica may be called so: ASCII letters and digits, then ``. _ -`` too.
+
+    Raises
+    ------
+    InvalidInputError
+        If it breaks a rule, or is longer than ``REPLICA_NAME_CHARS_MAX``.
+    """
+    most = limits.REPLICA_NAME_CHARS_MAX
+    if type(name) is not str or len(name) > most or not _REPLICA_NAME.match(name):
+        msg = f"a replica's name is 1 to {most} of A-Z a-z 0-9 . _ -, not {str(name)[:80]!r}"
+        raise InvalidInputError(msg, hint="such as cold, s3 or tape-2")
+    return name
 
 
 def check_listed(values: T, name: str) -> T:

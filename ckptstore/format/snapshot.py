@@ -114,6 +114,8 @@ class RunRow(msgspec.Struct, frozen=True, array_like=True):
     """The version that it was forked from."""
     policy: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
     """JSON, or empty."""
+    held: bool = False
+    """A rollback that was decided here moved its head last."""
 
 
 class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
@@ -130,6 +132,10 @@ class SnapshotBody(msgspec.Struct, frozen=True, array_like=True):
     """Keys of objects that are to be deleted, and the commit that condemned each."""
     policy: Annotated[bytes, msgspec.Meta(max_length=limits.METADATA_BYTES_MAX)] = b""
     """JSON, or empty: for runs that have none."""
+    replicas: Annotated[
+        dict[str, tuple[str, Id]], msgspec.Meta(max_length=limits.REPLICAS_MAX)
+    ] = {}
+    """Name of a replica to where it is and the id of its store, in the order of their naming."""
 
 
 _SNAPSHOT: Final = msgspec.msgpack.Decoder(SnapshotBody)

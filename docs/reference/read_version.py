@@ -18,6 +18,7 @@ from blake3 import blake3
 
 OPS = "create-run declare save annotate tag untag fork rollback delete undelete pin unpin relocate"
 OPS += " set-policy verified quarantine condemn swept replicate replicated"
+OPS += " name-replica unname-replica"
 COLUMNS = {"raw": "u4", "pack": "u4", "offset": "u8", "stored": "u4", "inner": "u4", "slab": "u4"}
 DTYPES = np.sctypeDict | {"bfloat16": "u2", "bits16": "u2", "complex32": "u4"}  # others are bytes
 SHARES = ((1,), (1, 1, 2), (1, 1), (1,) * 8, (1, 1), (1,) * 4, (1,) * 8)  # of planes, by layout
