@@ -29,7 +29,7 @@ from benchmarks.resident import extra_bytes, mark, resident_bytes
 from benchmarks.states import state_bytes
 from ckptstore import limits
 
-__all__ = ["WAYS", "run"]
+__all__ = ["WAYS", "children_peak", "run"]
 
 _REPO = Path(__file__).resolve().parent.parent
 _RUN = "bench"
@@ -120,7 +120,7 @@ def _child(way: str, size: int, folder: Path) -> None:
     state = _state(size)
     work = _work(who, action, state, large)
     before = mark()
-    with _children() as peak:
+    with children_peak() as peak:
         began = time.perf_counter()
         work()
         seconds = time.perf_counter() - began
@@ -164,7 +164,7 @@ def _our_work(codec: str, action: str, state: object, folder: Path) -> Callable[
 
 
 @contextmanager
-def _children() -> Iterator[list[int]]:
+def children_peak() -> Iterator[list[int]]:
     """Yield a list whose only item is the most that children took of their own memory so far."""
     peak = [0]
     ended = threading.Event()

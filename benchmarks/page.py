@@ -11,7 +11,16 @@ from pathlib import Path
 from benchmarks.measure import Result
 from benchmarks.plots import draw_plots
 from benchmarks.results import read_result
-from benchmarks.sections import background, catalog, codec, models, resuming, sizes, storage
+from benchmarks.sections import (
+    background,
+    catalog,
+    codec,
+    models,
+    replication,
+    resuming,
+    sizes,
+    storage,
+)
 from benchmarks.sections.pieces import facts
 
 __all__ = ["sections", "write_page"]
@@ -44,6 +53,7 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
     return {
         "local": storage.local,
         "s3": storage.s3,
+        "replicate": replication.replicate,
         "codecs": codec.codecs,
         "trajectory": sizes.trajectory,
         "resume": resuming.resume,

@@ -35,6 +35,7 @@ SUITES = (
     "failures",
     "async",
     "s3",
+    "replicate",
     "filesystems",
 )
 _MODULES = {"async": "async_saves"}  # of suites whose name is a word of the language
@@ -84,6 +85,12 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
     sizes: dict[str, dict[str, Any]] = {
         "local": {"bytes_min": options.size_mb * _MB, "rounds": options.rounds, **steps},
         "s3": {"bytes_min": options.s3_size_mb * _MB, "rounds": options.rounds, **steps},
+        "replicate": {
+            "bytes_min": options.s3_size_mb * _MB,
+            "rounds": options.rounds,
+            "calls": 3 if small else 20,
+            **steps,
+        },
         "codecs": {"bytes_min": min(options.size_mb, 64) * _MB, "rounds": options.rounds, **steps},
         "catalog": {
             "versions": 2_000 if small else 100_000,

@@ -1,25 +1,18 @@
 """Saves and loads of one state on an S3 endpoint, against what ``s3_ways`` lists.
 
-The endpoint comes from the environment, as every S3 client reads it: ``AWS_ENDPOINT_URL``,
-``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY``. Without one, a Ceph gateway of one node is
-started on loopback where Ceph is installed (``tests/lab/systems/ceph.sh``). The bucket is new.
+The endpoint is that of :mod:`benchmarks.endpoint`; the bucket is new.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import tempfile
-import uuid
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import ckptstore
 from benchmarks import peers
 from benchmarks.disk import Workspace
+from benchmarks.endpoint import Bucket, endpoint
 from benchmarks.host import header
 from benchmarks.measure import FAILURES, Case, Measured, Result, run_cases, say
 from benchmarks.peers import empty_like, touch
@@ -28,25 +21,17 @@ from benchmarks.states import State, StateSpec, make_state, same, state_bytes
 
 __all__ = ["run"]
 
-_CEPH = Path(__file__).resolve().parent.parent / "tests/lab/systems/ceph.sh"
-# What S3 clients read from the environment, and what the laboratory's script calls it.
-_VARIABLES = {
-    "AWS_ENDPOINT_URL": "endpoint_url",
-    "AWS_ACCESS_KEY_ID": "key",
-    "AWS_SECRET_ACCESS_KEY": "secret",
-}
-
 
 def run(
     space: Workspace, *, bytes_min: int, rounds: int, training_steps: int = 120
 ) -> Result | None:
     """Run everything; return the tables ``save`` and ``load``, or None without an endpoint."""
     peers.quiet()
-    with _endpoint(space) as server:
+    with endpoint(space) as server:
         if server is None:
             say("s3: no AWS_ENDPOINT_URL, and no Ceph here: left out")
             return None
-        bucket = _Bucket()
+        bucket = Bucket()
         try:
             return _measure(space, bucket, server, bytes_min, rounds, training_steps)
         finally:
@@ -55,7 +40,7 @@ def run(
 
 def _measure(
     space: Workspace,
-    bucket: _Bucket,
+    bucket: Bucket,
     server: str,
     bytes_min: int,
     rounds: int,
@@ -83,100 +68,18 @@ def _measure(
     return result
 
 
-# --- the endpoint -----------------------------------------------------------------------------
-
-
-@contextmanager
-def _endpoint(space: Workspace) -> Iterator[str | None]:
-    """Yield a description of the endpoint that the environment names, or of one started here."""
-    if "AWS_ENDPOINT_URL" in os.environ:
-        yield os.environ.get("BENCH_S3_SERVER", "the endpoint in AWS_ENDPOINT_URL")
-        return
-    folder = Path(tempfile.mkdtemp(prefix="ceph-", dir=space.root))
-    # Objects that were deleted take their room for two more hours: the gateway's own collection.
-    ports = {"OSD_GB": "48", "RGW_PORT": str(_free_port()), "MON_PORT": str(_free_port())}
-    environment = {**os.environ, **ports, "LAB": str(folder / "lab")}
-    try:
-        subprocess.run([_CEPH, "up", "rgw"], env=environment, check=True, capture_output=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        say(f"s3: Ceph does not start: {error}")
-        _down(environment)
-        yield None
-        return
-    try:
-        printed = subprocess.run(
-            [_CEPH, "env"], env=environment, check=True, capture_output=True, text=True
-        )
-        facts = dict(line.split("=", 1) for line in printed.stdout.split())
-        os.environ.update({name: facts[fact] for name, fact in _VARIABLES.items()})
-        yield "Ceph RADOS gateway, one node on loopback (bluestore), same machine"
-    finally:
-        for name in _VARIABLES:
-            os.environ.pop(name, None)
-        _down(environment)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def _down(environment: Mapping[str, str]) -> None:
-    subprocess.run([_CEPH, "down"], env=environment, check=False, capture_output=True)
-
-
-class _Bucket:
-    """A new bucket, seen by a client of its own."""
-
-    def __init__(self) -> None:
-        import boto3
-
-        self.client = boto3.client("s3", endpoint_url=os.environ["AWS_ENDPOINT_URL"])
-        self.name = f"bench-{uuid.uuid4().hex[:12]}"
-        self.client.create_bucket(Bucket=self.name)
-        self._count = 0
-
-    def fresh(self) -> str:
-        """Return ``bucket/prefix`` with a prefix that was not used before."""
-        self._count += 1
-        return f"{self.name}/{self._count:04d}"
-
-    def objects(self, place: str) -> list[tuple[str, int]]:
-        """Return key and bytes of everything under ``bucket/prefix``."""
-        prefix = place.split("/", 1)[1] if "/" in place else ""
-        pages = self.client.get_paginator("list_objects_v2")
-        found = []
-        for page in pages.paginate(Bucket=self.name, Prefix=prefix):
-            found += [(item["Key"], item["Size"]) for item in page.get("Contents", ())]
-        return found
-
-    def clear(self, place: str) -> None:
-        """Delete everything under ``bucket/prefix``."""
-        keys = [{"Key": key} for key, _ in self.objects(place)]
-        for begin in range(0, len(keys), 1000):
-            batch = {"Objects": keys[begin : begin + 1000]}
-            self.client.delete_objects(Bucket=self.name, Delete=batch)
-
-    def remove(self) -> None:
-        """Delete the bucket and what is in it."""
-        self.clear(self.name)
-        self.client.delete_bucket(Bucket=self.name)
-
-
 # --- tables -----------------------------------------------------------------------------------
 
 
 def _saves(
-    state: State, ways: list[Way], bucket: _Bucket, space: Workspace, rounds: int
+    state: State, ways: list[Way], bucket: Bucket, space: Workspace, rounds: int
 ) -> list[Measured]:
     return run_cases(
         "s3 save", [_save_case(way, state, bucket) for way in ways], space, rounds=rounds
     )
 
 
-def _save_case(way: Way, state: State, bucket: _Bucket) -> Case:
+def _save_case(way: Way, state: State, bucket: Bucket) -> Case:
     places: list[str] = []
 
     def prepare(_: Path) -> None:
@@ -200,7 +103,7 @@ def _save_case(way: Way, state: State, bucket: _Bucket) -> Case:
 
 
 def _loads(
-    state: State, ways: list[Way], bucket: _Bucket, space: Workspace, rounds: int
+    state: State, ways: list[Way], bucket: Bucket, space: Workspace, rounds: int
 ) -> list[Measured]:
     target = empty_like(state)
     cases: list[Case] = []

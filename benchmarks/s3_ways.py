@@ -28,7 +28,7 @@ import ckptstore
 from benchmarks.peers import flat_for_safetensors, rest_as_json
 from benchmarks.states import State, flat_tensors
 
-__all__ = ["GETS", "PUTS", "Plain", "Way", "count_bytes", "make_ways"]
+__all__ = ["GETS", "PUTS", "Plain", "Way", "count_bytes", "make_ways", "plain_ways"]
 
 PUTS: Final = 3
 """Packs in flight of a save with two workers and the default ``host_bytes``."""
@@ -55,19 +55,25 @@ class Way:
 
 
 class Plain:
-    """The bytes of a state, ready to be sent, in objects as large as packs."""
+    """Bytes, ready to be sent, in objects as large as packs."""
 
-    def __init__(self, state: State) -> None:
-        whole = b"".join(
-            tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            for _, tensor in flat_tensors(state)
-        )
+    def __init__(self, whole: bytes) -> None:
         self.parts = [whole[at : at + _OBJECT] for at in range(0, len(whole), _OBJECT)]
         self.ranges = [
             (index, start, min(start + _RANGE, len(part)))
             for index, part in enumerate(self.parts)
             for start in range(0, len(part), _RANGE)
         ]
+
+    @classmethod
+    def of(cls, state: State) -> Plain:
+        """Return the bytes of a state."""
+        return cls(
+            b"".join(
+                tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                for _, tensor in flat_tensors(state)
+            )
+        )
 
 
 def make_ways(client: Any, state: State, scratch: Path) -> list[Way]:  # noqa: ANN401 - boto3's
@@ -80,12 +86,8 @@ def make_ways(client: Any, state: State, scratch: Path) -> list[Way]:  # noqa: A
     scratch
         A file to go through, for what cannot do without.
     """
-    plain = Plain(state)
     return [
-        _plain_s3fs(plain),
-        _plain_boto3(client, plain),
-        _plain_transfer(client, plain),
-        *_plain_obstore(plain),
+        *plain_ways(client, Plain.of(state)),
         *_files(client, scratch),
         *_connector(),
         Way(name="DCP FsspecWriter", save=_dcp_save, load_into=_dcp_load_into),
@@ -103,6 +105,16 @@ def count_bytes(parts: Any) -> int:  # noqa: ANN401 - each client has a type of 
     """Return how many bytes were loaded."""
     buffers = (part.getbuffer() if isinstance(part, io.BytesIO) else part for part in parts)
     return sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+def plain_ways(client: Any, plain: Plain) -> list[Way]:  # noqa: ANN401 - boto3's
+    """Return the clients that move bytes and nothing else; none of them looks at a state."""
+    return [
+        _plain_s3fs(plain),
+        _plain_boto3(client, plain),
+        _plain_transfer(client, plain),
+        *_plain_obstore(plain),
+    ]
 
 
 def _split(place: str) -> tuple[str, str]:

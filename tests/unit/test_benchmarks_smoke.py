@@ -29,6 +29,7 @@ from benchmarks import (  # noqa: E402 - after the path
     local,
     memory,
     page,
+    replicate,
     resume,
     s3,
     scale,
@@ -251,10 +252,9 @@ def test_async(space: Workspace, tmp_path: Path) -> None:
     assert _row(result.tables["stall"], "ckptstore, process").numbers["durable_s"] > 0
 
 
-def test_s3(
-    space: Workspace, tmp_path: Path, moto_server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ways to keep a state on S3 load what they saved."""
+@pytest.fixture
+def endpoint(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name a server to the suites that need one."""
     for name, value in {
         "AWS_ENDPOINT_URL": moto_server.url,
         "AWS_ACCESS_KEY_ID": "test",
@@ -262,6 +262,23 @@ def test_s3(
         "AWS_DEFAULT_REGION": "us-east-1",
     }.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_s3(space: Workspace, tmp_path: Path) -> None:
+    """All ways to keep a state on S3 load what they saved."""
     result = s3.run(space, bytes_min=300_000, rounds=1, training_steps=2)
     assert result is not None
     _check(result, tmp_path)
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_replicate(space: Workspace, tmp_path: Path) -> None:
+    """Every engine brings the version, and a repetition takes under 10 requests and no pack."""
+    result = replicate.run(space, bytes_min=300_000, rounds=1, calls=2, training_steps=2)
+    assert result is not None
+    _check(result, tmp_path)
+    requests = result.facts["requests"]
+    assert requests["first"]["open_writer"] > 0
+    assert sum(requests["again"].values()) < 10
+    assert "open_writer" not in requests["again"]

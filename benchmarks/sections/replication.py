@@ -1,0 +1,60 @@
+"""The section of replication to S3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from benchmarks.measure import Measured, Result
+from benchmarks.sections.pieces import seconds, table, timed, titled
+
+__all__ = ["replicate"]
+
+
+def replicate(result: Result) -> list[str]:
+    """Return the tables of rates, requests, memory, and what single requests cost."""
+    blocks = []
+    for name, title in (
+        ("replicate", "Replicate to S3, not read back"),
+        ("replicate, read back", "Replicate to S3 and read back"),
+    ):
+        rows = result.tables[name]
+        best = _best(rows)
+        about = f"The client that was quickest at the median is {best}." if best else ""
+        blocks.append(titled(title, about, timed(rows, {"vs quickest client": best}, {})))
+    blocks.append(titled("Requests to the target", _requests(result.facts["requests"])))
+    blocks.append(titled("Peak extra memory of a replication", _peaks(result)))
+    blocks.append(titled("What one request costs the client", _costs(result)))
+    return blocks
+
+
+def _best(rows: Sequence[Measured]) -> str:
+    clients = [one for one in rows if one.seconds and not one.name.startswith("replicate")]
+    return min(clients, key=lambda one: one.median).name if clients else ""
+
+
+def _requests(found: Mapping[str, Mapping[str, int]]) -> str:
+    operations = sorted({name for calls in found.values() for name in calls})
+    lines = [
+        [name, *(str(calls.get(one, 0)) for one in operations), str(sum(calls.values()))]
+        for name, calls in found.items()
+    ]
+    return table(["", *operations, "in all"], lines)
+
+
+def _peaks(result: Result) -> str:
+    lines = []
+    for one in result.tables["peak memory"]:
+        if one.error:
+            lines.append([one.name, "", "", one.error])
+            continue
+        extra, children = (one.numbers[name] / 2**20 for name in ("extra_bytes", "child_bytes"))
+        lines.append([one.name, f"{extra:.0f} MiB", f"{children:.0f} MiB", ""])
+    return table(["", "own process", "its children, in all", "note"], lines)
+
+
+def _costs(result: Result) -> str:
+    lines = [
+        [one.name, *seconds(one), f"{one.numbers['cpu_s'] * 1000:.1f} ms"]
+        for one in result.tables["one request"]
+    ]
+    return table(["", "median", "min-max", "processor time"], lines)
