@@ -22,6 +22,7 @@
     |-- ConflictError                   somebody else was there first: look again, decide again
     |   |-- SaveBusyError               a save in the background is still under way
     |   |-- StoreExistsError
+    |   |-- ReplicaChangedError         where a replica was there is another store now
     |   |-- ObjectExistsError           put-if-absent lost
     |   `-- CommitConflictError         the log moved and what the commit relied on no longer holds
     |       `-- CondemnedError          a collection condemned an object that the commit relied on
@@ -41,6 +42,7 @@
     |   |-- StoragePermissionError      credentials or permissions
     |   |-- AmbiguousWriteError         a conditional write may or may not have happened
     |   |-- ColdObjectError             it lies in an archive class: restore it first (thaw)
+    |   |-- NotReplicatedError          a replica does not have a version (yet)
     |   |-- SaverDiedError              the process that saved in the background died
     |   |-- WorkerDiedError             workers that ran tasks died, or there is none left
     |   `-- MissingDependencyError      the backend needs a package that is not installed
@@ -74,11 +76,13 @@ __all__ = [
     "MissingDependencyError",
     "MissingKeyError",
     "NotFoundError",
+    "NotReplicatedError",
     "ObjectExistsError",
     "ObjectNotFoundError",
     "OperationCancelledError",
     "PolicyError",
     "ReadOnlyError",
+    "ReplicaChangedError",
     "RunNotFoundError",
     "SaveBusyError",
     "SaverDiedError",
@@ -252,6 +256,15 @@ class StoreExistsError(ConflictError):
     kind = "store_exists"
 
 
+class ReplicaChangedError(ConflictError):
+    """At the location of a replica there is another store than the one that was named.
+
+    Nothing was read from it and nothing was written to it.
+    """
+
+    kind = "replica_changed"
+
+
 class ObjectExistsError(ConflictError):
     """Put-if-absent found the key taken; nothing was written."""
 
@@ -377,6 +390,12 @@ class ColdObjectError(StorageError):
     """
 
     kind = "storage_cold"
+
+
+class NotReplicatedError(StorageError):
+    """Versions are durable here, and a replica that should have them does not have them yet."""
+
+    kind = "not_replicated"
 
 
 class SaverDiedError(StorageError):

@@ -117,8 +117,8 @@ KEYS_PER_OP_MAX: Final = 40_000
 # Other stores that a version is noted to lie in; the newest count. Source: two clouds of three
 # regions each, tape, and as much again; each costs 33 bytes a version in the catalog.
 REPLICAS_MAX: Final = 16
-# What a replica is called, and where it is. Source: a name fits a column of a table; S3 and GCS allow
-# 1,024 bytes of key, and a path of Linux 4,096, which nobody types.
+# What a replica is called, and where it is. Source: a name fits a column of a table; S3 and GCS
+# allow 1,024 bytes of key, and a path of Linux 4,096, which nobody types.
 REPLICA_NAME_CHARS_MAX: Final = 64
 REPLICA_URL_CHARS_MAX: Final = 2048
 # How far before the last success `--since last` looks again, in seconds. Source: a commit is tried
@@ -418,6 +418,9 @@ ENGINE_WORKERS_WAIT_S: Final = 120.0
 # connect (a dead address must not take 8 x 60 s) and right for a slow answer.
 CONNECT_TIMEOUT_S: Final = 10.0
 READ_TIMEOUT_S: Final = 60.0
+# An object that S3 copies, and so moves to another storage class, in one request. Source: the
+# reference of CopyObject. PACK_BYTES_MAX is below.
+S3_COPY_BYTES_MAX: Final = 5 * GIB
 # Objects in one page of a listing. Source: the most that S3 and GCS give.
 LIST_PAGE_OBJECTS: Final = 1000
 # Connections of one process to one store. Source: twice the requests in flight of a save and a

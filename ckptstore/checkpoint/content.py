@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
+from ckptstore.backends.base import Backend
+from ckptstore.config import Options
 from ckptstore.encodings.encoding import DERIVED, LOSSLESS, form_name
 from ckptstore.errors import CkptStoreError, CorruptObjectError
+from ckptstore.events import ProgressCallback
 from ckptstore.format import skeleton
-from ckptstore.format.manifest import Manifest
+from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
+from ckptstore.objects.plan import Want
 
-__all__ = ["Content", "TensorInfo", "content_digest", "hidden_of", "logical_bytes", "read_content"]
+__all__ = ["Content", "ReadPieces", "TensorInfo", "content_digest", "hidden_of", "logical_bytes", "read_content"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +58,21 @@ class TensorInfo:
     rel_l2_bound: float | None = None
 
 
+class ReadPieces(Protocol):
+    """What reads pieces as :func:`ckptstore.objects.reader.read_pieces` does, from other places."""
+
+    def __call__(
+        self,
+        table: PieceTable,
+        wants: Sequence[Want],
+        *,
+        backend: Backend,
+        options: Options,
+        progress: ProgressCallback,
+    ) -> None:
+        """Fetch, check and decode pieces into their destinations."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Content:
     """A manifest, understood."""
@@ -67,6 +86,8 @@ class Content:
     """Per tensor record: the path that errors name it by."""
     hidden: frozenset[int] = frozenset()
     """Records that no leaf names: tensors follow from them (:mod:`ckptstore.format.recipes`)."""
+    read: ReadPieces | None = None
+    """How its pieces are had, where the packs of the store alone may not do."""
 
     def tensors(self) -> list[TensorInfo]:
         """Return the tensors in the order of the state; tied ones once."""

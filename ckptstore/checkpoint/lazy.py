@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 from types import EllipsisType
@@ -16,7 +16,12 @@ from ckptstore.checkpoint.content import Content, TensorInfo
 from ckptstore.checkpoint.load import LoadRequest, load_state
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
-from ckptstore.errors import CorruptObjectError, TensorIndexError
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    TensorIndexError,
+    TensorNotFoundError,
+)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
@@ -40,11 +45,24 @@ class LazyVersion:
 
     Attributes of :class:`ckptstore.Version` (``id``, ``run``, ``step``, ``metrics``, ...) are
     there too. Safe to use from any thread, as long as the store is open.
+
+    Parameters
+    ----------
+    whole
+        Of a version of which a part is kept: returns all of it, from elsewhere; is given why.
     """
 
-    def __init__(self, repo: Repo, info: Version, content: Content) -> None:
+    def __init__(
+        self,
+        repo: Repo,
+        info: Version,
+        content: Content,
+        *,
+        whole: Callable[[CkptStoreError], Content] | None = None,
+    ) -> None:
         self._repo = repo
         self._content = content
+        self._whole = whole
         self._leaves = {leaf.path: leaf for leaf in content.leaves}
         self.info = info
         """The version as the catalog knows it."""
@@ -124,8 +142,18 @@ class LazyVersion:
         InvalidInputError
             Several tensors have this text; name one by the tuple of its keys.
         """
-        path = find_path(list(self._leaves), key)
+        try:
+            path = find_path(list(self._leaves), key)
+        except TensorNotFoundError as error:
+            if self._whole is None:
+                raise
+            return self._all(error)[key]
         return LazyTensor(self._repo, self._content, self._leaves[path])
+
+    def _all(self, error: CkptStoreError) -> LazyVersion:
+        """Return all of a version of which a part is kept here."""
+        assert self._whole is not None  # noqa: S101  # for the type checker: the callers looked
+        return LazyVersion(self._repo, self.info, self._whole(error))
 
     def load(
         self,
@@ -146,7 +174,12 @@ class LazyVersion:
             adapters=adapters,
             progress=progress,
         )
-        return load_state(self._repo, self._content, request)
+        try:
+            return load_state(self._repo, self._content, request)
+        except TensorNotFoundError as error:  # before anything was read
+            if self._whole is None:
+                raise
+            return load_state(self._repo, self._all(error)._content, request)
 
 
 class LazyTensor:
@@ -223,7 +256,11 @@ class LazyTensor:
         content = self._content
         node = prune(content.node, lambda leaf: leaf == path)
         part = Content(
-            manifest=content.manifest, node=node, leaves=(self._leaf,), labels=content.labels
+            manifest=content.manifest,
+            node=node,
+            leaves=(self._leaf,),
+            labels=content.labels,
+            read=content.read,
         )
         found = load_state(self._repo, part, LoadRequest())
         for key in path:

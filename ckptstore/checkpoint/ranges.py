@@ -75,7 +75,7 @@ def read_ranges(
     if stored:
         ends = _Ends(content.manifest)
         parts = [_Part(content, ends, one, content.labels[one.index]) for one in stored]
-        read_pieces(
+        (content.read or read_pieces)(
             content.manifest.pieces,
             [want for part in parts for want in part.wants],
             backend=backend,
@@ -333,7 +333,7 @@ class _Making:
         """Read what some steps need."""
         parts = [part for step in group for part in step.parts]
         if parts:
-            read_pieces(
+            (self._content.read or read_pieces)(
                 self._content.manifest.pieces,
                 [want for part in parts for want in part.wants],
                 backend=self._backend,
