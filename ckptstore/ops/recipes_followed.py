@@ -7,13 +7,14 @@ from dataclasses import replace
 
 import msgspec
 
+from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.config import Options
 from ckptstore.errors import CorruptTensorError
 from ckptstore.hashing import blake3_of
-from ckptstore.repo import Repo
 
-__all__ = ["problem_with", "recipe_key", "row_of_recipe"]
+__all__ = ["problem_with", "problems_of", "recipe_key", "row_of_recipe"]
 
 
 def recipe_key(content: Content, index: int) -> bytes:
@@ -33,7 +34,9 @@ def row_of_recipe(content: Content, index: int) -> range:
     return range(row, row + 1)
 
 
-def problem_with(repo: Repo, content: Content, indices: Sequence[int]) -> str:
+def problem_with(
+    content: Content, indices: Sequence[int], *, backend: Backend, options: Options
+) -> str:
     """Make some tensors, and return what is wrong with one of them; empty if nothing is.
 
     Raises
@@ -44,7 +47,28 @@ def problem_with(repo: Repo, content: Content, indices: Sequence[int]) -> str:
     tensors = content.manifest.tensors
     whole = [Range(index=n, start=0, nbytes=tensors[n].nbytes, out=None) for n in indices]
     try:
-        read_ranges(content, whole, backend=repo.backend, options=repo.options)
+        read_ranges(content, whole, backend=backend, options=options)
     except CorruptTensorError as error:
         return error.message.partition(": ")[2]
     return ""
+
+
+def problems_of(
+    content: Content, indices: Sequence[int], *, backend: Backend, options: Options
+) -> dict[int, str]:
+    """Make some tensors; one by one, if something else comes than there should.
+
+    Returns
+    -------
+    dict[int, str]
+        What is wrong with which tensor; those that are right are left out.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    if not problem_with(content, indices, backend=backend, options=options):
+        return {}
+    found = {i: problem_with(content, [i], backend=backend, options=options) for i in indices}
+    return {index: text for index, text in found.items() if text}

@@ -22,26 +22,29 @@ from ckptstore.errors import (
     CkptStoreError,
     FormatError,
     IntegrityError,
-    NotFoundError,
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import pack as packs
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.hashing import xxh3_64
 from ckptstore.model import Version
 from ckptstore.objects.reader import Want, read_pieces
-from ckptstore.ops.recipes_followed import problem_with, recipe_key, row_of_recipe
+from ckptstore.ops.piece_checks import (
+    PieceKey,
+    Sample,
+    batches,
+    frame_problem,
+    piece_key,
+    why_lost,
+)
+from ckptstore.ops.recipes_followed import problems_of, recipe_key, row_of_recipe
 from ckptstore.repo import Repo
 
-__all__ = ["PieceKey", "Problem", "Sample", "Survey", "piece_key"]
+__all__ = ["Loaded", "PieceKey", "Problem", "Sample", "Survey", "piece_key"]
 
 # Manifests read ahead. Source: hides the latency of an object store (20 ms) behind the reading of
 # data; a manifest of 1 TB takes some 16 MB.
 _AHEAD = 8
-
-PieceKey = tuple[str, int, int, bytes]
-"""Pack, offset of the chunk, place in the decoded chunk, id: one piece where it lies."""
 
 Known = Callable[[Version, range], Mapping[int, str] | None]
 """Tells what an earlier, interrupted check found of some rows of a version: what is wrong with
@@ -66,30 +69,8 @@ class Problem:
     """Path of the tensor that it touches; empty if it is the whole version."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One of some equal parts of all chunks.
-
-    By a digest of pack and offset: each chunk is in exactly one part, for good, whoever asks.
-    """
-
-    parts: int
-    part: int
-    """0 to ``parts - 1``."""
-
-    def holds(self, pack: str, offset: int) -> bool:
-        """Say whether a chunk is in this part."""
-        return xxh3_64(f"{pack} {offset}".encode()) % self.parts == self.part
-
-
-def piece_key(table: PieceTable, row: int) -> PieceKey:
-    """Return the key of the piece in one row."""
-    return (
-        table.packs[int(table.pack[row])],
-        int(table.offset[row]),
-        int(table.inner[row]),
-        table.ids[row].tobytes(),
-    )
+Loaded = Content | CkptStoreError
+"""What a version holds, or why that cannot be known."""
 
 
 @dataclass(slots=True)
@@ -174,6 +155,17 @@ class Survey:
         StorageError
             As :meth:`check`.
         """
+        for version, loaded in self.loaded(versions):
+            yield version, self._check(version, loaded)
+
+    def loaded(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Loaded]]:
+        """Yield versions with their content, or with the reason why it cannot be had.
+
+        Raises
+        ------
+        StorageError
+            As :meth:`check`.
+        """
         workers = max(1, min(self.repo.backend.capabilities.concurrency, _AHEAD, len(versions)))
         ahead = iter(versions)
         with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-verify") as pool:
@@ -181,41 +173,49 @@ class Survey:
             try:
                 while coming:
                     version, loading = coming.popleft()
-                    loaded = loading.result()
+                    found = loading.result()
                     coming.extend((v, pool.submit(self._load, v)) for v in islice(ahead, 1))
-                    yield version, self._check(version, loaded)
+                    yield version, found
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
 
-    def _load(self, version: Version) -> Content | CkptStoreError:
+    def _load(self, version: Version) -> Loaded:
         try:
             return read_content(self.cache.load(version))
         except (IntegrityError, FormatError) as error:
             return error
 
-    def _check(self, version: Version, loaded: Content | CkptStoreError) -> Content | None:
+    def _check(self, version: Version, loaded: Loaded) -> Content | None:
         began = self._done_bytes
+        sound = isinstance(loaded, Content) and self.check_content(version, loaded)
+        self._done_bytes = began
+        return self.conclude(version, loaded, sound=sound)
+
+    def conclude(self, version: Version, loaded: Loaded, *, sound: bool) -> Content | None:
+        """Note that a version was checked, and whether every piece that was looked at is right."""
         self.seen.add(version.id)
         if isinstance(loaded, CkptStoreError):
             self.unread[version.id] = loaded
             self.found(loaded, version)
-        elif self.check_content(version, loaded) and self.full and self.sample is None:
+        elif sound and self.full and self.sample is None:
             self.sound[version.id] = version.manifest_digest
-        self._done_bytes = began + sum(part.logical for part in version.roles.values())
-        self._tell(self._done_bytes)
+        self.advance(sum(part.logical for part in version.roles.values()))
         return None if isinstance(loaded, CkptStoreError) else loaded
 
     def check_content(self, version: Version, content: Content) -> bool:
         """Check the pieces that a manifest names; return whether all of them are right."""
-        self._check_packs(version, content)
+        for pack, info in self.check_sizes(content):
+            if self.full:
+                problem = frame_problem(self.repo.backend, pack, info.size_bytes)
+                self.found_frame(version, pack, problem)
         if self.full:
-            for rows in _batches(content.manifest.pieces):
+            for rows in batches(content.manifest.pieces):
                 self._check_rows(version, content, rows)
             self._check_recipes(version, content)
-        return self._report(version, content)
+        return self.report(version, content)
 
-    def _check_packs(self, version: Version, content: Content) -> None:
-        """Check that packs are there and long enough; at `full` also header and index."""
+    def check_sizes(self, content: Content) -> list[tuple[str, ObjectInfo]]:
+        """Check that packs are there and long enough; return those that no version had before."""
         table = content.manifest.pieces
         infos = [self.sizes.get(pack_key(pack)) for pack in table.packs]
         sizes = np.array([0 if info is None else info.size_bytes for info in infos], np.uint64)
@@ -226,56 +226,29 @@ class Survey:
             key = piece_key(table, row)
             msg = f"pack {key[0]}, chunk at byte {key[1]}: the pack {what}"
             self.bad.setdefault(key, msg)
-        for pack, info in zip(table.packs, infos, strict=True):
-            if self.full and pack not in self.packs and info is not None:
-                self._check_frame(version, pack, info)
-            self.packs.add(pack)
+        there = zip(table.packs, infos, strict=True)
+        fresh = [(pack, info) for pack, info in there if info and pack not in self.packs]
+        self.packs.update(table.packs)
+        return fresh
 
-    def _check_frame(self, version: Version, pack: str, info: ObjectInfo) -> None:
-        """Check header, index and trailer of a pack: what a rebuild would need, loads do not."""
-        backend, key = self.repo.backend, pack_key(pack)
-
-        def read(offset: int, size: int) -> bytes:
-            memory = bytearray(size)
-            backend.read_into(key, offset, [memoryview(memory)])
-            return bytes(memory)
-
-        try:
-            packs.parse_header(read(0, packs.HEADER_BYTES), pack_id=pack)
-            tail = read(max(0, info.size_bytes - packs.TRAILER_BYTES), packs.TRAILER_BYTES)
-            offset, count, checksum = packs.parse_trailer(
-                tail, pack_bytes=info.size_bytes, where=pack
-            )
-            index = read(offset, count * packs.INDEX_ROW_BYTES)
-            packs.parse_index(index, checksum=checksum, offset=offset, where=pack)
-        except (IntegrityError, FormatError, NotFoundError) as error:
-            self.broken_packs[pack] = error.message
-            msg = f"{error.message} (needed to rebuild, not to load {version.run}@{version.step})"
-            self.found(type(error)(msg), None)
+    def found_frame(self, version: Version, pack: str, problem: CkptStoreError | None) -> None:
+        """Note what is wrong with header, index or trailer of a pack, if anything is."""
+        if problem is not None:
+            self.broken_packs[pack] = problem.message
+            msg = f"{problem.message} (needed to rebuild, not to load {version.run}@{version.step})"
+            self.found(type(problem)(msg), None)
 
     def _check_rows(self, version: Version, content: Content, rows: range) -> None:
         """Read some pieces, those that were read before left out."""
         table = content.manifest.pieces
         keys = {row: piece_key(table, row) for row in rows}
-        earlier = self.known(version, rows)
-        if earlier is not None:
-            self.read.update(keys.values())
-            self.bad.update((keys[row], text) for row, text in earlier.items() if row in keys)
+        chosen = self.choose(version, rows, keys)
+        if chosen is None:
             return
-        wants = []
-        for row, key in keys.items():
-            if key in self.read or key in self.bad:
-                continue
-            if self.sample is not None and not self.sample.holds(key[0], key[1]):
-                continue
-            self.read.add(key)
-            wants.append(Want(row=row, out=None, label=""))
+        wants = [Want(row=row, out=None, label="") for row in chosen]
 
         def failed(want: Want, error: CkptStoreError) -> None:
-            cause = error.__cause__
-            why = cause.message if isinstance(cause, CkptStoreError) else error.message
-            pack, offset, _, _ = keys[want.row]
-            self.bad[keys[want.row]] = f"pack {pack}, chunk at byte {offset}: {why}"
+            self.bad[keys[want.row]] = why_lost(keys[want.row], error)
 
         base = self._done_bytes
         read_pieces(
@@ -286,16 +259,48 @@ class Survey:
             progress=lambda step: self._tell(base + step.done),
             on_failure=failed,
         )
-        self.read_bytes += sum(int(table.raw[want.row]) for want in wants)
-        self._done_bytes += int(table.raw[rows.start : rows.stop].sum())
-        self._tell(self._done_bytes)
+        self.read_bytes += sum(int(table.raw[row]) for row in chosen)
+        self.advance(int(table.raw[rows.start : rows.stop].sum()))
         self.told(version, rows, {row: self.bad[k] for row, k in keys.items() if k in self.bad})
+
+    def choose(
+        self, version: Version, rows: range, keys: Mapping[int, PieceKey]
+    ) -> list[int] | None:
+        """Return the rows that are to be read; None if an interrupted check has done so."""
+        earlier = self.known(version, rows)
+        if earlier is not None:
+            self.read.update(keys.values())
+            self.bad.update((keys[row], text) for row, text in earlier.items() if row in keys)
+            return None
+        chosen = []
+        for row, key in keys.items():
+            if key in self.read or key in self.bad:
+                continue
+            if self.sample is not None and not self.sample.holds(key[0], key[1]):
+                continue
+            self.read.add(key)
+            chosen.append(row)
+        return chosen
 
     def _check_recipes(self, version: Version, content: Content) -> None:
         """Make the tensors that follow from others, but those that another version has too."""
-        table = content.manifest.pieces
         batch: dict[int, bytes] = {}
         size = 0
+        for index, key in self.choose_recipes(version, content):
+            nbytes = content.manifest.tensors[index].nbytes
+            if batch and size + nbytes > limits.VERIFY_BATCH_BYTES:
+                self._follow(version, content, batch)
+                batch, size = {}, 0
+            batch[index] = key
+            size += nbytes
+        self._follow(version, content, batch)
+
+    def choose_recipes(self, version: Version, content: Content) -> Iterator[tuple[int, bytes]]:
+        """Yield tensors that are to be made, with the keys of their recipes, which count as done.
+
+        Those of which a piece is lost are left out, and those that an interrupted check has made.
+        """
+        table = content.manifest.pieces
         for index, record in enumerate(content.manifest.tensors):
             if record.recipe is None:
                 continue
@@ -309,22 +314,24 @@ class Survey:
             if earlier is not None:
                 self.unlike.update((key, text) for text in earlier.values())
                 continue
-            if batch and size + record.nbytes > limits.VERIFY_BATCH_BYTES:
-                self._follow(version, content, batch)
-                batch, size = {}, 0
-            batch[index] = key
-            size += record.nbytes
-        self._follow(version, content, batch)
+            yield index, key
 
     def _follow(self, version: Version, content: Content, batch: Mapping[int, bytes]) -> None:
         """Make some tensors; one by one, if something else comes than there should."""
-        problem = problem_with(self.repo, content, list(batch))
+        backend, options = self.repo.backend, self.repo.options
+        found = problems_of(content, list(batch), backend=backend, options=options)
         for index, key in batch.items():
-            row = row_of_recipe(content, index)
-            text = problem_with(self.repo, content, [index]) if problem else ""
-            if text:
-                self.unlike[key] = text
-            self.told(version, row, {row.start: text} if text else {})
+            self.followed_as(version, content, index, key, found.get(index, ""))
+
+    def followed_as(
+        self, version: Version, content: Content, index: int, key: bytes, text: str
+    ) -> None:
+        """Note what came of the recipe of a tensor: empty if it was what it should be."""
+        self.followed.add(key)
+        if text:
+            self.unlike[key] = text
+        row = row_of_recipe(content, index)
+        self.told(version, row, {row.start: text} if text else {})
 
     def why(self, table: PieceTable, row: int) -> str:
         """Return why a piece cannot be had: for its own bytes, or those that it refers to."""
@@ -343,7 +350,7 @@ class Survey:
             found += filter(None, [self.unlike.get(recipe_key(content, index))])
         return found
 
-    def _report(self, version: Version, content: Content) -> bool:
+    def report(self, version: Version, content: Content) -> bool:
         """Report each tensor that has a damaged piece, whoever met it first."""
         sound = True
         if not self.bad and not self.unlike:
@@ -356,17 +363,10 @@ class Survey:
                 self.found(IntegrityError(f"tensor {label}: {wrong[0]}{more}"), version, label)
         return sound
 
+    def advance(self, size_bytes: int) -> None:
+        """Count bytes of tensors as done, and tell."""
+        self._done_bytes += size_bytes
+        self._tell(self._done_bytes)
+
     def _tell(self, done: int) -> None:
         self.progress(Progress(stage="verify", done=done, total=max(self.total_bytes, done)))
-
-
-def _batches(table: PieceTable) -> Iterator[range]:
-    """Cut the rows of a table into ranges of at most ``VERIFY_BATCH_BYTES``, one row at least."""
-    ends = np.cumsum(table.raw, dtype=np.uint64)
-    start = 0
-    while start < len(table):
-        before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + limits.VERIFY_BATCH_BYTES, "right"))
-        stop = max(stop, start + 1)
-        yield range(start, stop)
-        start = stop
