@@ -21,10 +21,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from ckptstore import limits
 from ckptstore.errors import InvalidKeyError
+
+if TYPE_CHECKING:
+    from ckptstore.backends.cold import ColdStorage
 
 __all__ = [
     "Backend",
@@ -125,6 +128,8 @@ class ObjectInfo:
     size_bytes: int
     modified_at: float
     """Seconds since 1970 by the *storage's* clock."""
+    storage_class: str = ""
+    """As the storage calls it, such as ``STANDARD_IA``; empty where there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,6 +305,10 @@ class Backend(ABC):
             Only count.
         """
         return Leftovers()
+
+    def cold_storage(self) -> ColdStorage | None:
+        """Return what reaches this storage's classes; None where there are none."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

@@ -32,6 +32,8 @@ from ckptstore.backends.base import (
     check_prefix,
 )
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
+from ckptstore.backends.cold import ColdStorage, check_pack_class, is_classed
+from ckptstore.backends.gcs_cold import GcsColdStorage
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.object_url import BucketLocation, parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
@@ -77,12 +79,17 @@ class GcsBackend(Backend):
         The bucket is never created.
     options
         For ``gcsfs.GCSFileSystem``.
+    pack_class
+        Storage class of new packs; empty for the bucket's own.
     """
 
-    def __init__(self, location: BucketLocation, options: Mapping[str, object]) -> None:
+    def __init__(
+        self, location: BucketLocation, options: Mapping[str, object], *, pack_class: str = ""
+    ) -> None:
         self.url = location.url
         self.name = "gcs"
         self._location = location
+        self._pack_class = pack_class
         self._bucket = quote(location.bucket, safe="")
         self._client = PerProcess(_ClientFactory(dict(options)))
 
@@ -101,8 +108,11 @@ class GcsBackend(Backend):
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects in memory and sends one multipart upload."""
-        head = _head(self._location.object_name(key), "")
-        return BufferedWriter(lambda body: self._put(key, body), reserve_bytes=len(head))
+        name = self._pack_class if is_classed(key) else ""
+        head = _head(self._location.object_name(key), "", name)
+        return BufferedWriter(
+            lambda body: self._put(key, body, storage_class=name), reserve_bytes=len(head)
+        )
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
@@ -148,7 +158,7 @@ class GcsBackend(Backend):
         query = {
             "prefix": root + check_prefix(prefix),
             "maxResults": str(limits.LIST_PAGE_OBJECTS),
-            "fields": "nextPageToken,items(name,size,updated)",
+            "fields": "nextPageToken,items(name,size,updated,storageClass)",
         }
         if after:
             query["startOffset"] = root + after  # inclusive, unlike ours
@@ -177,6 +187,10 @@ class GcsBackend(Backend):
         """Delete an object."""
         self._send(f"delete {key}", "DELETE", self._object(key), _nothing, absent_ok=True)
 
+    def cold_storage(self) -> ColdStorage:
+        """Return what reaches the classes of these objects."""
+        return GcsColdStorage(self._location, self.stat, self._rewrite)
+
     def close(self) -> None:
         """Close this process's connections."""
         fs = self._client.take()
@@ -191,6 +205,20 @@ class GcsBackend(Backend):
             f"get {key}", "GET", self._object(key), use, params={"alt": "media"}, headers=headers
         )
 
+    def _rewrite(self, key: str, name: str, token: str) -> Mapping[str, Any]:
+        """Send one request of a rewrite in place."""
+        path = self._object(key)
+        query = {"fields": "done,rewriteToken"} | ({"rewriteToken": token} if token else {})
+        answer: Mapping[str, Any] = self._send(
+            f"move {key} to {name}",
+            "POST",
+            f"{path}/rewriteTo{path.removeprefix('/storage/v1')}",
+            _json,
+            params=query,
+            json={"storageClass": name},
+        )
+        return answer
+
     def _object(self, key: str) -> str:
         name = quote(self._location.object_name(key), safe="")
         return f"/storage/v1/b/{self._bucket}/o/{name}"
@@ -199,16 +227,18 @@ class GcsBackend(Backend):
         head = _head(self._location.object_name(key), "")
         return Body(b"".join((bytes(len(head)), data)))
 
-    def _put(self, key: str, body: Body, *, conditional: bool = False) -> None:
+    def _put(
+        self, key: str, body: Body, *, conditional: bool = False, storage_class: str = ""
+    ) -> None:
         """Send `body`: room for the head, then the data."""
         name = self._location.object_name(key)
-        size = len(_head(name, ""))
+        size = len(_head(name, "", storage_class))
         tail = f"\r\n--{_BOUNDARY}--\r\n".encode()
         end = body.seek(0, 2)
         with body.getbuffer() as view:
             # So that a body damaged on its way is refused; not against anybody's malice.
             digest = hashlib.md5(view[size:end], usedforsecurity=False).digest()
-            view[:size] = _head(name, base64.b64encode(digest).decode())
+            view[:size] = _head(name, base64.b64encode(digest).decode(), storage_class)
         body.write(tail)
         body.seek(0)
         query = {"uploadType": "multipart", "fields": "generation"}
@@ -285,9 +315,10 @@ class _ClientFactory:
         return GCSFileSystem(**self._options, use_listings_cache=False, skip_instance_cache=True)
 
 
-def _head(name: str, md5: str) -> bytes:
-    """Return what comes before the data of an upload; its length depends on `name` only."""
-    meta = json.dumps({"name": name, "md5Hash": md5.ljust(24, "=")})
+def _head(name: str, md5: str, storage_class: str = "") -> bytes:
+    """Return what comes before the data of an upload; its length depends not on `md5`."""
+    chosen = {"storageClass": storage_class} if storage_class else {}
+    meta = json.dumps({"name": name, "md5Hash": md5.ljust(24, "="), **chosen})
     return (
         f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n{meta}\r\n"
         f"--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n"
@@ -313,7 +344,12 @@ async def _code(answer: Foreign) -> str:
 
 def _info(key: str, item: Mapping[str, str]) -> ObjectInfo:
     modified = datetime.fromisoformat(item["updated"]).timestamp()
-    return ObjectInfo(key=key, size_bytes=int(item["size"]), modified_at=modified)
+    return ObjectInfo(
+        key=key,
+        size_bytes=int(item["size"]),
+        modified_at=modified,
+        storage_class=item.get("storageClass", ""),
+    )
 
 
 def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
@@ -332,12 +368,20 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
     return error_for_silence(msg, conditional=conditional)
 
 
-def open_gcs(url: str, **options: object) -> GcsBackend:
+def open_gcs(url: str, *, pack_class: object = None, **options: object) -> GcsBackend:
     """Return the backend of ``gs://bucket/prefix``; `options` are gcsfs's.
+
+    Parameters
+    ----------
+    pack_class
+        Storage class that new packs are written in, such as ``NEARLINE``; nothing else ever is.
 
     Raises
     ------
     InvalidUrlError
         If the URL names no bucket, or carries credentials.
+    InvalidInputError
+        No class that can be read at any time is called `pack_class`.
     """
-    return GcsBackend(parse_bucket_url(url), options)
+    name = check_pack_class(pack_class)
+    return GcsBackend(parse_bucket_url(url), options, pack_class=name)

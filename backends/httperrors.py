@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckptstore.errors import (
     AmbiguousWriteError,
     CkptStoreError,
+    ColdObjectError,
     CorruptObjectError,
     ObjectExistsError,
     ObjectNotFoundError,
@@ -25,6 +26,8 @@ _FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorage
 # What S3 answers with status 400 although trying again helps: a body that came too slowly or was
 # damaged on its way. https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 _PASSING_CODES = frozenset({"RequestTimeout", "BadDigest", "IncompleteBody", "SlowDown"})
+# A GET, and a copy, of an object in an archive class that is not restored; both with status 403.
+_COLD_CODES = frozenset({"InvalidObjectState", "ObjectNotInActiveTierError"})
 _CREDENTIAL_CODES = frozenset(
     {"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "AuthorizationHeaderMalformed"}
 )
@@ -47,8 +50,8 @@ def error_for_answer(status: int, code: str, what: str, *, conditional: bool) ->
     msg = f"{what}: HTTP {status} {code}".rstrip()
     if code == "NoSuchBucket":
         return StorageError(msg, hint="create the bucket first; ckptstore never does")
-    if code == "InvalidObjectState":
-        return StorageError(msg, hint="the object is archived: restore it first")
+    if code in _COLD_CODES:
+        return ColdObjectError(msg, hint="it lies in an archive class: ckptstore thaw restores it")
     if status == 507 or code in _FULL_CODES:
         return StorageFullError(msg, hint="raise the quota, or delete old versions")
     if code in _CREDENTIAL_CODES or status in {401, 403}:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ckptstore.backends.base import Buffer, Leftovers, ObjectWriter, check_key
+from ckptstore.backends.cold import ColdStorage, ObjectState
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import ReadOnlyError
 
@@ -28,11 +32,42 @@ class ReadOnlyBackend(WrapperBackend):
         """Refuse."""
         raise _refusal(key)
 
+    def cold_storage(self) -> ColdStorage | None:
+        """Return what tells the classes of objects, and changes none."""
+        cold = self.inner.cold_storage()
+        return None if cold is None else _ReadOnlyCold(cold)
+
     def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
         """Count, or refuse."""
         if not dry_run:
             raise ReadOnlyError("nothing is removed: opened read-only")
         return self.inner.remove_leftovers(modified_before=modified_before, dry_run=True)
+
+
+class _ReadOnlyCold:
+    """Tells classes and states; moves and restores nothing."""
+
+    def __init__(self, inner: ColdStorage) -> None:
+        self._inner = inner
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self._inner.classes
+
+    def class_of(self, key: str) -> str:
+        return self._inner.class_of(key)
+
+    def restore_state(self, key: str) -> ObjectState:
+        return self._inner.restore_state(key)
+
+    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
+        return self._inner.lifecycle(storage_class, days)
+
+    def set_class(self, key: str, name: str) -> bool:
+        raise _refusal(key)
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        raise _refusal(key)
 
 
 def _refusal(key: str) -> ReadOnlyError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Buffer, ObjectInfo, ObjectWriter
+from ckptstore.backends.cold import ColdStorage, ObjectState
 from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import TransientStorageError
@@ -115,6 +116,11 @@ class RetryingBackend(WrapperBackend):
         """Remove one object."""
         self._retries.call(lambda: self.inner.delete(key))
 
+    def cold_storage(self) -> ColdStorage | None:
+        """Return what reaches the storage's classes, each call of it retried."""
+        cold = self.inner.cold_storage()
+        return None if cold is None else _RetryingCold(cold, self._retries)
+
 
 class _Listing:
     """A listing that can go on after a failure."""
@@ -146,3 +152,30 @@ class _RetryingWriter(WrapperWriter):
 
     def commit(self) -> None:
         self._retries.call(self.inner.commit)
+
+
+class _RetryingCold:
+    """Retries every call; each may be made twice with the same outcome."""
+
+    def __init__(self, inner: ColdStorage, retries: Retries) -> None:
+        self._inner = inner
+        self._retries = retries
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self._inner.classes
+
+    def class_of(self, key: str) -> str:
+        return self._retries.call(lambda: self._inner.class_of(key))
+
+    def set_class(self, key: str, name: str) -> bool:
+        return self._retries.call(lambda: self._inner.set_class(key, name))
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        return self._retries.call(lambda: self._inner.request_restore(key, days=days, tier=tier))
+
+    def restore_state(self, key: str) -> ObjectState:
+        return self._retries.call(lambda: self._inner.restore_state(key))
+
+    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
+        return self._inner.lifecycle(storage_class, days)

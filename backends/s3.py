@@ -21,14 +21,17 @@ from ckptstore.backends.base import (
     PutIfAbsent,
     check_prefix,
 )
+from ckptstore.backends.cold import ColdStorage, check_pack_class, is_classed
 from ckptstore.backends.object_url import BucketLocation, parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
 from ckptstore.backends.s3_calls import Foreign, S3Calls
+from ckptstore.backends.s3_cold import S3ColdStorage
 from ckptstore.backends.s3_direct import DirectFactory
 from ckptstore.backends.s3_errors import translate
 from ckptstore.backends.s3_settings import read_settings
 from ckptstore.backends.scatter import wanted_bytes
+from ckptstore.backends.storage_classes import STANDARD
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -73,14 +76,22 @@ class S3Backend(Backend):
         Makes the client of a process; picklable.
     scatter_read
         Whether it receives into the buffers themselves.
+    pack_class
+        Storage class of new packs; empty for the bucket's own.
     """
 
     def __init__(
-        self, location: BucketLocation, factory: Callable[[], S3Calls], *, scatter_read: bool
+        self,
+        location: BucketLocation,
+        factory: Callable[[], S3Calls],
+        *,
+        scatter_read: bool,
+        pack_class: str = "",
     ) -> None:
         self.url = location.url
         self.name = "s3"
         self._location = location
+        self._pack_class = pack_class
         self._capabilities = replace(CAPABILITIES, scatter_read=scatter_read)
         self._client = PerProcess(factory)
         self._pool = BufferPool(buffer_bytes=_BUFFER_BYTES, kept_max=_BUFFERS_KEPT)
@@ -101,7 +112,8 @@ class S3Backend(Backend):
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects in memory and sends one PUT."""
         self._location.object_name(key)
-        return PooledWriter(lambda body: self._put(key, body), self._pool)
+        name = self._pack_class if is_classed(key) else ""
+        return PooledWriter(lambda body: self._put(key, body, storage_class=name), self._pool)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
@@ -157,8 +169,12 @@ class S3Backend(Backend):
                     msg = f"list {prefix}: the storage does not list in order"
                     raise StorageError(msg)
                 last = key
-                modified = item["LastModified"].timestamp()
-                yield ObjectInfo(key=key, size_bytes=item["Size"], modified_at=modified)
+                yield ObjectInfo(
+                    key=key,
+                    size_bytes=item["Size"],
+                    modified_at=item["LastModified"].timestamp(),
+                    storage_class=item.get("StorageClass") or STANDARD,
+                )
             if not page.get("IsTruncated"):
                 return
             query["ContinuationToken"] = page["NextContinuationToken"]
@@ -166,12 +182,20 @@ class S3Backend(Backend):
     def stat(self, key: str) -> ObjectInfo:
         """Return size and time by a HEAD."""
         head = self._call(f"stat {key}", "head_object", self._object(key))
-        modified = head["LastModified"].timestamp()
-        return ObjectInfo(key=key, size_bytes=head["ContentLength"], modified_at=modified)
+        return ObjectInfo(
+            key=key,
+            size_bytes=head["ContentLength"],
+            modified_at=head["LastModified"].timestamp(),
+            storage_class=head.get("StorageClass") or STANDARD,
+        )
 
     def delete(self, key: str) -> None:
         """Delete an object; S3 does not mind if there is none."""
         self._call(f"delete {key}", "delete_object", self._object(key))
+
+    def cold_storage(self) -> ColdStorage:
+        """Return what reaches the classes of these objects."""
+        return S3ColdStorage(self._location, self._run)
 
     def close(self) -> None:
         """Close this process's connections, and let go of its buffers."""
@@ -180,8 +204,12 @@ class S3Backend(Backend):
         if calls is not None:
             calls.close()
 
-    def _put(self, key: str, body: memoryview, *, conditional: bool = False) -> None:
+    def _put(
+        self, key: str, body: memoryview, *, conditional: bool = False, storage_class: str = ""
+    ) -> None:
         request = self._object(key)
+        if storage_class:
+            request["StorageClass"] = storage_class
         if conditional:
             request["IfNoneMatch"] = "*"
         what = f"{'create' if conditional else 'put'} {key}"
@@ -207,13 +235,17 @@ class S3Backend(Backend):
         return f"S3Backend({self.url!r})"
 
 
-def open_s3(url: str, *, client: str = "auto", **options: object) -> S3Backend:
+def open_s3(
+    url: str, *, client: str = "auto", pack_class: object = None, **options: object
+) -> S3Backend:
     """Return the backend of ``s3://bucket/prefix``.
 
     Parameters
     ----------
     client
         ``direct``: botocore alone; ``s3fs``; ``auto``: direct wherever it knows all options.
+    pack_class
+        Storage class that new packs are written in, such as ``STANDARD_IA``; nothing else ever is.
     options
         Those of ``s3fs.S3FileSystem``.
 
@@ -221,6 +253,8 @@ def open_s3(url: str, *, client: str = "auto", **options: object) -> S3Backend:
     ------
     InvalidUrlError
         If the URL names no bucket, or carries credentials; or for another `client`.
+    InvalidInputError
+        No class that can be read at any time is called `pack_class`.
     MissingDependencyError
         s3fs is needed, and is not installed.
     """
@@ -228,9 +262,11 @@ def open_s3(url: str, *, client: str = "auto", **options: object) -> S3Backend:
     if client not in _CLIENTS:
         msg = f"no S3 client is called {client!r:.40}"
         raise InvalidUrlError(msg, hint=f"one of {', '.join(_CLIENTS)}")
+    name = check_pack_class(pack_class)
     settings = None if client == "s3fs" else read_settings(options)
     if settings is not None:
-        return S3Backend(location, DirectFactory(settings), scatter_read=True)
+        factory = DirectFactory(settings)
+        return S3Backend(location, factory, scatter_read=True, pack_class=name)
     if client == "direct":
         msg = "only s3fs knows one of the storage options"
         raise InvalidUrlError(msg, hint='leave out client="direct", or that option')
@@ -239,4 +275,4 @@ def open_s3(url: str, *, client: str = "auto", **options: object) -> S3Backend:
     except ImportError as error:
         msg = f"one of the storage options needs a package that is not installed ({error.name})"
         raise MissingDependencyError(msg, hint="pip install 'ckptstore[s3]'") from error
-    return S3Backend(location, S3fsFactory(options), scatter_read=False)
+    return S3Backend(location, S3fsFactory(options), scatter_read=False, pack_class=name)

@@ -18,7 +18,7 @@ from ckptstore.errors import (
     TransientStorageError,
 )
 
-__all__ = ["translate"]
+__all__ = ["code_of", "translate"]
 
 _NO_CREDENTIALS: Final = (
     boto.NoCredentialsError,
@@ -38,12 +38,8 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
     """
     for cause in (error, error.__cause__):
         if isinstance(cause, boto.ClientError):
-            answer = cause.response
-            status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-            code = str(answer.get("Error", {}).get("Code", ""))
-            # A HEAD has no body, and botocore gives the status for a code.
-            code = "" if code.isdigit() else code
-            return error_for_answer(status, code, what, conditional=conditional)
+            status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return error_for_answer(status, code_of(cause), what, conditional=conditional)
     if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
         error = error.__cause__  # fsspec's cover over any timeout
     msg = f"{what}: {type(error).__name__}"
@@ -54,6 +50,16 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
     if isinstance(error, _WRONG_SETTINGS):
         return StorageError(msg, hint="check the storage options")
     return error_for_silence(msg, conditional=conditional)
+
+
+def code_of(error: Exception) -> str:
+    """Return S3's code of an answer that is no success; empty where there is none."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, boto.ClientError):
+            code = str(cause.response.get("Error", {}).get("Code", ""))
+            # A HEAD has no body, and botocore gives the status for a code.
+            return "" if code.isdigit() else code
+    return ""
 
 
 def _not_sent(error: Exception) -> bool:

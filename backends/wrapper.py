@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ckptstore.backends.base import (
     Backend,
@@ -12,6 +13,9 @@ from ckptstore.backends.base import (
     ObjectInfo,
     ObjectWriter,
 )
+
+if TYPE_CHECKING:
+    from ckptstore.backends.cold import ColdStorage
 
 __all__ = ["WrapperBackend", "WrapperWriter", "bytes_of"]
 
@@ -75,6 +79,10 @@ class WrapperBackend(Backend):
     def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
         """Pass on."""
         return self.inner.remove_leftovers(modified_before=modified_before, dry_run=dry_run)
+
+    def cold_storage(self) -> ColdStorage | None:
+        """Pass on."""
+        return self.inner.cold_storage()
 
     def close(self) -> None:
         """Close the inner backend."""

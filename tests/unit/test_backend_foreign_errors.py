@@ -29,6 +29,7 @@ from ckptstore.backends.s3_fsspec import S3fsCalls
 from ckptstore.errors import (
     AmbiguousWriteError,
     CkptStoreError,
+    ColdObjectError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
@@ -240,7 +241,8 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path) -> None:
         (client_error(400, "ExpiredToken"), StoragePermissionError),
         (client_error(404, "NoSuchKey"), ObjectNotFoundError),
         (client_error(404, "NoSuchBucket"), StorageError),
-        (client_error(403, "InvalidObjectState"), StorageError),
+        (client_error(403, "InvalidObjectState"), ColdObjectError),
+        (client_error(403, "ObjectNotInActiveTierError"), ColdObjectError),
         (client_error(400, "BadDigest"), TransientStorageError),
         (client_error(400, "RequestTimeout"), TransientStorageError),
         (client_error(301, "PermanentRedirect"), StorageError),

@@ -1,0 +1,139 @@
+"""Storage classes: what a backend offers whose storage has some, besides keys and bytes.
+
+Optional: :func:`cold_storage` returns None for a backend without. Only packs are ever moved to
+another class; ``store.json``, commits, manifests and snapshots stay where they were written, so
+that a store opens, lists and verifies its records whatever the class of its packs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, Protocol, TypeAlias
+
+from ckptstore.backends.base import Backend
+from ckptstore.backends.storage_classes import check_class, class_named
+from ckptstore.errors import InvalidInputError
+
+__all__ = [
+    "CLASSED_PREFIX",
+    "Access",
+    "ColdStorage",
+    "ObjectState",
+    "check_pack_class",
+    "cold_storage",
+    "is_classed",
+]
+
+CLASSED_PREFIX: Final = "packs/"
+"""What the keys begin with of the only objects that may be in another class than the standard."""
+
+Access: TypeAlias = Literal["readable", "cold", "restoring", "restored"]
+"""``readable``: at any time; ``cold``: a restore must be asked for; ``restoring``: one was;
+``restored``: for some days."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectState:
+    """Class of one object, and whether it can be read now."""
+
+    storage_class: str
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970 by the storage's clock; a change of the class counts."""
+    access: Access
+    restored_until: float | None = None
+    """When a restored object is cold again, in seconds since 1970; None where not told."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether it can be read now."""
+        return self.access in {"readable", "restored"}
+
+
+class ColdStorage(Protocol):
+    """What reaches the classes of one storage. Any thread may call; errors as of a backend."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Return the names of the provider's own classes; others may be there."""
+
+    def class_of(self, key: str) -> str:
+        """Return the class of an object.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        """
+
+    def set_class(self, key: str, name: str) -> bool:
+        """Move an object to another class; return False if it was there already.
+
+        At every moment readers find the object as it was, whole, in the one class or the other.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        ColdObjectError
+            It is in an archive class and was not restored.
+        LimitError
+            It is too large for this storage to move.
+        StorageError
+            The storage does not know the class, or failed.
+        """
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        """Ask for an object to be readable for some days; return False if that is under way.
+
+        Of one that is restored already, the days begin anew.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        StorageError
+            The storage refuses the tier, or failed.
+        """
+
+    def restore_state(self, key: str) -> ObjectState:
+        """Return class and state of an object.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        """
+
+    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
+        """Return rules that make the storage itself move packs of some age, as JSON values."""
+
+
+def cold_storage(backend: Backend) -> ColdStorage | None:
+    """Return what reaches the classes of a backend's storage, through all wrappers, or None."""
+    return backend.cold_storage()
+
+
+def is_classed(key: str) -> bool:
+    """Return whether an object may be in another class than the standard one."""
+    return key.startswith(CLASSED_PREFIX)
+
+
+def check_pack_class(name: object) -> str:
+    """Return the class that new packs are to be written in, empty for the standard one.
+
+    Raises
+    ------
+    InvalidInputError
+        No class is called so; or what is in it must be restored before it can be read.
+    """
+    if name in (None, ""):
+        return ""
+    found = class_named(check_class(str(name)))
+    if found.is_archive:
+        msg = f"new packs cannot be written in {found.name}: saves and checks read them back"
+        raise InvalidInputError(
+            msg, hint=f"move versions there later: ckptstore archive REF --class {found.name}"
+        )
+    return found.name

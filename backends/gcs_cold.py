@@ -1,0 +1,106 @@
+"""Storage classes of GCS: an object is rewritten in place; all can be read at any time.
+
+What the colder ones cost is the reading, and the days that are charged in any case; a restore is
+never needed, so that asking for one does nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+from ckptstore.backends.base import ObjectInfo
+from ckptstore.backends.cold import CLASSED_PREFIX, ObjectState
+from ckptstore.backends.object_url import BucketLocation
+from ckptstore.backends.storage_classes import STANDARD
+from ckptstore.errors import StorageError
+
+__all__ = ["GcsColdStorage"]
+
+_CLASSES: Final = (STANDARD, "NEARLINE", "COLDLINE", "ARCHIVE")
+
+
+class Stat(Protocol):
+    """``Backend.stat``."""
+
+    def __call__(self, key: str) -> ObjectInfo:
+        """Return size, time and class of an object."""
+
+
+class Rewriter(Protocol):
+    """How the backend sends: one request of a rewrite, whose answer is JSON."""
+
+    def __call__(self, key: str, name: str, token: str) -> Mapping[str, Any]:
+        """Rewrite `key` into the class `name`, or go on where `token` is from."""
+
+
+class GcsColdStorage:
+    """The classes of the objects below one prefix of a bucket.
+
+    Parameters
+    ----------
+    location
+        Where they are.
+    stat
+        The backend's own.
+    rewrite
+        The backend's own way to send one request of a rewrite.
+    """
+
+    def __init__(self, location: BucketLocation, stat: Stat, rewrite: Rewriter) -> None:
+        self._location = location
+        self._stat = stat
+        self._rewrite = rewrite
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Return the four of GCS."""
+        return _CLASSES
+
+    def class_of(self, key: str) -> str:
+        """Return the class of an object."""
+        return self.restore_state(key).storage_class
+
+    def restore_state(self, key: str) -> ObjectState:
+        """Return the class; it can be read at any time."""
+        info = self._stat(key)
+        return ObjectState(
+            storage_class=info.storage_class or STANDARD,
+            size_bytes=info.size_bytes,
+            modified_at=info.modified_at,
+            access="readable",
+        )
+
+    def set_class(self, key: str, name: str) -> bool:
+        """Rewrite an object in place; a large one takes several requests."""
+        if self.class_of(key) == name:
+            return False
+        token = ""
+        while True:
+            answer = self._rewrite(key, name, token)
+            token = answer.get("rewriteToken", "")
+            if answer.get("done", True) or not token:
+                break
+        after = self.class_of(key)
+        if after != name:
+            msg = f"move {key} to {name}: it is in {after} afterwards"
+            raise StorageError(msg, hint="does this storage have the class?")
+        return True
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        """Do nothing: it can be read already."""
+        return False
+
+    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
+        """Return what ``gcloud storage buckets update --lifecycle-file`` takes."""
+        return {
+            "rule": [
+                {
+                    "action": {"type": "SetStorageClass", "storageClass": storage_class},
+                    "condition": {
+                        "age": days,
+                        "matchesPrefix": [self._location.prefix + CLASSED_PREFIX],
+                    },
+                }
+            ]
+        }

@@ -1,0 +1,197 @@
+"""Storage classes of S3: HeadObject tells, CopyObject onto itself moves, RestoreObject thaws.
+
+Whatever client the backend has sends these: fsspec has no calls for them, but s3fs passes any call
+of the S3 API on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from email.utils import parsedate_to_datetime
+from typing import Any, Final, Protocol, TypeVar
+
+from ckptstore import limits
+from ckptstore.backends.cold import CLASSED_PREFIX, Access, ObjectState
+from ckptstore.backends.object_url import BucketLocation
+from ckptstore.backends.s3_calls import Foreign, S3Calls
+from ckptstore.backends.s3_errors import code_of
+from ckptstore.backends.storage_classes import STANDARD, class_named
+from ckptstore.errors import (
+    ColdObjectError,
+    InvalidInputError,
+    LimitError,
+    StorageError,
+    TransientStorageError,
+)
+
+__all__ = ["S3ColdStorage"]
+
+T = TypeVar("T")
+
+_CLASSES: Final = (
+    *(STANDARD, "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING"),
+    *("GLACIER_IR", "GLACIER", "DEEP_ARCHIVE"),
+)
+# A lifecycle rule may move objects to these after 30 days and not before.
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/lifecycle-transition-general-considerations.html
+_LATE: Final = {"STANDARD_IA": 30, "ONEZONE_IA": 30}
+_TIERING: Final = "INTELLIGENT_TIERING"
+_RESTORE = re.compile(r'ongoing-request="(true|false)"(?:,\s*expiry-date="([^"]*)")?')
+
+
+class Sender(Protocol):
+    """How the backend sends: ``send(what, work)`` returns ``work(client)``, errors translated."""
+
+    def __call__(self, what: str, work: Callable[[S3Calls], T]) -> T:
+        """Return what `work` returns."""
+
+
+class S3ColdStorage:
+    """The classes of the objects below one prefix of a bucket.
+
+    Parameters
+    ----------
+    location
+        Where they are.
+    send
+        The backend's own way to send a request.
+    """
+
+    def __init__(self, location: BucketLocation, send: Sender) -> None:
+        self._location = location
+        self._send = send
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Return those of AWS; an administrator of Ceph may have made others."""
+        return _CLASSES
+
+    def class_of(self, key: str) -> str:
+        """Return the class of an object."""
+        return self.restore_state(key).storage_class
+
+    def restore_state(self, key: str) -> ObjectState:
+        """Return class and state by a HEAD."""
+        return _state(self._head(key))
+
+    def set_class(self, key: str, name: str) -> bool:
+        """Copy an object onto itself, into another class.
+
+        Only if it is as it was when it was looked at: of two that do this at once, or of one whose
+        answer was lost and who asks again, the second must not copy it within one class. (Some
+        releases of Ceph then delete what they copied: https://tracker.ceph.com/issues/70746)
+        """
+        head = self._head(key)
+        before = _state(head)
+        if before.storage_class == name:
+            return False
+        if not before.is_readable:
+            msg = f"{key} is in {before.storage_class}, and cannot be moved unless it is restored"
+            raise ColdObjectError(msg, hint="ckptstore thaw restores it for some days")
+        if before.size_bytes > limits.S3_COPY_BYTES_MAX:
+            msg = (
+                f"{key} has {before.size_bytes} bytes; S3 moves {limits.S3_COPY_BYTES_MAX} at most"
+            )
+            raise LimitError(msg, hint="a lifecycle rule can: ckptstore archive --lifecycle")
+        request = self._object(key) | {
+            "CopySource": self._object(key),
+            "CopySourceIfUnmodifiedSince": head["LastModified"],
+            "StorageClass": name,
+        }
+        what = f"move {key} to {name}"
+
+        def copy(calls: S3Calls) -> bool:
+            try:
+                calls.call("copy_object", request)
+            except Exception as error:
+                code = code_of(error)
+                if code == "InvalidStorageClass":
+                    msg = f"{what}: this storage has no such class"
+                    raise StorageError(msg, hint="AWS has " + ", ".join(_CLASSES)) from error
+                if code != "PreconditionFailed":
+                    raise
+                return False
+            return True
+
+        copied = self._send(what, copy)
+        after = self.class_of(key)
+        if after == name:
+            return copied
+        if not copied:
+            msg = f"{what}: somebody else moved it to {after} meanwhile"
+            raise TransientStorageError(msg)
+        msg = f"{what}: it is in {after} afterwards"
+        raise StorageError(msg, hint="does this storage have the class?")
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        """Send a RestoreObject."""
+        wanted: dict[str, Any] = {"GlacierJobParameters": {"Tier": tier}, "Days": days}
+        if self.class_of(key) == _TIERING:  # comes back for good, and takes no days
+            del wanted["Days"]
+        request = self._object(key) | {"RestoreRequest": wanted}
+
+        def ask(calls: S3Calls) -> bool:
+            try:
+                calls.call("restore_object", request)
+            except Exception as error:
+                code = code_of(error)
+                if code == "RestoreAlreadyInProgress":
+                    return False
+                if code == "GlacierExpeditedRetrievalNotAvailable":
+                    msg = f"restore {key}: no capacity for tier {tier} at the moment"
+                    raise StorageError(msg, hint="take --tier Standard, or try later") from error
+                raise
+            return True
+
+        return self._send(f"restore {key}", ask)
+
+    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
+        """Return what ``aws s3api put-bucket-lifecycle-configuration`` takes."""
+        if days < _LATE.get(storage_class, 0):
+            msg = (
+                f"S3 moves nothing to {storage_class} before it is {_LATE[storage_class]} days old"
+            )
+            raise InvalidInputError(msg, hint=f"--min-age {_LATE[storage_class]}d, or more")
+        prefix = self._location.prefix + CLASSED_PREFIX
+        digest = hashlib.sha256(f"{prefix} {storage_class}".encode()).hexdigest()[:12]
+        rule = {
+            "ID": f"ckptstore-packs-{digest}",
+            "Status": "Enabled",
+            "Filter": {"Prefix": prefix},
+            "Transitions": [{"Days": days, "StorageClass": storage_class}],
+        }
+        return {"Rules": [rule]}
+
+    def _head(self, key: str) -> Foreign:
+        request = self._object(key)
+        return self._send(f"stat {key}", lambda calls: calls.call("head_object", request))
+
+    def _object(self, key: str) -> dict[str, Any]:
+        return {"Bucket": self._location.bucket, "Key": self._location.object_name(key)}
+
+
+def _state(head: Mapping[str, Any]) -> ObjectState:
+    """Return what a HEAD says."""
+    name = head.get("StorageClass") or STANDARD
+    access, until = _access(name, head)
+    return ObjectState(
+        storage_class=name,
+        size_bytes=head["ContentLength"],
+        modified_at=head["LastModified"].timestamp(),
+        access=access,
+        restored_until=None if until is None else until.timestamp(),
+    )
+
+
+def _access(name: str, head: Mapping[str, Any]) -> tuple[Access, datetime | None]:
+    if not (class_named(name).is_archive or head.get("ArchiveStatus")):
+        return "readable", None
+    told = _RESTORE.search(head.get("Restore") or "")
+    if told is None:
+        return "cold", None
+    if told[1] == "true":
+        return "restoring", None
+    return "restored", parsedate_to_datetime(told[2]) if told[2] else None
