@@ -3,9 +3,12 @@
 Creating: list the location; refuse what is a store, or remains of one; probe the storage; then
 put-if-absent ``store.json``. Of several creators at once exactly one makes the store, the others
 open it. Anything else at the location is left alone: a store may share its folder or bucket,
-since it touches nothing but ``store.json``, its four prefixes, and ``probe/`` while it probes.
+since it touches nothing but ``store.json``, its prefixes, and ``probe/`` while it probes. With a
+key, the first record of keys is written before ``store.json``.
 
-Opening reads one object. Nothing is written, and the log is read when it is first asked for.
+Opening reads one object; with a key, two, and what comes after goes through
+:class:`ckptstore.backends.encrypted.EncryptedBackend`. Nothing is written, and the log is read when
+it is first asked for.
 Storage that was probed through another kind of backend (a local store now reached by NFS, say) is
 probed again before the first write, and the finding kept in memory.
 """
@@ -18,9 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
+import msgspec
+
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.key_sources import KeyInput, read_key
 from ckptstore.backends.registry import open_backend
+from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Log
 from ckptstore.catalog.reading import wait_until
@@ -38,8 +45,10 @@ from ckptstore.errors import (
     TransientStorageError,
     UnsafeBackendError,
 )
-from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY
+from ckptstore.format.encryption import FEATURE, KeyRecord
+from ckptstore.format.keys import KEYS_PREFIX, OBJECT_PREFIXES, STORE_KEY, key_record_key
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+from ckptstore.keyring import create_keys, has_keys, unlocked
 from ckptstore.objects.pace import Pace
 
 __all__ = [
@@ -48,6 +57,7 @@ __all__ = [
     "Repo",
     "create_on",
     "create_repo",
+    "encrypted_superblock",
     "open_on",
     "open_repo",
     "probe_backend",
@@ -205,12 +215,22 @@ def open_repo(
     options: Options | None = None,
     environment: Environment = SYSTEM,
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    key: KeyInput | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Repo:
     """Open the store at a location; with `create`, make it where there is none.
 
+    Parameters
+    ----------
+    key
+        Opens an encrypted store, and makes a new one such: ``file:PATH``, ``env:NAME``,
+        ``command:CMD``, or 32 bytes.
+
     Raises
     ------
+    EncryptionKeyError
+        The key cannot be read, is missing, or is another than the store's; or the store is not
+        encrypted.
     StoreNotFoundError
         If there is none, and `create` is False.
     UnsupportedFeatureError, FormatError
@@ -220,6 +240,7 @@ def open_repo(
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
+    user_key = read_key(key) if key else None
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
         if create:
@@ -228,9 +249,10 @@ def open_repo(
                 options=options,
                 environment=environment,
                 chunk_bytes=chunk_bytes,
+                key=user_key,
                 exist_ok=True,
             )
-        return open_on(backend, options=options, environment=environment)
+        return open_on(backend, key=user_key, options=options, environment=environment)
     except BaseException:
         backend.close()
         raise
@@ -242,12 +264,20 @@ def create_repo(
     options: Options | None = None,
     environment: Environment = SYSTEM,
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    key: KeyInput | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Repo:
     """Create a store at a location that has none; raises as :func:`create_on`."""
+    user_key = read_key(key) if key else None
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
-        return create_on(backend, options=options, environment=environment, chunk_bytes=chunk_bytes)
+        return create_on(
+            backend,
+            options=options,
+            environment=environment,
+            chunk_bytes=chunk_bytes,
+            key=user_key,
+        )
     except BaseException:
         backend.close()
         raise
@@ -256,6 +286,7 @@ def create_repo(
 def open_on(
     backend: Backend,
     *,
+    key: UserKey | None = None,
     options: Options | None = None,
     environment: Environment = SYSTEM,
     prober: Prober = probe_backend,
@@ -272,6 +303,7 @@ def open_on(
     superblock = _read_superblock(backend)
     if superblock is None:
         raise _no_store(backend)
+    backend = unlocked(backend, superblock, key, environment=environment)
     return Repo(backend, superblock, environment=environment, options=options, prober=prober)
 
 
@@ -281,6 +313,7 @@ def create_on(
     options: Options | None = None,
     environment: Environment = SYSTEM,
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    key: UserKey | None = None,
     exist_ok: bool = False,
     prober: Prober = probe_backend,
 ) -> Repo:
@@ -297,6 +330,8 @@ def create_on(
         If the chunk size is not within its limits.
     ReadOnlyError
         If the options ask for a read-only store that is not there.
+    EncryptionKeyError
+        There is a store, and the key does not fit; or another creator began one with another key.
     """
     options = options if options is not None else Options()
     # First what may be left of a store, then the superblock: a creator at work writes it first.
@@ -306,6 +341,10 @@ def create_on(
         if remains:
             msg = f"{backend.url} holds objects of a store ({remains}) but no {STORE_KEY}"
             raise StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
+        if key is None and has_keys(backend):
+            msg = f"somebody began to create an encrypted store at {backend.url}"
+            hint = f"give its key, or remove {KEYS_PREFIX} if nothing is stored there"
+            raise StoreExistsError(msg, hint=hint)
         if options.read_only:
             msg = f"no store can be created read-only at {backend.url}"
             raise ReadOnlyError(msg)
@@ -313,12 +352,16 @@ def create_on(
         if finding.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
             raise unsafe(backend.url, finding.put_if_absent)
         wanted = _superblock(backend, finding, options, environment, chunk_bytes)
-        found = _write_superblock(backend, wanted, environment)
-        if found.store_id == wanted.store_id:
-            exist_ok = True
+        if key is None:
+            found = _write_superblock(backend, wanted, environment)
+            made = found.store_id == wanted.store_id
+        else:
+            found, made = _write_encrypted(backend, wanted, key, environment)
+        exist_ok = exist_ok or made
     if not exist_ok:
         msg = f"there is a store at {backend.url} already"
         raise StoreExistsError(msg, hint="open it")
+    backend = unlocked(backend, found, key, environment=environment)
     return Repo(backend, found, environment=environment, options=options, prober=prober)
 
 
@@ -344,6 +387,42 @@ def _superblock(
         put_if_absent=finding.put_if_absent.value,
         single_writer=finding.put_if_absent is not PutIfAbsent.ATOMIC,
         probe=dict(finding.report),
+    )
+
+
+def _write_encrypted(
+    backend: Backend, wanted: Superblock, key: UserKey, environment: Environment
+) -> tuple[Superblock, bool]:
+    """Write a record of keys, then the superblock; return that one, and whether it is ours.
+
+    Creators of one key share the record of the first, so that whichever of them writes the
+    superblock, there is one data key, and it is durable before.
+    """
+    record, _ = create_keys(
+        backend,
+        key,
+        store_id=wanted.store_id,
+        chunk_bytes=wanted.chunk_bytes,
+        environment=environment,
+        conditional=not wanted.single_writer,
+    )
+    mine = record.store_id == wanted.store_id
+    wanted = encrypted_superblock(wanted, record)
+    found = _write_superblock(backend, wanted, environment)
+    if found.encryption is None and mine:  # somebody made a store without encryption meanwhile
+        backend.delete(key_record_key(record.number))
+    return found, found == wanted
+
+
+def encrypted_superblock(superblock: Superblock, record: KeyRecord) -> Superblock:
+    """Return a superblock that says what a record of keys says."""
+    return msgspec.structs.replace(
+        superblock,
+        features=tuple(sorted({*superblock.features, FEATURE})),
+        store_id=record.store_id,
+        chunk_bytes=record.chunk_bytes,
+        created_at_ms=record.created_at_ms,
+        encryption=record.encryption,
     )
 
 

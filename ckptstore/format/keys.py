@@ -7,6 +7,7 @@
     snapshots/000000000100.snap             folded catalog at that commit; a cache
     manifests/<xx>/<id>.manifest            one per version
     packs/<xx>/<id>.pack                    chunks
+    keys/000000000001.json                  wrapped keys of an encrypted store; the newest counts
 
 Ids are 32 lower-case hex digits (128 random bits) and never used again; ``<xx>`` is their first
 two. Numbers are padded so that keys sort as numbers do.
@@ -23,6 +24,7 @@ from ckptstore.errors import InvalidInputError
 __all__ = [
     "COMMITS_PREFIX",
     "ID_PATTERN",
+    "KEYS_PREFIX",
     "MANIFESTS_PREFIX",
     "MANIFEST_KEY_PATTERN",
     "OBJECT_PREFIXES",
@@ -31,6 +33,8 @@ __all__ = [
     "STORE_KEY",
     "commit_key",
     "commit_number",
+    "key_record_key",
+    "key_record_number",
     "manifest_key",
     "pack_id",
     "pack_key",
@@ -45,13 +49,16 @@ SNAPSHOTS_PREFIX: Final = "snapshots/"
 MANIFESTS_PREFIX: Final = "manifests/"
 PACKS_PREFIX: Final = "packs/"
 OBJECT_PREFIXES: Final = (COMMITS_PREFIX, SNAPSHOTS_PREFIX, MANIFESTS_PREFIX, PACKS_PREFIX)
-"""Everything below these belongs to the store; nothing else does, but for ``store.json``."""
+"""Everything below these belongs to the store, and is encrypted if the store is."""
+KEYS_PREFIX: Final = "keys/"
+"""As ``store.json``, what is below it belongs to the store and is never encrypted."""
 
 ID_PATTERN: Final = r"^[0-9a-f]{32}\Z"
 MANIFEST_KEY_PATTERN: Final = r"^manifests/([0-9a-f]{2})/(\1[0-9a-f]{30})\.manifest\Z"
 
 _ID = re.compile(ID_PATTERN)
 _COMMIT = re.compile(r"commits/([0-9]{6})/([0-9]{12})\.json\Z")
+_KEY_RECORD = re.compile(r"keys/([0-9]{12})\.json\Z")
 _SNAPSHOT = re.compile(r"snapshots/([0-9]{12})\.snap\Z")
 _MANIFEST = re.compile(MANIFEST_KEY_PATTERN)
 _PACK = re.compile(r"packs/([0-9a-f]{2})/(\1[0-9a-f]{30})\.pack\Z")
@@ -75,6 +82,17 @@ def commit_number(key: str) -> int | None:
         return None
     number = int(match[2])
     return number if number and number // limits.COMMITS_PER_FOLDER == int(match[1]) else None
+
+
+def key_record_key(number: int) -> str:
+    """Return the key of record `number` of wrapped keys; the first is 1."""
+    return f"{KEYS_PREFIX}{_checked(number):012d}.json"
+
+
+def key_record_number(key: str) -> int | None:
+    """Return the number of the record of wrapped keys at `key`, or None."""
+    match = _KEY_RECORD.match(key)
+    return int(match[1]) or None if match else None
 
 
 def snapshot_key(number: int) -> str:

@@ -17,6 +17,7 @@ from ckptstore.errors import (
     InvalidInputError,
     UnsupportedFeatureError,
 )
+from ckptstore.format.encryption import FEATURE, Encryption
 from ckptstore.format.fields import Id
 from ckptstore.format.framing import decode_envelope, encode_envelope
 
@@ -31,7 +32,7 @@ __all__ = [
 
 MAGIC: Final = "ckptstore-store"
 FORMAT: Final = 1
-FEATURES_KNOWN: Final[frozenset[str]] = frozenset()
+FEATURES_KNOWN: Final[frozenset[str]] = frozenset({FEATURE})
 """Required features that this version understands."""
 
 Feature = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9][a-z0-9-]{0,63}\Z")]
@@ -60,6 +61,8 @@ class Superblock(msgspec.Struct, frozen=True, kw_only=True):
     """Created by a user who vouched that no one else writes."""
     probe: dict[str, Any] = {}
     """The probe's report, for people."""
+    encryption: Encryption | None = None
+    """With the feature ``encrypted-v1``: how everything but this and ``keys/`` is encrypted."""
 
 
 _DECODER: Final = msgspec.json.Decoder(Superblock)
@@ -73,7 +76,10 @@ def encode_superblock(superblock: Superblock) -> bytes:
     InvalidInputError
         If a field is not within its limits.
     """
-    data = encode_envelope(msgspec.json.encode(superblock))
+    fields = msgspec.to_builtins(superblock)
+    if superblock.encryption is None:
+        del fields["encryption"]
+    data = encode_envelope(msgspec.json.encode(fields))
     try:
         decode_superblock(data, where="the superblock")
     except (CorruptObjectError, FormatError) as error:
@@ -108,6 +114,9 @@ def decode_superblock(data: bytes, *, where: str) -> Superblock:
     if unknown:
         msg = f"{where}: the store requires {', '.join(unknown)}"
         raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
+    if (superblock.encryption is None) is (FEATURE in superblock.features):
+        msg = f"{where} contradicts itself about {FEATURE}"
+        raise CorruptObjectError(msg)
     return superblock
 
 

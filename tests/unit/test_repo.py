@@ -195,7 +195,7 @@ def test_creating_that_stays_unclear_is_an_error(
     lost = Fault(
         calls=frozenset({"put_if_absent"}), when=When.AFTER, error=lambda: AmbiguousWriteError("x")
     )
-    blind = Fault(calls=frozenset({"list"}), at=5, times=0)
+    blind = Fault(calls=frozenset({"list"}), at=6, times=0)
     with pytest.raises(AmbiguousWriteError, match=STORE_KEY):
         create_on(FaultyBackend(memory, lost, blind), environment=environment, prober=Prober())
 

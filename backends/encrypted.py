@@ -1,0 +1,274 @@
+"""Encrypts what is written and decrypts what is read; names, times and counts stay as they are.
+
+Each object has a key of its own, which follows from the store's key, a random salt in the object,
+and its name; it is cut into segments, each sealed with its number and whether it is the last
+(:mod:`ckptstore.format.segments`). So a range costs the segments that it touches, and an object
+that was changed, moved to another name, cut off or extended does not decrypt. Why so, and what was
+measured: docs/design/0019-encryption.md.
+
+Sizes are those without encryption. ``store.json`` and ``keys/`` pass as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend, Buffer, ObjectInfo, ObjectWriter, check_key
+from ckptstore.backends.encrypted_writer import EncryptedWriter
+from ckptstore.backends.pooled_writer import BufferPool
+from ckptstore.backends.scatter import Scatter
+from ckptstore.backends.sealing import DataKey, Sealer, salt_of
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import CorruptObjectError, ObjectExistsError
+from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
+from ckptstore.format.segments import HEADER_BYTES, SALT_BYTES, TAG_BYTES, Layout
+
+__all__ = ["EncryptedBackend"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Head:
+    """What must be known of an object before a range of it can be read."""
+
+    sealer: Sealer
+    plain_bytes: int
+
+
+class EncryptedBackend(WrapperBackend):
+    """Encrypts every object but ``store.json`` and what is below ``keys/``.
+
+    It stands above the wrapper that retries: what is tried again are the same encrypted bytes.
+    Pickled, it carries the store's key to the worker that unpickles it.
+
+    A range costs one request more for the first of an object in this process (its size), and one
+    more if it does not begin near the object's beginning (its salt).
+
+    Parameters
+    ----------
+    key
+        The store's.
+    segment_bytes
+        The store's, before encryption.
+    """
+
+    def __init__(
+        self,
+        inner: Backend,
+        key: DataKey,
+        *,
+        segment_bytes: int = limits.SEGMENT_BYTES_DEFAULT,
+        environment: Environment = SYSTEM,
+    ) -> None:
+        super().__init__(inner)
+        self._key = key
+        self._layout = Layout(segment_bytes=segment_bytes)
+        self._environment = environment
+        self._heads: dict[str, _Head] = {}
+        capabilities = inner.capabilities
+        sealed = segment_bytes + TAG_BYTES
+        # A read of the most that callers ask for at once touches so much.
+        self._window_bytes = max(capabilities.read_bytes_max // sealed, 1) * sealed + 2 * sealed
+        self._pool = BufferPool(
+            buffer_bytes=self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes,
+            kept_max=capabilities.concurrency,
+        )
+
+    def put(self, key: str, data: Buffer) -> None:
+        """Write a whole object; the same content again is no error where the inner put is none."""
+        if _is_clear(key):
+            self.inner.put(key, data)
+            return
+        self._heads.pop(key, None)
+        try:
+            self.inner.put(key, self._sealed(key, data))
+        except ObjectExistsError:
+            # An earlier try of the same call may have come through, under another salt.
+            if self.get(key, bytes_max=memoryview(data).nbytes) != data:
+                raise
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        """Create an object; who comes first is decided as without encryption.
+
+        As every wrapper, this says that the key is taken even if this very call took it and the
+        reply was lost: the caller reads back, and compares what it reads without encryption.
+        """
+        if _is_clear(key):
+            self.inner.put_if_absent(key, data)
+            return
+        self._heads.pop(key, None)
+        self.inner.put_if_absent(key, self._sealed(key, data))
+
+    def open_writer(self, key: str) -> ObjectWriter:
+        """Return a writer that holds some segments."""
+        if _is_clear(key):
+            return self.inner.open_writer(key)
+        self._heads.pop(key, None)
+        sealer = self._new_sealer(key)
+        segment_bytes = self._layout.segment_bytes
+        return EncryptedWriter(self.inner.open_writer(key), sealer, segment_bytes=segment_bytes)
+
+    def get(self, key: str, *, bytes_max: int) -> bytes:
+        """Return a whole object."""
+        if _is_clear(key):
+            return self.inner.get(key, bytes_max=bytes_max)
+        data = memoryview(self.inner.get(key, bytes_max=self._layout.sealed_bytes(bytes_max)))
+        sealer = self._key.sealer(key, salt_of(data[:HEADER_BYTES], where=key))
+        plain = self._layout.check(data.nbytes, where=key)
+        last = self._layout.segments(plain) - 1
+        return b"".join(
+            sealer.open(
+                index,
+                data[self._layout.start(index) : self._layout.start(index + 1)],
+                last=index == last,
+            )
+            for index in range(last + 1)
+        )
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill `buffers` from the segments that hold the range."""
+        if _is_clear(key):
+            self.inner.read_into(key, offset, buffers)
+            return
+        known = self._heads.get(key)
+        if known is not None:
+            try:
+                self._read(key, known, offset, Scatter(buffers))
+            except CorruptObjectError:
+                # It may be another object by now: a repair replaces a damaged commit.
+                self._heads.pop(key, None)
+            else:
+                return
+        self._read(key, None, offset, Scatter(buffers))
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Yield objects with their sizes without encryption."""
+        return map(self._without, self.inner.list(prefix, after=after))
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Return size, without encryption, and time of one object."""
+        return self._without(self.inner.stat(key))
+
+    def delete(self, key: str) -> None:
+        """Remove one object."""
+        self._heads.pop(key, None)
+        self.inner.delete(key)
+
+    def close(self) -> None:
+        """Close the inner backend, and let go of memory."""
+        self._heads.clear()
+        self._pool.clear()
+        self.inner.close()
+
+    def _new_sealer(self, key: str) -> Sealer:
+        salt = bytes.fromhex(self._environment.random_hex(SALT_BYTES))
+        return self._key.sealer(key, salt)
+
+    def _sealed(self, key: str, data: Buffer) -> bytes:
+        sealer = self._new_sealer(key)
+        view = memoryview(data).cast("B")
+        size = self._layout.segment_bytes
+        count = self._layout.segments(view.nbytes)
+        parts = (
+            sealer.seal(index, view[index * size : (index + 1) * size], last=index + 1 == count)
+            for index in range(count)
+        )
+        return b"".join((sealer.header, *parts))
+
+    def _without(self, info: ObjectInfo) -> ObjectInfo:
+        if _is_clear(info.key):
+            return info
+        return ObjectInfo(
+            key=info.key,
+            size_bytes=self._layout.plain_bytes(info.size_bytes),
+            modified_at=info.modified_at,
+        )
+
+    def _read(self, key: str, head: _Head | None, offset: int, out: Scatter) -> None:
+        """Read a range in windows; the first brings the header along if that is near."""
+        layout, size = self._layout, self._layout.segment_bytes
+        plain = (
+            head.plain_bytes if head else layout.check(self.inner.stat(key).size_bytes, where=key)
+        )
+        end = offset + out.left
+        if end > plain:
+            msg = f"{key} ends at byte {plain}, before byte {end}"
+            raise CorruptObjectError(msg)
+        if head is None:
+            head = self._first(key, plain, offset, out)
+        while out.left:
+            at = end - out.left
+            first = at // size
+            start = layout.start(first)
+            stop = min(layout.start(-(-end // size)), layout.sealed_bytes(plain))
+            stop = min(stop, start + self._window_bytes)
+            with _Memory(self._pool, stop - start) as memory:
+                self.inner.read_into(key, start, [memory])
+                self._open(head, first, memory, at, out)
+
+    def _first(self, key: str, plain: int, offset: int, out: Scatter) -> _Head:
+        """Read the header; with what is wanted from the object's beginning, if it is near."""
+        layout, size = self._layout, self._layout.segment_bytes
+        near = out.left and offset <= limits.HEADER_READ_BYTES
+        stop = HEADER_BYTES
+        if near:
+            stop = min(layout.start(-(-(offset + out.left) // size)), layout.sealed_bytes(plain))
+            stop = min(stop, layout.start(offset // size) + self._window_bytes)
+        with _Memory(self._pool, stop) as memory:
+            self.inner.read_into(key, 0, [memory])
+            salt = salt_of(memory[:HEADER_BYTES], where=key)
+            head = _Head(self._key.sealer(key, salt), plain)
+            if near:
+                first = offset // size
+                self._open(head, first, memory[layout.start(first) :], offset, out)
+        if len(self._heads) >= limits.ENCRYPTED_HEADS_MAX:
+            self._heads.clear()
+        self._heads[key] = head
+        return head
+
+    def _open(self, head: _Head, first: int, sealed: memoryview, at: int, out: Scatter) -> None:
+        """Feed `out` with what segments from `first` on hold from plain byte `at` on."""
+        step = self._layout.segment_bytes + TAG_BYTES
+        last = self._layout.segments(head.plain_bytes) - 1
+        skip = at - first * self._layout.segment_bytes
+        for place, start in enumerate(range(0, sealed.nbytes, step)):
+            index = first + place
+            data = head.sealer.open(index, sealed[start : start + step], last=index == last)
+            out.feed(memoryview(data)[skip:])
+            skip = 0
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self.inner, self._key, self._layout.segment_bytes)
+
+    def __repr__(self) -> str:
+        return f"EncryptedBackend({self.inner!r})"
+
+
+def _rebuild(inner: Backend, key: DataKey, segment_bytes: int) -> EncryptedBackend:
+    return EncryptedBackend(inner, key, segment_bytes=segment_bytes)
+
+
+def _is_clear(key: str) -> bool:
+    """Return whether an object is stored as it is; every key that may name one comes by here."""
+    check_key(key)
+    return key == STORE_KEY or key.startswith(KEYS_PREFIX)
+
+
+class _Memory:
+    """Memory for the length of one read: from the pool, unless little is needed."""
+
+    def __init__(self, pool: BufferPool, size: int) -> None:
+        self._pool = pool
+        self._size = size
+        self._buffer = pool.take() if size > limits.MIB else None
+
+    def __enter__(self) -> memoryview:
+        if self._buffer is None:
+            return memoryview(bytearray(self._size))
+        return memoryview(self._buffer)[: self._size]
+
+    def __exit__(self, *_: object) -> None:
+        if self._buffer is not None:
+            self._pool.give(self._buffer)

@@ -1,0 +1,89 @@
+"""Writes one encrypted object in pieces, with a few segments in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from ckptstore import limits
+from ckptstore.backends.base import Buffer, ObjectWriter
+from ckptstore.backends.sealing import Sealer
+from ckptstore.errors import InvalidInputError
+
+__all__ = ["EncryptedWriter"]
+
+
+class EncryptedWriter(ObjectWriter):
+    """Seals segments as they become full, and hands them on some at a time.
+
+    The last segment is sealed as such, so that a full one waits for what comes after it. Each is
+    sealed once: a commit that is tried again sends nothing again. A forked child cannot go on
+    with what its parent has begun, since both would seal different bytes under one nonce.
+    """
+
+    def __init__(self, inner: ObjectWriter, sealer: Sealer, *, segment_bytes: int) -> None:
+        self._inner = inner
+        self._sealer = sealer
+        self._segment_bytes = segment_bytes
+        self._pid = os.getpid()
+        self._held = bytearray()
+        """At most a segment, which may be the last."""
+        self._ready: list[Buffer] = [sealer.header]
+        """Sealed, and not yet handed on."""
+        self._index = 0
+        self._sealed_last = False
+
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        """Append; hands on what fills segments."""
+        self._check()
+        if self._sealed_last:
+            msg = "this writer is finished"
+            raise ValueError(msg)
+        for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+            self._append(memoryview(part).cast("B"))
+
+    def commit(self) -> None:
+        """Seal the last segment, and make the object visible."""
+        self._check()
+        if not self._sealed_last:
+            self._sealed_last = True
+            self._ready.append(self._sealer.seal(self._index, self._held, last=True))
+            self._held = bytearray()
+            self._hand_on()
+        self._inner.commit()
+
+    def abort(self) -> None:
+        """Drop what was written."""
+        self._sealed_last = True
+        self._held = bytearray()
+        self._ready = []
+        self._inner.abort()
+
+    def _append(self, data: memoryview) -> None:
+        size = self._segment_bytes
+        while data.nbytes:
+            if len(self._held) == size:
+                self._seal(self._held)
+                self._held = bytearray()
+            if not self._held and data.nbytes > size:
+                self._seal(data[:size])  # without a copy
+                data = data[size:]
+                continue
+            count = min(size - len(self._held), data.nbytes)
+            self._held += data[:count]
+            data = data[count:]
+
+    def _seal(self, data: Buffer) -> None:
+        self._ready.append(self._sealer.seal(self._index, data, last=False))
+        self._index += 1
+        if len(self._ready) >= limits.SEGMENTS_PER_WRITE:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        ready, self._ready = self._ready, []
+        self._inner.write(ready)
+
+    def _check(self) -> None:
+        if os.getpid() != self._pid:
+            msg = f"{self._sealer.key} was begun in another process, which alone can go on with it"
+            raise InvalidInputError(msg, hint="open a writer after the fork")

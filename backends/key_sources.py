@@ -1,0 +1,200 @@
+"""Where a user's key comes from: a file, a variable of the environment, or a command.
+
+::
+
+    file:/etc/ckptstore/key         32 bytes as they are, or 64 hex digits, or base64 of 32 bytes
+    env:CKPTSTORE_SECRET            hex or base64
+    command:vault read -field=k x   what the command prints: as in a file
+
+A command is run without a shell (write ``command:sh -c '...'`` for one), gets nothing on stdin,
+and its stderr goes where ours goes. Nothing that is read here is ever part of an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import os
+import secrets
+import select
+import shlex
+import stat
+import subprocess
+from pathlib import Path
+from typing import Final, TypeAlias
+
+from ckptstore import limits
+from ckptstore.backends.sealing import KEY_BYTES, UserKey
+from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import EncryptionKeyError
+
+__all__ = ["KEY_HINT", "KeyInput", "make_key_file", "read_key"]
+
+_log = logging.getLogger("ckptstore")
+
+KeyInput: TypeAlias = "str | bytes | UserKey"
+"""What a caller may give as a key: a spec as above, 32 bytes, or a key that was read."""
+
+KEY_HINT: Final = "give file:PATH, env:NAME or command:CMD"
+
+_FORMS: Final = f"{KEY_BYTES} bytes, 64 hex digits, or base64 of {KEY_BYTES} bytes"
+_PRINTABLE: Final = frozenset(range(0x20, 0x7F))
+
+
+def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
+    """Return the key that a spec names.
+
+    Raises
+    ------
+    EncryptionKeyError
+        It is no spec; or the file, the variable or the command is not there, fails, or says
+        something that is no key.
+    MissingDependencyError
+        The package ``cryptography`` is not installed.
+    """
+    if isinstance(key, UserKey):
+        return key
+    if isinstance(key, bytes | bytearray):
+        return UserKey(bytes(key))
+    source, colon, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
+    if not colon or not rest or source not in {"file", "env", "command"}:
+        # The text itself may be a key that was given where its spec belongs.
+        msg = "what was given as a key is not the place of one"
+        raise EncryptionKeyError(msg, hint=KEY_HINT)
+    if source == "file":
+        return UserKey(_parse(_from_file(Path(rest).expanduser()), key))
+    if source == "env":
+        return UserKey(_parse(_from_variable(rest), key, text=True))
+    return UserKey(_parse(_from_command(rest, environment), f"command:{_name(rest)} ..."))
+
+
+def make_key_file(path: str | os.PathLike[str]) -> UserKey:
+    """Write a new random key to a file that only its owner can read, as hex; return it.
+
+    Raises
+    ------
+    EncryptionKeyError
+        There is something of this name already, which is never replaced; or it cannot be written.
+    """
+    where = Path(path)
+    material = secrets.token_bytes(KEY_BYTES)
+    try:
+        descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)  # whatever the umask says
+            file.write(material.hex().encode() + b"\n")
+            file.flush()
+            os.fsync(descriptor)
+        folder = os.open(where.absolute().parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except FileExistsError as error:
+        msg = f"{str(where)!r} is there already, and a key is never overwritten"
+        raise EncryptionKeyError(msg, hint="name another file") from error
+    except OSError as error:
+        msg = f"the key file {str(where)!r} cannot be written: {error.strerror}"
+        raise EncryptionKeyError(msg) from error
+    return UserKey(material)
+
+
+def _from_file(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(limits.KEY_TEXT_BYTES_MAX + 1)
+    except OSError as error:
+        msg = f"the key file {str(path)!r} cannot be read: {error.strerror}"
+        raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one") from error
+    if stat.S_ISREG(mode) and mode & 0o077:
+        _log.warning("the key file %s can be read or changed by others: chmod 600 %s", path, path)
+    return data
+
+
+def _from_variable(name: str) -> bytes:
+    value = os.environ.get(name)
+    if value is None:
+        msg = f"the variable {name!r} is not set"
+        raise EncryptionKeyError(msg, hint=f"export {name}: {_FORMS.partition(', ')[2]}")
+    return value.encode(errors="replace")[: limits.KEY_TEXT_BYTES_MAX + 1]
+
+
+def _name(command: str) -> str:
+    """Return the first word of a command: what comes after it may be a secret."""
+    return command.split(maxsplit=1)[0][:80] if command.split() else ""
+
+
+def _from_command(command: str, environment: Environment) -> bytes:
+    name = _name(command)
+    try:
+        words = shlex.split(command)
+        if not words:
+            raise ValueError("it is empty")
+        child = subprocess.Popen(  # noqa: S603 - the user's own command, without a shell
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True
+        )
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        msg = f"the command {name!r}, which is to say the key, cannot be run: {why}"
+        raise EncryptionKeyError(msg) from error
+    with child:
+        try:
+            data = _output(child, environment.monotonic() + limits.KEY_COMMAND_S, environment)
+        finally:
+            if child.poll() is None:
+                child.kill()
+    if data is None:
+        msg = f"the command {name!r} said no key within {limits.KEY_COMMAND_S:.0f} s"
+        raise EncryptionKeyError(msg)
+    if child.returncode:
+        msg = f"the command {name!r}, which is to say the key, failed with {child.returncode}"
+        raise EncryptionKeyError(msg, hint="its own message is on stderr")
+    return data
+
+
+def _output(
+    child: subprocess.Popen[bytes], deadline: float, environment: Environment
+) -> bytes | None:
+    """Return what a command prints, bounded; None if it does not end in time."""
+    assert child.stdout is not None  # noqa: S101  # for the type checker
+    descriptor, data = child.stdout.fileno(), b""
+    while len(data) <= limits.KEY_TEXT_BYTES_MAX:
+        left = deadline - environment.monotonic()
+        if left <= 0 or not select.select([descriptor], [], [], left)[0]:
+            return None
+        more = os.read(descriptor, limits.KEY_TEXT_BYTES_MAX)
+        if not more:
+            try:
+                child.wait(max(0.0, deadline - environment.monotonic()))
+            except subprocess.TimeoutExpired:
+                return None
+            return data
+        data += more
+    return data
+
+
+def _parse(data: bytes, where: str, *, text: bool = False) -> bytes:
+    """Return the 32 bytes that were meant."""
+    stripped = data.strip()
+    if len(data) > limits.KEY_TEXT_BYTES_MAX or not stripped:
+        what = "empty" if not stripped else "too long"
+        msg = f"{where}: the key is {what}"
+        raise EncryptionKeyError(msg, hint=f"a key is {_FORMS}")
+    if len(data) == KEY_BYTES and not text and not _PRINTABLE.issuperset(stripped):
+        return data
+    for decode in (binascii.unhexlify, _base64):
+        try:
+            found = decode(stripped)
+        except (binascii.Error, ValueError):
+            continue
+        if len(found) == KEY_BYTES:
+            return found
+    msg = f"{where}: what is there is no key"
+    hint = f"a key is {_FORMS}; a passphrase is none. ckptstore key new FILE makes one"
+    raise EncryptionKeyError(msg, hint=hint)
+
+
+def _base64(text: bytes) -> bytes:
+    return base64.b64decode(text.translate(bytes.maketrans(b"-_", b"+/")), validate=True)

@@ -1,0 +1,215 @@
+r"""The cryptography of encrypted stores: what follows from which key, and sealed segments.
+
+Everything is made of HKDF-SHA256 and AES-256-GCM of the package ``cryptography``, which is imported
+when the first key is used. Keys are held by objects that show none of it: not in a ``repr``, not
+in an error. A user's key cannot be pickled; a store's data key can, since workers need it.
+
+::
+
+    user's key --HKDF(info="ckptstore key id v1")-----------------------> id, 8 bytes, public
+    user's key --HKDF(salt of the slot, info="ckptstore key wrap v1")---> wraps the data key
+    data key   --HKDF(salt=store id, info="ckptstore key check v1")-----> check, 16 bytes, public
+    data key   --HKDF(salt of the object, info="ckptstore object v1\n" + its key)--> object's key
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING, Final, NoReturn
+
+from ckptstore.errors import (
+    CorruptObjectError,
+    EncryptionKeyError,
+    MissingDependencyError,
+    WrongKeyError,
+)
+from ckptstore.format.encryption import KeyRecord, KeySlot, wrapping_context
+from ckptstore.format.segments import MAGIC, SALT_BYTES, nonce
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    from ckptstore.backends.base import Buffer
+
+__all__ = ["KEY_BYTES", "DataKey", "Sealer", "UserKey", "salt_of", "unwrap", "wrap"]
+
+KEY_BYTES: Final = 32
+
+_ID: Final = b"ckptstore key id v1"
+_WRAP: Final = b"ckptstore key wrap v1"
+_CHECK: Final = b"ckptstore key check v1"
+_OBJECT: Final = b"ckptstore object v1\n"
+_WRAP_NONCE: Final = bytes(12)  # a wrapping key is used once: its salt is the slot's own
+
+
+class UserKey:
+    """The key that a user keeps; it wraps the data key of a store and does nothing else.
+
+    Raises
+    ------
+    EncryptionKeyError
+        It does not have 32 bytes, or all of them are equal.
+    """
+
+    __slots__ = ("_material", "id")
+
+    def __init__(self, material: bytes) -> None:
+        if len(material) != KEY_BYTES:
+            msg = f"a key has {KEY_BYTES} bytes, not {len(material)}"
+            raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
+        if len(set(material)) == 1:
+            msg = "a key whose bytes are all equal is none"
+            raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
+        self._material = bytes(material)
+        self.id = _derive(self._material, b"", _ID, 8).hex()
+        """Says which key it is, and tells nothing of it."""
+
+    def wrapping(self, salt: bytes) -> AESGCM:
+        """Return what wraps a data key in the slot of this salt."""
+        return _cipher(_derive(self._material, salt, _WRAP, KEY_BYTES))
+
+    def __repr__(self) -> str:
+        return f"<key {self.id}>"
+
+    def __reduce__(self) -> NoReturn:
+        msg = f"{self!r} stays in this process"
+        raise TypeError(msg)
+
+
+class DataKey:
+    """The key of one store, random and never changed. Pickled with the backend that uses it."""
+
+    __slots__ = ("_material",)
+
+    def __init__(self, material: bytes) -> None:
+        self._material = bytes(material)
+
+    def check(self, store_id: str) -> str:
+        """Return what the superblock of a store says of its key."""
+        return _derive(self._material, bytes.fromhex(store_id), _CHECK, 16).hex()
+
+    def sealer(self, key: str, salt: bytes) -> Sealer:
+        """Return what seals and opens the segments of one object."""
+        return Sealer(
+            _cipher(_derive(self._material, salt, _OBJECT + key.encode(), KEY_BYTES)), key, salt
+        )
+
+    def wrapped_by(self, cipher: AESGCM, context: bytes) -> bytes:
+        """Return the key, wrapped."""
+        return cipher.encrypt(_WRAP_NONCE, self._material, context)
+
+    def __repr__(self) -> str:
+        return "<data key>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self._material,)
+
+
+class Sealer:
+    """Seals and opens the segments of one object; any thread may use it."""
+
+    __slots__ = ("_cipher", "header", "key")
+
+    def __init__(self, cipher: AESGCM, key: str, salt: bytes) -> None:
+        self._cipher = cipher
+        self.key = key
+        self.header = MAGIC + salt
+        """What the object begins with."""
+
+    def seal(self, index: int, data: Buffer, *, last: bool) -> bytes:
+        """Return a segment, encrypted; each is sealed once."""
+        return self._cipher.encrypt(nonce(index, last=last), data, None)
+
+    def open(self, index: int, data: Buffer, *, last: bool) -> bytes:
+        """Return a segment, decrypted.
+
+        Raises
+        ------
+        CorruptObjectError
+            It is not what was sealed as this segment of this object.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._cipher.decrypt(nonce(index, last=last), data, None)
+        except InvalidTag:
+            msg = (
+                f"{self.key} does not decrypt in segment {index}: it was changed or cut off, or is "
+                "another object's"
+            )
+            raise CorruptObjectError(msg) from None
+
+
+def salt_of(header: bytes | bytearray | memoryview, *, where: str) -> bytes:
+    """Return the salt in the header of an object.
+
+    Raises
+    ------
+    CorruptObjectError
+        It is no header.
+    """
+    found = bytes(header)
+    if len(found) != len(MAGIC) + SALT_BYTES or not found.startswith(MAGIC):
+        msg = f"{where} is not encrypted, though its store is: ckptstore did not write it here"
+        raise CorruptObjectError(msg)
+    return found[len(MAGIC) :]
+
+
+def wrap(record: KeyRecord, data_key: DataKey, user_key: UserKey, salt: bytes) -> KeySlot:
+    """Return the slot by which a user's key opens what a record describes.
+
+    Parameters
+    ----------
+    salt
+        32 random bytes, used for this slot alone.
+    """
+    wrapped = data_key.wrapped_by(user_key.wrapping(salt), wrapping_context(record, user_key.id))
+    return KeySlot(key=user_key.id, salt=salt.hex(), wrapped=wrapped.hex())
+
+
+def unwrap(record: KeyRecord, user_key: UserKey, *, where: str) -> DataKey:
+    """Return the data key of a store.
+
+    Raises
+    ------
+    WrongKeyError
+        No slot is of this key.
+    CorruptObjectError
+        A slot is, but does not open, or something else comes out than the record says.
+    """
+    from cryptography.exceptions import InvalidTag
+
+    slots = [slot for slot in record.slots if slot.key == user_key.id]
+    if not slots:
+        known = ", ".join(slot.key for slot in record.slots)
+        msg = f"the store is encrypted with another key: it wants {known}, not {user_key.id}"
+        raise WrongKeyError(msg, hint="ckptstore key id SPEC says which key one is")
+    for slot in slots:
+        cipher = user_key.wrapping(bytes.fromhex(slot.salt))
+        try:
+            material = cipher.decrypt(
+                _WRAP_NONCE, bytes.fromhex(slot.wrapped), wrapping_context(record, user_key.id)
+            )
+        except InvalidTag:
+            continue
+        found = DataKey(material)
+        if hmac.compare_digest(found.check(record.store_id), record.encryption.check):
+            return found
+    msg = f"{where} was changed: its slot of the key {user_key.id} does not open"
+    raise CorruptObjectError(msg, hint="restore keys/ from a backup")
+
+
+def _derive(material: bytes, salt: bytes, info: bytes, count: int) -> bytes:
+    try:
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+    except ImportError as error:
+        msg = f"encryption needs a package that is not installed ({error.name})"
+        raise MissingDependencyError(msg, hint="pip install 'ckptstore[encryption]'") from error
+    return HKDF(algorithm=SHA256(), length=count, salt=salt or None, info=info).derive(material)
+
+
+def _cipher(material: bytes) -> AESGCM:
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+    return AESGCM(material)

@@ -1,0 +1,149 @@
+"""What is stored about the encryption of a store: parameters and wrapped keys, never a key itself.
+
+The superblock has the parameters. ``keys/<12 digits>.json`` has them too, and the random data key
+of the store, wrapped by each user's key that opens it. The record of the highest number counts;
+a rotation writes the next one by put-if-absent and deletes those before it. A JSON envelope
+(:mod:`ckptstore.format.framing`), since it must be read before anything can be decrypted.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.errors import CorruptObjectError, FormatError, LimitError, UnsupportedFeatureError
+from ckptstore.format.fields import Id
+from ckptstore.format.framing import decode_envelope, encode_envelope
+
+__all__ = [
+    "FEATURE",
+    "Encryption",
+    "KeyRecord",
+    "KeySlot",
+    "decode_key_record",
+    "encode_key_record",
+    "wrapping_context",
+]
+
+FEATURE: Final = "encrypted-v1"
+"""The required feature of a superblock with :class:`Encryption`."""
+
+_MAGIC: Final = "ckptstore-keys"
+
+
+def _hex(count: int) -> msgspec.Meta:
+    return msgspec.Meta(pattern=rf"^[0-9a-f]{{{2 * count}}}\Z")
+
+
+class Encryption(msgspec.Struct, frozen=True, kw_only=True):
+    """How the objects of a store are encrypted."""
+
+    cipher: Literal["aes-256-gcm"] = "aes-256-gcm"
+    segment_bytes: Annotated[
+        int, msgspec.Meta(ge=limits.SEGMENT_BYTES_MIN, le=limits.SEGMENT_BYTES_MAX)
+    ] = limits.SEGMENT_BYTES_DEFAULT
+    """Of a segment before encryption."""
+    check: Annotated[str, _hex(16)]
+    """Follows from the data key, and tells whether another key is the same; tells nothing else."""
+
+
+class KeySlot(msgspec.Struct, frozen=True, kw_only=True):
+    """The data key, as one user's key wraps it."""
+
+    key: Annotated[str, _hex(8)]
+    """Id of the user's key; follows from it, and tells nothing else of it."""
+    salt: Annotated[str, _hex(32)]
+    wrapped: Annotated[str, _hex(48)]
+    """32 bytes of the data key, encrypted, and a tag of 16."""
+
+
+class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One object below ``keys/``: all that opens a store, and that brings ``store.json`` back."""
+
+    magic: Literal["ckptstore-keys"] = "ckptstore-keys"
+    format: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    number: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
+    """That of its name."""
+    store_id: Id
+    chunk_bytes: Annotated[
+        int, msgspec.Meta(ge=limits.CHUNK_BYTES_MIN, le=limits.CHUNK_RAW_BYTES_MAX)
+    ]
+    created_at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+    """When the store was created."""
+    encryption: Encryption
+    slots: Annotated[
+        tuple[KeySlot, ...], msgspec.Meta(min_length=1, max_length=limits.KEY_SLOTS_MAX)
+    ]
+    at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+    by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
+
+
+_DECODER: Final = msgspec.json.Decoder(KeyRecord)
+
+
+def encode_key_record(record: KeyRecord) -> bytes:
+    """Return the object.
+
+    Raises
+    ------
+    LimitError
+        It has too many keys.
+    """
+    if not 1 <= len(record.slots) <= limits.KEY_SLOTS_MAX:
+        msg = f"a store is opened by 1 to {limits.KEY_SLOTS_MAX} keys, not {len(record.slots)}"
+        raise LimitError(msg, hint="rotate without --keep-old, which drops the others")
+    return encode_envelope(msgspec.json.encode(record))
+
+
+def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
+    """Check and parse an object below ``keys/``.
+
+    Raises
+    ------
+    CorruptObjectError
+        The digest, a type or a limit is wrong.
+    UnsupportedFeatureError
+        A newer ckptstore wrote it.
+    FormatError
+        It is no such record.
+    """
+    raw, _ = decode_envelope(data, where=where)
+    try:
+        return _DECODER.decode(raw)
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
+        _check_newer(raw, where)
+        msg = f"{where} is no record of keys: {error}"
+        raise CorruptObjectError(msg) from error
+
+
+def _check_newer(raw: bytes, where: str) -> None:
+    try:
+        loose = msgspec.json.decode(raw)
+        magic, version = loose["magic"], loose["format"]
+    except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
+        return
+    if magic != _MAGIC:
+        msg = f"{where} is no record of keys: its magic is {str(magic)[:40]!r}"
+        raise FormatError(msg)
+    if isinstance(version, int) and version > 1:
+        msg = f"{where} has format {version}; this version reads up to 1"
+        raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
+
+
+def wrapping_context(record: KeyRecord, key_id: str) -> bytes:
+    """Return what a wrapped key is bound to: whoever changes one of these, breaks the wrapping."""
+    found = record.encryption
+    return "\n".join(
+        (
+            "ckptstore wrapped key v1",
+            record.store_id,
+            str(record.chunk_bytes),
+            str(record.created_at_ms),
+            found.cipher,
+            str(found.segment_bytes),
+            found.check,
+            key_id,
+        )
+    ).encode()
