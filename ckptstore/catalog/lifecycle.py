@@ -120,6 +120,7 @@ def _rollback(fold: Fold, op: Rollback, commit: Commit) -> None:
         row = fold.versions[version_id]
         _set(fold, row, row.flags & ~ABANDONED)
     run.head = target.id
+    run.held = not op.store
 
 
 def _delete(fold: Fold, op: Delete, commit: Commit) -> None:

@@ -141,8 +141,15 @@ def fork(
     ]
 
 
-def rollback(catalog: Catalog, *, run: str, version: str, reason: str = "") -> list[Op]:
+def rollback(
+    catalog: Catalog, *, run: str, version: str, reason: str = "", store: str = ""
+) -> list[Op]:
     """Return what moves the head of a run to one of its versions; nothing if it is there.
+
+    Parameters
+    ----------
+    store
+        Id of the store that a replica follows with it; empty for a decision of this store's own.
 
     Raises
     ------
@@ -157,7 +164,7 @@ def rollback(catalog: Catalog, *, run: str, version: str, reason: str = "") -> l
         raise InvalidInputError(msg, hint="fork it: ckptstore fork")
     if catalog.head_id(run) == version:
         return []
-    return [Rollback(run=run, version=version, reason=_reason(reason))]
+    return [Rollback(run=run, version=version, reason=_reason(reason), store=store)]
 
 
 def delete(

@@ -6,14 +6,15 @@ again for every number that is tried; raise when a precondition fails; touch not
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Final
 
 import msgspec
 
 from ckptstore import limits
-from ckptstore.catalog import changes, lifecycle_changes
+from ckptstore.catalog import changes, lifecycle_changes, replicas
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import parts_of_level
 from ckptstore.errors import ConflictError
@@ -31,8 +32,11 @@ __all__ = [
     "check_line",
     "fitting",
     "follow",
+    "had_content",
+    "keeps_head",
     "lineage",
     "replicated",
+    "unfit",
 ]
 
 CHECKED_KEY: Final = "read_back_s"
@@ -95,6 +99,7 @@ def arrive(
     *,
     store: str,
     arrivals: Mapping[str, Arrival],
+    again: Container[str] = (),
 ) -> list[Op]:
     """Return what makes versions of another store visible here; nothing for those that are.
 
@@ -108,6 +113,8 @@ def arrive(
         Id of the source, for versions that were first saved there.
     arrivals
         Content by id of the version; the others come as records.
+    again
+        Ids of versions that come back if this store has deleted them.
 
     Raises
     ------
@@ -122,10 +129,9 @@ def arrive(
     coming: set[str] = set()
     for version in versions:
         arrival = arrivals.get(version.id)
-        if target.has_version(version.id):
-            here = target.version(version.id)
-            if here.deleted or here.level != "record" or arrival is None:
-                continue
+        here = target.version(version.id) if target.has_version(version.id) else None
+        if here is not None and (arrival is None or not _is_open(here, again)):
+            continue
         if arrival is not None:
             changes.check_not_condemned(target, arrival.relies_on)
         if version.run not in made:
@@ -137,10 +143,26 @@ def arrive(
     return ops
 
 
+def _is_open(here: Version, again: Container[str]) -> bool:
+    """Return whether the content of a version that is known here can come."""
+    return here.id in again if here.deleted else here.level == "record"
+
+
+def had_content(version: Version) -> bool:
+    """Return whether there ever was more than the record of a version, in its store."""
+    return version.level != "record" or version.manifest_key != replicas.NOWHERE
+
+
 def _advances(target: Catalog, source: Catalog, version: Version) -> bool:
-    """Return whether a version is further on the line on which the run's head is here."""
+    """Return whether a version is further on the line on which the run's head is here.
+
+    Not past one that a rollback left here: what comes of that, :func:`follow` decides.
+    """
     head = target.head_id(version.run)
-    return not version.abandoned and (not head or source.descends(version.id, head))
+    if version.abandoned or not head:
+        return not version.abandoned
+    way = source.way(version.id, head)
+    return way is not None and not target.any_abandoned(way)
 
 
 def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -> list[Op]:
@@ -149,7 +171,7 @@ def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -
     if not target.has_run(name) and info.origin and (known or info.origin in coming):
         run = check_run_name(name)
         return [Fork(run=run, source=info.origin, metrics=dict(info.metrics))]
-    return changes.ensure_run(target, name, info.metrics)
+    return changes.ensure_run(target, name, _new_directions(target, source, name))
 
 
 def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: bool) -> Replicate:
@@ -182,42 +204,59 @@ def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: b
     )
 
 
-def follow(target: Catalog, source: Catalog, runs: Iterable[str]) -> list[Op]:
-    """Return what brings heads, metrics and tags of runs to where the source has them.
+def follow(target: Catalog, source: Catalog, runs: Iterable[str], *, store: str) -> Iterator[Op]:
+    """Yield what brings heads, metrics and tags of runs to where the source has them.
 
     The head of a run moves where the source has gone on from it, or has abandoned it, or deleted it
     and gone on from elsewhere; not to a version of which only the record is here. It stays where
-    the training went on in the target. Of metrics and tags that both have, those of the source
-    count; what only the target has stays.
+    the training went on in the target. Where a rollback of the target's own moved it last, it stays
+    too, until the source goes on from just there, and past no version that the target has left.
+
+    Of metrics and tags that both have, those of the source count; what only the target has stays.
+    Metrics that a version or run of the target has no room for are left out; see :func:`unfit`.
+
+    Parameters
+    ----------
+    store
+        Id of the source.
     """
-    ops: list[Op] = []
     for name in runs:
         if not (target.has_run(name) and source.has_run(name)):
             continue
-        ops += changes.ensure_run(target, name, _new_directions(target, source, name))
-        ops += _metrics(target, source, name)
-        ops += _tags(target, source, name)
-        ops += _head(target, source, name)
-    return ops
+        yield from changes.ensure_run(target, name, _new_directions(target, source, name))
+        yield from _metrics(target, source, name)
+        yield from _tags(target, source, name)
+        yield from _head(target, source, name, store)
 
 
 def _new_directions(target: Catalog, source: Catalog, name: str) -> dict[str, str]:
-    known = target.run(name).metrics
-    return {metric: way for metric, way in source.run(name).metrics.items() if metric not in known}
+    known = target.run(name).metrics if target.has_run(name) else {}
+    fresh = [one for one in source.run(name).metrics.items() if one[0] not in known]
+    return dict(fresh[: limits.METRICS_MAX - len(known)])
 
 
 def _metrics(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
-    for version in source.versions(name):
-        if not target.has_version(version.id):
-            continue
-        here = target.version(version.id)
+    for version_id, there, here in source.other_metrics(target, name):
+        room = limits.METRICS_MAX - len(here)
+        new = [metric for metric in there if metric not in here]
         fresh = {
-            metric: value
-            for metric, value in version.metrics.items()
-            if metric not in here.metrics or not _same(here.metrics[metric], value)
+            metric: there[metric]
+            for metric in there
+            if metric in here and not _same(here[metric], there[metric])
         }
-        if fresh and not here.deleted:
-            yield from changes.annotate(target, version.id, fresh)
+        fresh.update((metric, there[metric]) for metric in new[:room])
+        if fresh:
+            yield from changes.annotate(target, version_id, fresh)
+
+
+def unfit(target: Catalog, source: Catalog, runs: Iterable[str]) -> int:
+    """Return how many values of metrics the target has no room for, beside those of its own."""
+    count = 0
+    for name in runs:
+        if target.has_run(name) and source.has_run(name):
+            for _, there, here in source.other_metrics(target, name):
+                count += max(0, len({**here, **there}) - limits.METRICS_MAX)
+    return count
 
 
 def _same(first: float, second: float) -> bool:
@@ -233,16 +272,32 @@ def _tags(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
             yield from changes.tag(target, name, version_id, tag)
 
 
-def _head(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
+def _head(target: Catalog, source: Catalog, name: str, store: str) -> Iterator[Op]:
     wanted, here = source.head_id(name), target.head_id(name)
-    if not wanted or wanted == here or (here and not source.has_version(here)):
-        return
-    if here and not _left(source, here, wanted) and not source.descends(wanted, here):
+    if not wanted or wanted == here or keeps_head(target, source, name):
         return
     found = target.version(wanted) if target.has_version(wanted) else None
     if found is not None and not found.deleted and found.level != "record":
         reason = "follows the store that it is a replica of"
-        yield from lifecycle_changes.rollback(target, run=name, version=wanted, reason=reason)
+        yield from lifecycle_changes.rollback(
+            target, run=name, version=wanted, reason=reason, store=store
+        )
+
+
+def keeps_head(target: Catalog, source: Catalog, name: str) -> bool:
+    """Return whether the head of a run stays here, where the source's is elsewhere.
+
+    Since training went on here, or a rollback was decided here; or since the source's is behind.
+    """
+    wanted, here = source.head_id(name), target.head_id(name)
+    if not (wanted and here) or wanted == here:
+        return False
+    if not source.has_version(here):
+        return True
+    way = source.way(wanted, here)
+    if target.holds_head(name):
+        return way is None or target.any_abandoned(way)
+    return way is None and not _left(source, here, wanted)
 
 
 def _left(source: Catalog, here: str, head: str) -> bool:
@@ -266,11 +321,11 @@ def replicated(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op
     return [Replicated(versions=part, store=store) for part in parts[:1]]
 
 
-def fitting(ops: Sequence[Op]) -> list[Op]:
+def fitting(ops: Iterable[Op]) -> list[Op]:
     """Return the first of some operations, as many as one commit takes; one at least."""
     found: list[Op] = []
     size = 0
-    for op in ops[:_OPS_PER_COMMIT]:
+    for op in islice(ops, _OPS_PER_COMMIT):
         size += len(msgspec.json.encode(op))
         if found and size > _BYTES_PER_COMMIT:
             break

@@ -26,9 +26,11 @@ from ckptstore.format.snapshot import (
     encode_metrics,
 )
 
-__all__ = ["APPLY"]
+__all__ = ["APPLY", "NOWHERE"]
 
 _LEVELS: Final = {"full": 0, "weights": WEIGHTS_ONLY, "record": RECORD_ONLY}
+_ANEW: Final = DELETED | WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED
+"""Flags that are about content that was here before."""
 
 
 def _replicate(fold: Fold, op: Replicate, commit: Commit) -> None:
@@ -51,8 +53,8 @@ def _replicate(fold: Fold, op: Replicate, commit: Commit) -> None:
     )
     if known is not None:
         same = (known.run, known.step, known.parent) == (row.run, row.step, row.parent)
-        there = level_of(known) != "record" or op.level == "record" or known.flags & DELETED
-        if there or not same:
+        there = level_of(known) != "record" and not known.flags & DELETED
+        if there or op.level == "record" or not same:
             raise broken(commit, f"the version {op.version} exists")
         # Its place in the log, and what was said of it here, stay.
         before = decode_details(known)
@@ -64,12 +66,14 @@ def _replicate(fold: Fold, op: Replicate, commit: Commit) -> None:
             commit=known.commit,
             metrics=known.metrics,
             details=msgspec.msgpack.encode(details),
-            flags=_LEVELS[op.level] | (known.flags & ~(RECORD_ONLY | VERIFIED | DAMAGED)),
+            flags=_LEVELS[op.level] | (known.flags & ~_ANEW),
         )
     else:
         run.versions.append(row.id)
     fold.versions[row.id] = row
     if op.head:
+        run.head, run.held = row.id, False
+    elif not run.head and known is not None and known.flags & DELETED:
         run.head = row.id
 
 
@@ -77,7 +81,7 @@ def _details(op: Replicate) -> bytes:
     where = op.manifest
     return msgspec.msgpack.encode(
         Details(
-            _NOWHERE if where is None else where.key,
+            NOWHERE if where is None else where.key,
             0 if where is None else where.stored_bytes,
             bytes(32) if where is None else bytes.fromhex(where.digest),
             bytes.fromhex(op.content),
@@ -89,7 +93,7 @@ def _details(op: Replicate) -> bytes:
     )
 
 
-_NOWHERE: Final = f"manifests/00/{'0' * 32}.manifest"
+NOWHERE: Final = f"manifests/00/{'0' * 32}.manifest"
 """In the place of a manifest of a version that never had one here; no object has this name."""
 
 

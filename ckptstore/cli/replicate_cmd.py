@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -65,6 +66,14 @@ def replicate(
         str | None,
         typer.Option("--limit-rate", metavar="SIZE", help="Bytes a second, such as 50MiB."),
     ] = None,
+    again: Annotated[
+        bool,
+        typer.Option(
+            "--again",
+            help="Also bring what the other store has deleted, or keeps but the record of; what is "
+            "named by a REF comes in any case.",
+        ),
+    ] = False,
     to_option: ToOptions = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
@@ -100,6 +109,7 @@ def replicate(
                 keep=keep or None,
                 check=not no_check,
                 bytes_per_s=rate,
+                again=True if again else None,
                 dry_run=dry_run,
                 progress=progress,
             )
@@ -123,8 +133,14 @@ def _draw(screen: Screen, report: ReplicateReport, to: str) -> None:
         screen.line(f"{counted(len(report.present), 'version')} there already")
     if report.records_count:
         screen.line(f"{counted(report.records_count, 'ancestor')} came as a record")
-    if report.left:
-        screen.line(f"{counted(len(report.left), 'version')} left out: deleted")
+    for why, count in Counter(one.why for one in report.left).items():
+        hint = "" if why == "deleted in the source" else "; --again brings it back"
+        screen.line(f"{counted(count, 'version')} left out: {why}{hint}")
+    for run in report.heads_kept:
+        screen.line(f"the head of {run} stays where {to} has put it: it went on, or rolled back")
+    if report.metrics_left_count:
+        left = counted(report.metrics_left_count, "value")
+        screen.line(f"{left} of metrics left out: as many as a version may have are there")
     for failure in report.failures:
         name = f"{failure.run}@{failure.step} {failure.version[:8]}"
         screen.line(f"not copied: {name}: {failure.message}", style="red")

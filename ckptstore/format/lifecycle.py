@@ -87,6 +87,8 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="r
     run: str
     version: Id
     reason: Annotated[str, msgspec.Meta(max_length=limits.REASON_CHARS_MAX)] = ""
+    store: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    """Id of the store whose head it follows, in a replica; empty: it was decided here."""
 
     def __post_init__(self) -> None:
         """Check the name."""

@@ -45,6 +45,7 @@ class Replicating:
         keep: str | Sequence[str] | None = None,
         check: bool = True,
         bytes_per_s: float = 0.0,
+        again: bool | None = None,
         dry_run: bool = False,
         progress: ProgressCallback = silent,
     ) -> ReplicateReport:
@@ -70,6 +71,9 @@ class Replicating:
             Read back every chunk that travelled before its version becomes visible in the target.
         bytes_per_s
             Bandwidth limit, both directions together; 0 for none.
+        again
+            Whether versions come that the other store has deleted, or of which it keeps but the
+            record. None: those that `refs` name, no others. Other ones are ``left`` in the report.
         dry_run
             Change nothing; the report says what would travel.
         progress
@@ -86,6 +90,7 @@ class Replicating:
             Something names nothing. Nothing was written.
         ConflictError
             Both are one store; or the other has a run of the same name with other versions.
+            Nothing was written.
         ReadOnlyError, UnsafeBackendError, StorageError
             The other store cannot be written to, or a storage failed. What was committed stays.
         """
@@ -96,14 +101,20 @@ class Replicating:
         if bytes_per_s < 0:
             msg = f"bytes_per_s={bytes_per_s} must not be negative"
             raise InvalidInputError(msg)
+        named = [self.resolve(ref) for ref in check_listed(refs or (), "refs")]
         chosen = select_versions(
             self._repo,
-            refs=[self.resolve(ref) for ref in check_listed(refs or (), "refs")],
+            refs=named,
             runs=check_listed(runs or (), "runs"),
             rules=keep,
         )
+        asked = {None: named, True: chosen, False: ()}[again]
         request = ReplicateRequest(
-            dry_run=dry_run, check=check, bytes_per_s=bytes_per_s, progress=progress
+            dry_run=dry_run,
+            check=check,
+            bytes_per_s=bytes_per_s,
+            again=frozenset(version.id for version in asked),
+            progress=progress,
         )
         with ExitStack() as stack:
             if not isinstance(to, Store):

@@ -18,7 +18,7 @@ from ckptstore.backends.metered import MeteredBackend
 from ckptstore.errors import CkptStoreError, ConflictError, InvalidInputError, ReadOnlyError
 from ckptstore.limits import KIB
 from ckptstore.model import Version
-from ckptstore.ops import replicate as module
+from ckptstore.ops import replicate_version as module
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
@@ -241,7 +241,7 @@ def test_deleted_in_the_target_stays_deleted(backends: Backends) -> None:
     source.replicate(target)
     target.remove(["gpt@2"])
     report = source.replicate(target)
-    assert len(report.left) == 1
+    assert [(one.step, one.why) for one in report.left] == [(2, "deleted in the target")]
     assert 2 not in {v.step for v in target.versions("gpt")}
 
 
@@ -370,15 +370,15 @@ def test_collected_while_it_travels(backends: Backends, monkeypatch: pytest.Monk
     target = _store(memory)
     target.run("other").save({"x": torch.zeros(3)}, step=0)
     collected: list[int] = []
-    check = module._Replication._check
+    check = module._read_back
 
-    def collecting(self: Any, landed: Any) -> None:  # noqa: ANN401
-        check(self, landed)
+    def collecting(sides: Any, landed: Any) -> None:  # noqa: ANN401
+        check(sides, landed)
         if not collected:
             _store(memory).gc(**ZERO)
             collected.append(1)
 
-    monkeypatch.setattr(module._Replication, "_check", collecting)
+    monkeypatch.setattr(module, "_read_back", collecting)
     report = source.replicate(target)
     assert len(report.copied) == 1
     _store(memory).gc(**ZERO)
@@ -480,6 +480,8 @@ def test_less_than_the_source_has_does_not_count(backends: Backends, level: Any)
     source.replicate(target, check=False)
     target.age(["gpt@1"], level)
     source.replicate(target)
+    assert source.resolve("gpt@1").replicas == ()
+    source.replicate(target, again=True)
     assert source.resolve("gpt@1").replicas == (
         (target.info.store_id,) if level == "record" else ()
     )
@@ -573,18 +575,18 @@ def test_brought_by_another_meanwhile(backends: Backends, monkeypatch: pytest.Mo
     run = source.run("gpt")
     for step in (1, 2):
         run.save({"w": torch.full((5,), float(step))}, step=step)
-    check = module._Replication._check
+    check = module._read_back
     done: list[int] = []
 
-    def overtaken(self: Any, landed: Any) -> None:  # noqa: ANN401
-        check(self, landed)
+    def overtaken(sides: Any, landed: Any) -> None:  # noqa: ANN401
+        check(sides, landed)
         if not done:
             done.append(1)
             other = _store(memory)
             source.replicate(other, check=False)
             other.remove(["gpt@2"], force=True)
 
-    monkeypatch.setattr(module._Replication, "_check", overtaken)
+    monkeypatch.setattr(module, "_read_back", overtaken)
     report = source.replicate(_store(memory))
     assert (len(report.copied), len(report.present), len(report.left)) == (0, 1, 1)
     assert all(v.state == "durable" for v in source.versions())

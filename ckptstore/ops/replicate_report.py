@@ -1,0 +1,87 @@
+"""What is asked of a replication, and what it says that it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptstore.events import ProgressCallback, silent
+
+__all__ = ["Failure", "LeftOut", "ReplicateReport", "ReplicateRequest", "Why"]
+
+Why = Literal["deleted in the target", "reduced in the target", "deleted in the source"]
+"""Why a version does not come: the target's own retention, or somebody there, took it away, in
+whole or but for its record; or the source has lost it since it was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicateRequest:
+    """What the user asks for, besides the versions."""
+
+    dry_run: bool = False
+    check: bool = True
+    """Read back what was written, before the version becomes visible in the target."""
+    bytes_per_s: float = 0.0
+    """Bandwidth to the target, both directions together; 0 for no limit."""
+    again: frozenset[str] = frozenset()
+    """Ids of versions that come also if the target has deleted them, or keeps but the record."""
+    progress: ProgressCallback = silent
+    """Told the bytes in memory of the versions that are done, of those that are to be copied."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A version that could not be copied, while others were."""
+
+    version: str
+    run: str
+    step: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A version that does not come, since one of the stores has decided so."""
+
+    version: str
+    run: str
+    step: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicateReport:
+    """What a replication did, or would do."""
+
+    dry_run: bool
+    source: str
+    """Location, as that of the target without credentials."""
+    target: str
+    target_id: str
+    """Id of the target store."""
+    copied: tuple[str, ...] = ()
+    """Ids of versions whose content came, oldest first; with `dry_run`, that would come."""
+    present: tuple[str, ...] = ()
+    """Ids of versions that were there already, or whose deletion there was taken back."""
+    left: tuple[LeftOut, ...] = ()
+    """Versions that the target itself has deleted or reduced, which stay so unless they are asked
+    for again; and those that the source deleted meanwhile."""
+    records_count: int = 0
+    """Ancestors of which the record came."""
+    chunk_bytes: int = 0
+    """Stored bytes that travelled, or would."""
+    chunks_count: int = 0
+    logical_bytes: int = 0
+    """What the copied versions take in memory."""
+    checked: bool = False
+    """Every chunk that travelled was read back from the target."""
+    noted: bool = False
+    """The source's catalog says that the target has these versions."""
+    note_failure: str = ""
+    """Why it does not, if it could not be written."""
+    heads_kept: tuple[str, ...] = ()
+    """Runs whose head stays where the target has put it: by training there, or by a rollback."""
+    metrics_left_count: int = 0
+    """Values of metrics that the target had no room for, beside those of its own."""
+    failures: tuple[Failure, ...] = ()
+    seconds: float = 0.0

@@ -1,0 +1,199 @@
+"""One version becomes one of another store: its chunks, what reads them back, its commit.
+
+Chunks first, then they are read back, then the manifest, then the commit that makes it visible: a
+crash at any moment leaves objects that nobody names, or the whole version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
+
+from ckptstore import limits
+from ckptstore.catalog import replica_changes
+from ckptstore.catalog.replica_changes import CHECKED_KEY, Arrival
+from ckptstore.checkpoint.content import content_digest, read_content
+from ckptstore.errors import (
+    CondemnedError,
+    CorruptObjectError,
+    IntegrityError,
+    InvalidInputError,
+    VersionNotFoundError,
+)
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format import manifest as manifests
+from ckptstore.format.fields import ManifestPointer
+from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.hashing import blake3_hex
+from ckptstore.model import Version
+from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.ops.remove import undelete
+from ckptstore.ops.replicate_sides import Sides
+from ckptstore.ops.transplant import Landed, transplant
+
+__all__ = ["Outcome", "bring", "take_back_deletion"]
+
+Fate = Literal["copied", "present", "deleted in the target", "deleted in the source", "failed"]
+Near = Callable[[Version], list[str]]
+"""Gives the versions of the target that are likely to have chunks of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a version."""
+
+    fate: Fate
+    chunks_count: int = 0
+    chunk_bytes: int = 0
+    error: IntegrityError | None = None
+    """Why it could not be copied."""
+
+    @property
+    def is_there(self) -> bool:
+        """Say whether the target knows the version now, so that its record need not come."""
+        return self.fate in ("copied", "present", "deleted in the target")
+
+
+def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback) -> Outcome:
+    """Copy a version and commit it; return what became of it.
+
+    One that is damaged does not keep the others back. One that was moved meanwhile is copied from
+    where it is now, and one that was deleted is left out.
+
+    Parameters
+    ----------
+    progress
+        Told how much of the version has travelled.
+
+    Raises
+    ------
+    CondemnedError
+        Collections condemned what it needs, again and again.
+    StorageError
+        One of the storages failed.
+    """
+    without: set[str] = set()
+    for tries in count(1):
+        try:
+            landed = _land(sides, version, near(version), without, progress)
+        except IntegrityError as error:
+            now = sides.source.refresh().version(version.id)
+            if now.deleted or now.level == "record":
+                return Outcome(fate="deleted in the source")
+            moved = now.manifest_digest != version.manifest_digest
+            if not moved or tries == limits.CONDEMNED_TRIES_MAX:
+                return Outcome(fate="failed", error=error)
+            version = now
+            continue
+        try:
+            fate = _commit(sides, version, landed)
+        except CondemnedError as error:
+            if tries == limits.CONDEMNED_TRIES_MAX:
+                raise
+            packs = {pack_key(pack): pack for pack in landed.manifest.pieces.packs}
+            without.update(packs[name] for name in error.keys if name in packs)
+        else:
+            return Outcome(
+                fate=fate, chunks_count=landed.chunks_count, chunk_bytes=landed.chunk_bytes
+            )
+    raise AssertionError  # pragma: no cover - the loop has no other end
+
+
+def take_back_deletion(sides: Sides, version: Version) -> bool:
+    """Undelete a version in the target; say whether its content is there, as it was."""
+    try:
+        undelete(sides.target, sides.target_cache, [version.id])
+    except (VersionNotFoundError, CondemnedError, CorruptObjectError):
+        return False
+    except InvalidInputError:  # somebody else did meanwhile
+        pass
+    now = sides.target.catalog.version(version.id)
+    return not now.deleted and now.level != "record"
+
+
+def _land(
+    sides: Sides,
+    version: Version,
+    near: list[str],
+    without: set[str],
+    progress: ProgressCallback,
+) -> Landed:
+    """Bring the chunks of a version, and read them back."""
+    if version.damaged:
+        msg = f"parts of {version.run}@{version.step} (#{version.id[:8]}) are lost"
+        raise CorruptObjectError(msg, hint="mend it first: ckptstore repair")
+    manifest = sides.cache.load(version)
+    if content_digest(manifest) != version.content:
+        msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
+        raise CorruptObjectError(msg, hint="run ckptstore verify")
+    landed = transplant(
+        manifest,
+        source=sides.source,
+        target=sides.target,
+        target_backend=sides.backend(),
+        target_cache=sides.target_cache,
+        source_id=version.id,
+        only=near,
+        without=without,
+        progress=progress,
+    )
+    if not sides.request.check:
+        return landed
+    began = sides.target.environment.monotonic()
+    _read_back(sides, landed)
+    seconds = sides.target.environment.monotonic() - began
+    return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
+
+
+def _read_back(sides: Sides, landed: Landed) -> None:
+    """Read from the target what was written there."""
+    labels = read_content(landed.manifest).labels
+    wants = [
+        Want(row=row, out=None, label=labels[owner])
+        for row, owner in zip(landed.rows, landed.owners, strict=True)
+    ]
+    try:
+        read_pieces(
+            landed.manifest.pieces,
+            wants,
+            backend=sides.backend(),
+            options=sides.target.options,
+            progress=silent,
+        )
+    except IntegrityError as error:
+        msg = f"{sides.target.url} does not hold what was written there: {error.message}"
+        raise CorruptObjectError(msg, hint="examine the target: ckptstore doctor") from error
+
+
+def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
+    """Write the manifest of a version whose chunks are there, and make it visible.
+
+    Not if another brought it, or the target deleted it, meanwhile.
+    """
+    target, source = sides.target, sides.source
+    data = manifests.encode(landed.manifest)
+    key = manifest_key(target.environment.random_hex(16))
+    target.backend.put(key, data)
+    arrival = Arrival(
+        manifest=ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data)),
+        roles=landed.roles,
+        receipt=landed.receipt,
+        relies_on=(key, *map(pack_key, landed.manifest.pieces.packs)),
+    )
+    commit = target.log.append_any(
+        lambda now: replica_changes.arrive(
+            now,
+            source.catalog,
+            [version],
+            store=source.superblock.store_id,
+            arrivals={version.id: arrival},
+            again=sides.request.again,
+        )
+    )
+    if commit is None:
+        deleted = target.catalog.version(version.id).deleted
+        return "deleted in the target" if deleted else "present"
+    sides.target_cache.keep(arrival.manifest.digest, landed.manifest)
+    return "copied"

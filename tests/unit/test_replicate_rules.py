@@ -1,0 +1,269 @@
+"""Replication: what a store has decided for itself stays; what is asked for again returns."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import ConflictError
+from ckptstore.model import Version
+from ckptstore.repo import create_on
+
+Backends = Callable[[], MemoryBackend]
+ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
+
+
+@pytest.fixture
+def backends(request: pytest.FixtureRequest) -> Backends:
+    """Return a function that makes memory backends of this test alone."""
+    numbers = itertools.count()
+    return lambda: MemoryBackend(f"rules/{request.node.nodeid}/{next(numbers)}")
+
+
+def _store(backend: Backend) -> ckptstore.Store:
+    return ckptstore.Store(create_on(backend, exist_ok=True))
+
+
+def _save(
+    store: ckptstore.Store, step: int, run: str = "gpt", ways: dict[str, Any] | None = None
+) -> Version:
+    state = {"model": {"w": torch.full((50,), float(step))}, "m": torch.full((40,), step / 2)}
+    return store.run(run, metrics=ways).save(state, step=step)
+
+
+def _head(store: ckptstore.Store, run: str = "gpt") -> int:
+    head = store.run(run).head
+    assert head is not None
+    return head.step
+
+
+def _assert_loads(store: ckptstore.Store, step: int) -> None:
+    assert torch.equal(store.load(f"gpt@{step}")["model"]["w"], torch.full((50,), float(step)))
+
+
+@pytest.fixture
+def pair(backends: Backends) -> tuple[ckptstore.Store, ckptstore.Store]:
+    """Return a store of three versions, and its replica."""
+    source, target = _store(backends()), _store(backends())
+    for step in (1, 2, 3):
+        _save(source, step)
+    source.replicate(target)
+    return source, target
+
+
+Pair = tuple[ckptstore.Store, ckptstore.Store]
+
+
+def test_a_rollback_in_the_target_stays(pair: Pair) -> None:
+    """Neither a repetition nor further training of the source takes it back; the report says so."""
+    source, target = pair
+    target.rollback("gpt@2")
+    assert source.replicate(target).heads_kept == ("gpt",)
+    assert _head(target) == 2
+    _save(source, 4)
+    report = source.replicate(target)
+    assert len(report.copied) == 1
+    assert report.heads_kept == ("gpt",)
+    assert _head(target) == 2
+    _assert_loads(target, 4)
+
+
+def test_a_rollback_in_the_target_outlives_its_snapshots(
+    backends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who opens the target from a snapshot knows as well who has decided."""
+    monkeypatch.setattr(limits, "SNAPSHOT_COMMITS_MIN", 2)
+    source, memory = _store(backends()), backends()
+    target = _store(memory)
+    for step in (1, 2, 3):
+        _save(source, step)
+    source.replicate(target)
+    target.rollback("gpt@2")
+    for number in range(6):
+        target.annotate("gpt@1", {"x": number})
+    assert list(memory.list("snapshots/"))
+    again = _store(memory)
+    assert again.repo.refresh().holds_head("gpt")
+    source.replicate(again)
+    assert _head(again) == 2
+
+
+def test_the_target_follows_again_where_the_source_agrees(pair: Pair) -> None:
+    """Training that goes on from the version that the target chose is followed."""
+    source, target = pair
+    target.rollback("gpt@2")
+    source.rollback("gpt@2")
+    _save(source, 5)
+    assert source.replicate(target).heads_kept == ()
+    assert _head(target) == 5
+    _save(source, 6)
+    source.replicate(target)
+    assert _head(target) == 6
+
+
+def test_a_rollback_that_is_taken_back_by_hand_follows_again(pair: Pair) -> None:
+    """Back at the source's head, the target goes on with it."""
+    source, target = pair
+    target.rollback("gpt@2")
+    target.rollback("gpt@3")
+    _save(source, 4)
+    source.replicate(target)
+    assert _head(target) == 4
+
+
+def test_what_the_source_has_left_may_be_chosen_in_the_target(pair: Pair) -> None:
+    """A version that the source rolled back from, and the target chose, stays its head."""
+    source, target = pair
+    source.rollback("gpt@1")
+    source.replicate(target)
+    assert _head(target) == 1
+    target.rollback("gpt@3")
+    source.replicate(target)
+    assert _head(target) == 3
+    _save(source, 7)
+    assert source.replicate(target).heads_kept == ("gpt",)
+    assert _head(target) == 3
+
+
+def test_rollbacks_of_the_source_are_followed_both_ways(pair: Pair) -> None:
+    """Back, and forward again with more training: no version stays abandoned in the target."""
+    source, target = pair
+    source.rollback("gpt@1")
+    source.replicate(target)
+    assert _head(target) == 1
+    source.rollback("gpt@3")
+    _save(source, 4)
+    source.replicate(target)
+    assert _head(target) == 4
+    assert not any(version.abandoned for version in target.versions())
+
+
+def test_a_rollback_travels_to_where_nothing_was_decided(pair: Pair) -> None:
+    """The other way round: what the target rolled back, its own replica follows."""
+    source, target = pair
+    target.rollback("gpt@2")
+    target.replicate(source)
+    assert _head(source) == 2
+    source.replicate(target)
+    assert (_head(source), _head(target)) == (2, 2)
+
+
+def test_two_decisions_stand(pair: Pair) -> None:
+    """Where both stores rolled back, to different versions, neither moves the other, ever."""
+    source, target = pair
+    source.rollback("gpt@2")
+    target.rollback("gpt@1")
+    for _ in range(2):
+        assert source.replicate(target).heads_kept == ("gpt",)
+        assert target.replicate(source).heads_kept == ("gpt",)
+    assert (_head(source), _head(target)) == (2, 1)
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_what_the_target_deleted_returns_if_named(pair: Pair, swept: bool) -> None:
+    """Under its id, in its place, with its content: undeleted, or copied anew after a sweep."""
+    source, target = pair
+    order = [version.id for version in target.versions()]
+    source.tag("gpt@2", "good")
+    source.replicate(target)
+    target.remove(["gpt@2"], force=True)
+    if swept:
+        target.gc(**ZERO)
+    left = source.replicate(target).left
+    assert [(one.step, one.why) for one in left] == [(2, "deleted in the target")]
+    assert source.replicate(target, ["gpt@2"], again=False).left == left
+
+    report = source.replicate(target, ["gpt@2"])
+
+    assert (len(report.copied), len(report.present)) == ((1, 0) if swept else (0, 1))
+    assert (report.chunk_bytes > 0) == swept
+    assert [version.id for version in target.versions()] == order
+    assert target.resolve("gpt@good").step == 2
+    _assert_loads(target, 2)
+    target.gc(**ZERO)
+    assert target.verify().ok
+    assert report.noted
+
+
+def test_all_that_the_target_deleted_returns_if_asked_for(pair: Pair, backends: Backends) -> None:
+    """`again` brings a run back whose versions were all deleted and swept, head included."""
+    source, target = pair
+    target.remove([f"#{version.id}" for version in target.versions()], force=True)
+    target.gc(**ZERO)
+    assert target.versions() == []
+    source.replicate(target, again=True)
+    assert [version.step for version in target.versions()] == [1, 2, 3]
+    assert _head(target) == 3
+    third = _store(backends())
+    target.replicate(third)
+    assert [version.step for version in third.versions()] == [1, 2, 3]
+
+
+def test_what_the_target_reduced_stays_so(pair: Pair) -> None:
+    """A version aged to its record is not brought anew each night; named, it comes."""
+    source, target = pair
+    target.age(["gpt@1"], "record")
+    report = source.replicate(target)
+    assert [(one.step, one.why) for one in report.left] == [(1, "reduced in the target")]
+    assert target.resolve("gpt@1").level == "record"
+    source.replicate(target, ["gpt@1"])
+    assert target.resolve("gpt@1").level == "full"
+    _assert_loads(target, 1)
+
+
+def test_metrics_that_do_not_fit_are_left_out(pair: Pair) -> None:
+    """Where both stores have measured much, what fits comes, and the report counts the rest."""
+    source, target = pair
+    own = {f"own/{number}": 1.0 for number in range(600)}
+    target.annotate("gpt@2", own)
+    source.annotate("gpt@2", {f"eval/{number}": 2.0 for number in range(700)})
+    source.annotate("gpt@3", {"loss": 1.0})
+
+    report = source.replicate(target)
+
+    assert report.metrics_left_count == 300
+    there = target.resolve("gpt@2").metrics
+    assert len(there) == limits.METRICS_MAX
+    assert own.items() <= there.items()
+    assert target.resolve("gpt@3").metrics == {"loss": 1.0}
+    number = target.repo.refresh().number
+    assert source.replicate(target).metrics_left_count == 300
+    assert target.repo.refresh().number == number
+    source.annotate("gpt@2", {"eval/0": 5.0})
+    source.replicate(target)
+    assert target.resolve("gpt@2").metrics["eval/0"] == 5.0
+
+
+def test_directions_that_do_not_fit_are_left_out(pair: Pair) -> None:
+    """A run that knows as many metrics as it may, or another direction, is no obstacle."""
+    source, target = pair
+    _save(target, 9, ways={"loss": "min", **{f"own/{n}": "min" for n in range(900)}})
+    _save(source, 4, ways={"loss": "max", **{f"eval/{n}": "max" for n in range(300)}})
+    source.replicate(target)
+    known = target.runs()[0].metrics
+    assert len(known) == limits.METRICS_MAX
+    assert known["loss"] == "min"
+    assert [version.step for version in target.versions()] == [1, 2, 3, 9, 4]
+
+
+def test_an_ancestor_of_another_run_is_found_out_first(backends: Backends) -> None:
+    """An ancestor's run that means something else in the target: nothing at all was written."""
+    source, memory = _store(backends()), backends()
+    target = _store(memory)
+    _save(source, 1, "base")
+    source.fork("base@1", "tuned")
+    _save(source, 2, "tuned")
+    _save(target, 9, "base")
+    before = sorted(info.key for info in memory.list(""))
+    for dry_run in (True, False):
+        with pytest.raises(ConflictError, match=r"'base'.*nothing in common"):
+            source.replicate(target, runs=["tuned"], dry_run=dry_run)
+    assert sorted(info.key for info in memory.list("")) == before
