@@ -34,6 +34,7 @@ __all__ = [
     "Scales",
     "grid_of",
     "torn",
+    "with_ids",
     "with_payload",
 ]
 
@@ -245,4 +246,16 @@ def with_payload(source: Source, payload: Payload) -> CodedSource:
         itemsize=source.itemsize,
         row_bytes=source.row_bytes,
         payload=payload,
+    )
+
+
+def with_ids(source: Source, payload: Payload, piece_ids: Sequence[bytes]) -> ReusedSource:
+    """Return a source with pieces that the version before has, and where else their bytes are."""
+    return ReusedSource(
+        nbytes=source.nbytes,
+        dtype=source.dtype,
+        itemsize=source.itemsize,
+        row_bytes=source.row_bytes,
+        payload=payload,
+        piece_ids=piece_ids,
     )

@@ -12,7 +12,7 @@ Needs no torch, and no more memory than some steps of a tensor for each thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
@@ -24,9 +24,9 @@ from ckptstore.checkpoint.coded import (
     Copying,
     Elements,
     Guarded,
-    ReusedSource,
     Scales,
     grid_of,
+    with_ids,
     with_payload,
 )
 from ckptstore.checkpoint.forms import (
@@ -41,7 +41,8 @@ from ckptstore.checkpoint.forms import (
     shells,
 )
 from ckptstore.checkpoint.kept import Kept
-from ckptstore.checkpoint.measure import Looked, Proved, look, measure, prove
+from ckptstore.checkpoint.measure import Looked, look, measure
+from ckptstore.checkpoint.proofs import KnownCasts, Proved, prove
 from ckptstore.chunking import cut
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.derive import Candidate, derived_pairs
@@ -86,6 +87,8 @@ class Encoded:
     kept: Sequence[Kept]
     numbers: Mapping[str, float]
     """For the receipt; empty if nothing was done."""
+    proved: Collection[int] = ()
+    """Places of the tensors that were proved to be another one, converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,7 @@ def encode_content(
     chunk_bytes: int,
     workers: int,
     derive: bool = True,
+    proved: Collection[int] = (),
 ) -> Encoded:
     """Return what is written of a state: with recipes and hidden tensors where they save bytes.
 
@@ -126,6 +130,8 @@ def encode_content(
         Threads that measure.
     derive
         Look for tensors that are another one, rounded.
+    proved
+        Places of the tensors of `parent` that this process proved to be another one.
 
     Raises
     ------
@@ -137,6 +143,7 @@ def encode_content(
         chunk_bytes=chunk_bytes,
         known={} if parent is None else known_forms(parent),
         parent=parent,
+        casts=KnownCasts(parent, proved),
     )
     pairs = work.derived(workers) if derive else {}
     wishes = {place: wish for place, wish in content.wishes.items() if place not in pairs}
@@ -147,7 +154,8 @@ def encode_content(
     if not tasks:
         return Encoded(content=content, kept=(), numbers={})
     outcomes = _run(tasks, workers)
-    return work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, len(pairs))
+    found = work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, len(pairs))
+    return replace(found, proved=frozenset(pairs))
 
 
 def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
@@ -186,8 +194,9 @@ class _Work:
     chunk_bytes: int
     known: Mapping[Key, Recipe]
     parent: Manifest | None
-    proved: dict[int, Sequence[int]] = field(default_factory=dict)
-    """Per tensor that others are derived from: the checksums of its pieces."""
+    casts: KnownCasts
+    proved: dict[int, list[Proved]] = field(default_factory=dict)
+    """Per tensor that others are derived from: what its pieces were, by each proof."""
     proofs: dict[tuple[int, int], Proved | None] = field(default_factory=dict)
     """Per tensor, and another one that it was compared with: that it follows, or None."""
 
@@ -206,8 +215,9 @@ class _Work:
     def _same(self, low: int, high: int) -> bool:
         """Say whether a tensor is another one, converted; each two are compared once."""
         if (low, high) not in self.proofs:
-            source = self.content.sources[high]
-            self.proofs[low, high] = prove(self.content.sources[low], source, self._grid(source))
+            one, other = self.content.sources[low], self.content.sources[high]
+            record, grid = self.content.records[low], self._grid(other)
+            self.proofs[low, high] = prove(one, other, record, self.casts, grid)
         return self.proofs[low, high] is not None
 
     # --- one tensor -----------------------------------------------------------------------------
@@ -216,7 +226,7 @@ class _Work:
         """Return the recipe of a tensor that is another one, converted."""
         proved = self.proofs[low, high]
         assert proved is not None  # noqa: S101 - the search has asked
-        self.proved[high] = proved.source
+        self.proved.setdefault(high, []).append(proved)
         recipe = Recipe(
             kind="cast", sources=(high,), exact=True, digest=proved.digest, given=proved.digest
         )
@@ -277,14 +287,7 @@ class _Work:
             hidden.append(
                 _Hidden(
                     record=made,
-                    source=ReusedSource(
-                        nbytes=shell.nbytes,
-                        dtype=shell.dtype,
-                        itemsize=shell.itemsize,
-                        row_bytes=shell.row_bytes,
-                        payload=Checked(payload, ids, self._grid(shell), name),
-                        piece_ids=ids,
-                    ),
+                    source=with_ids(shell, Checked(payload, ids, self._grid(shell), name), ids),
                 )
             )
         if not recipe.exact:
@@ -305,6 +308,19 @@ class _Work:
     def _grid(self, source: Source) -> int:
         return grid_of(source.nbytes, source.row_bytes, source.itemsize, self.chunk_bytes)
 
+    def _unchanged(self, place: int, proofs: Sequence[Proved]) -> Source:
+        """Return what is written of a tensor that others are derived from: what was proved of."""
+        source, name = self.content.sources[place], self.content.name(place)
+        payload, grid = source.payload, self._grid(source)
+        seen = {one.source for one in proofs}
+        if not isinstance(payload, Guarded):
+            payload = Copying(payload)
+            for pieces in seen:
+                payload = Checked(payload, pieces, grid, name)
+        if len(seen) == 1 and proofs[0].ids:
+            return with_ids(source, payload, proofs[0].ids)
+        return source if payload is source.payload else with_payload(source, payload)
+
     # --- all of them ----------------------------------------------------------------------------
 
     def result(
@@ -313,12 +329,8 @@ class _Work:
         """Put everything together, hidden tensors after those of the state."""
         content = self.content
         records, sources = list(content.records), list(content.sources)
-        for high, sums in self.proved.items():
-            source = sources[high]
-            if not isinstance(source.payload, Guarded):
-                grid = self._grid(source)
-                checked = Checked(Copying(source.payload), sums, grid, content.name(high))
-                sources[high] = with_payload(source, checked)
+        for high, proofs in self.proved.items():
+            sources[high] = self._unchanged(high, proofs)
         kept = []
         numbers = dict.fromkeys(_NUMBERS, 0.0)
         numbers["derived_count"] = float(derived)

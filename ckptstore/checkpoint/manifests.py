@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -36,6 +37,7 @@ class Manifests:
         self._kept_max = kept
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
+        self._proved: dict[str, frozenset[int]] = {}
         self.keyframes = Keyframes(repo.options.base_bytes)
         """What saves with codec ``delta`` take differences to, as far as it is in memory."""
 
@@ -60,13 +62,26 @@ class Manifests:
         self.keep(version.manifest_digest, manifest)
         return manifest
 
-    def keep(self, digest: str, manifest: Manifest) -> None:
-        """Remember a manifest by its object's digest, because the next save shares with it."""
+    def keep(self, digest: str, manifest: Manifest, *, proved: Collection[int] = ()) -> None:
+        """Remember a manifest by its object's digest, because the next save shares with it.
+
+        Parameters
+        ----------
+        proved
+            Places of the tensors that this process has proved to be another one, converted.
+        """
         with self._lock:
             self._kept[digest] = manifest
             self._kept.move_to_end(digest)
+            if proved:
+                self._proved[digest] = frozenset(proved)
             while len(self._kept) > self._kept_max:
-                self._kept.popitem(last=False)
+                self._proved.pop(self._kept.popitem(last=False)[0], None)
+
+    def proved(self, version: Version) -> frozenset[int]:
+        """Return the tensors of a version that this process has proved to be another one."""
+        with self._lock:
+            return self._proved.get(version.manifest_digest, frozenset())
 
 
 def read_manifest(backend: Backend, version: Version) -> Manifest:

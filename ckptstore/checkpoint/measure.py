@@ -10,20 +10,17 @@ import numpy as np
 
 from ckptstore.checkpoint.coded import Elements, Guarded, torn
 from ckptstore.chunking import cut
-from ckptstore.encodings.casts import Raw, raw_dtype
+from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.measuring import Difference, Range
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
 from ckptstore.objects.writer import Payload, Source
 
-__all__ = ["Looked", "Measured", "Proved", "look", "measure", "prove"]
+__all__ = ["Looked", "Measured", "look", "measure"]
 
 # Elements that are looked at together. Source: as the step of the encodings, in cache.
 _STEP: Final = 1 << 16
-# The same where two tensors are compared. Source: with smaller steps two threads hold each other up
-# more than they help (docs/design/0015-pipeline.md).
-_PROOF_STEP: Final = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +45,6 @@ class Measured:
     """XXH3-64 of each piece of the codes."""
     scales: Sequence[int]
     """The same of the scales; empty for a cast."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Proved:
-    """That one tensor is another one, converted."""
-
-    digest: bytes
-    """BLAKE3-256 of it."""
-    source: Sequence[int]
-    """XXH3-64 of each piece of the other."""
 
 
 def look(source: Source, step: int) -> Looked:
@@ -126,70 +113,16 @@ def measure(
     )
 
 
-def prove(low: Source, high: Source, grid: int) -> Proved | None:
-    """Read a tensor and the one that it may be made of; return None if it is not, in every bit.
-
-    Parameters
-    ----------
-    grid
-        Bytes of a piece of `high`.
-
-    Raises
-    ------
-    TornStateError
-        `low` is not what was staged.
-    """
-    hasher = Hasher()
-    pieces = PieceChecksums(grid)
-    elements = Elements(high)
-    rounding = _Rounding(low.dtype, high.dtype)
-    start = 0
-    for part in _parts(low, _PROOF_STEP):
-        hasher.update(part)
-        wanted = np.frombuffer(part, raw_dtype(low.dtype))
-        for at in range(0, len(wanted), _PROOF_STEP):
-            want = wanted[at : at + _PROOF_STEP]
-            given = rounding.take(elements, start + at, start + at + len(want))
-            pieces.update(given.data.cast("B"))
-            if not rounding.gives(given, want):
-                return None
-        start += len(wanted)
-    return Proved(digest=hasher.digest(), source=pieces.checksums())
-
-
-class _Rounding:
-    """Compares elements with those that they should become, in memory of its own. One thread's."""
-
-    def __init__(self, dtype: str, source_dtype: str) -> None:
-        self._dtype = dtype
-        self._source_dtype = source_dtype
-        self._given = np.empty(_PROOF_STEP, raw_dtype(source_dtype))
-        self._made = np.empty(_PROOF_STEP, raw_dtype(dtype))
-
-    def take(self, elements: Elements, start: int, stop: int) -> Raw:
-        """Return elements that no one else changes, until the next call."""
-        given = self._given[: stop - start]
-        np.copyto(given, elements.read(start, stop, copy=False))
-        return given
-
-    def gives(self, given: Raw, want: Raw) -> bool:
-        """Say whether `given`, converted, is `want`, in every bit."""
-        made = self._made[: len(want)]
-        out, codes = made.data.cast("B"), given.data.cast("B")
-        decode_elements("cast", "", 0, self._dtype, self._source_dtype, 0, codes, None, out)
-        return np.array_equal(made, want)
-
-
 def _restore(form: Form, dtype: str, coded: Coded, out: memoryview) -> None:
     scales = None if coded.scales is None else coded.scales.data.cast("B")
     codes = np.ascontiguousarray(coded.codes).data.cast("B")
     decode_elements(form.kind, form.code, form.block, dtype, form.dtype, 0, codes, scales, out)
 
 
-def _parts(source: Source, step: int = _STEP) -> Iterator[memoryview]:
+def _parts(source: Source) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in order, each part a copy that is valid until the next."""
     payload: Payload = source.payload
-    length, view = step * source.itemsize, None
+    length, view = _STEP * source.itemsize, None
     if isinstance(payload, Guarded):
         length = payload.piece_bytes
     else:

@@ -145,7 +145,8 @@ def write_version(
     before = None if parent is None else _readable(cache, parent)
     shared = [] if before is None else [before.pieces]
     options = options or repo.options
-    encoded, measured = _encoded(repo, content, before, options, derive=request.derive)
+    proved = frozenset() if parent is None else cache.proved(parent)
+    encoded, measured = _encoded(repo, content, before, options, request, proved)
     content = encoded.content
     saving = _Saving(
         repo=repo,
@@ -162,7 +163,7 @@ def write_version(
         saving.keyframes = cache.keyframes
         saving.older = _older(repo, cache, content, parent if shared else None)
     manifest, pointer = saving.run(shared)
-    cache.keep(pointer.digest, manifest)
+    cache.keep(pointer.digest, manifest, proved=encoded.proved)
     return repo.log.catalog.version(version), saving.receipt
 
 
@@ -198,7 +199,12 @@ def _readable(cache: Manifests, parent: Version) -> Manifest | None:
 
 
 def _encoded(
-    repo: Repo, content: Content, before: Manifest | None, options: Options, *, derive: bool
+    repo: Repo,
+    content: Content,
+    before: Manifest | None,
+    options: Options,
+    request: WriteRequest,
+    proved: Collection[int],
 ) -> tuple[Encoded, dict[str, float]]:
     """Return what is written of a state, and what the receipt says of it."""
     began = repo.environment.monotonic()
@@ -207,7 +213,8 @@ def _encoded(
         parent=before,
         chunk_bytes=repo.superblock.chunk_bytes,
         workers=options.workers,
-        derive=derive,
+        derive=request.derive,
+        proved=proved,
     )
     if not encoded.numbers:
         return encoded, {}
