@@ -29,6 +29,7 @@ from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.model import Version
 from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.ops.cold_packs import cold_packs
 from ckptstore.ops.piece_checks import (
     PieceKey,
     Sample,
@@ -111,6 +112,12 @@ class Survey:
     """Ids of versions that were checked."""
     packs: set[str] = field(default_factory=set)
     """Packs that are needed."""
+    cold_packs: set[str] = field(default_factory=set)
+    """Those of them that cannot be read unless they are restored, and so were not, at `full`."""
+    cold_pieces: set[PieceKey] = field(default_factory=set)
+    """Pieces that lie there, or refer to what does."""
+    cold_versions: set[str] = field(default_factory=set)
+    """Ids of versions that need such packs: of those it is not known whether they are sound."""
     read_bytes: int = 0
     total_bytes: int = 0
     """What all versions hold, for the progress."""
@@ -188,18 +195,25 @@ class Survey:
     def _check(self, version: Version, loaded: Loaded) -> Content | None:
         began = self._done_bytes
         sound = isinstance(loaded, Content) and self.check_content(version, loaded)
-        self._done_bytes = began
-        return self.conclude(version, loaded, sound=sound)
+        counted = self._done_bytes - began
+        return self.conclude(version, loaded, sound=sound, counted_bytes=counted)
 
-    def conclude(self, version: Version, loaded: Loaded, *, sound: bool) -> Content | None:
-        """Note that a version was checked, and whether every piece that was looked at is right."""
+    def conclude(
+        self, version: Version, loaded: Loaded, *, sound: bool, counted_bytes: int
+    ) -> Content | None:
+        """Note that a version was checked, and whether every piece that was looked at is right.
+
+        In all it counts for what it holds, of which `counted_bytes` were counted before.
+        """
         self.seen.add(version.id)
         if isinstance(loaded, CkptStoreError):
             self.unread[version.id] = loaded
             self.found(loaded, version)
+        elif version.id in self.cold_versions:
+            pass
         elif sound and self.full and self.sample is None:
             self.sound[version.id] = version.manifest_digest
-        self.advance(sum(part.logical for part in version.roles.values()))
+        self.advance(sum(part.logical for part in version.roles.values()) - counted_bytes)
         return None if isinstance(loaded, CkptStoreError) else loaded
 
     def check_content(self, version: Version, content: Content) -> bool:
@@ -215,7 +229,10 @@ class Survey:
         return self.report(version, content)
 
     def check_sizes(self, content: Content) -> list[tuple[str, ObjectInfo]]:
-        """Check that packs are there and long enough; return those that no version had before."""
+        """Check that packs are there and long enough; return those that no version had before.
+
+        Without those that cannot be read since they lie in an archive class.
+        """
         table = content.manifest.pieces
         infos = [self.sizes.get(pack_key(pack)) for pack in table.packs]
         sizes = np.array([0 if info is None else info.size_bytes for info in infos], np.uint64)
@@ -229,7 +246,22 @@ class Survey:
         there = zip(table.packs, infos, strict=True)
         fresh = [(pack, info) for pack, info in there if info and pack not in self.packs]
         self.packs.update(table.packs)
-        return fresh
+        if self.full:
+            self.cold_packs |= cold_packs(self.repo.backend, fresh)
+            self._note_cold(content)
+        return [(pack, info) for pack, info in fresh if pack not in self.cold_packs]
+
+    def _note_cold(self, content: Content) -> None:
+        """Note the pieces of a version that cannot be read, for themselves or for their bases."""
+        table = content.manifest.pieces
+        if self.cold_packs.isdisjoint(table.packs):
+            return
+        self.cold_versions.add(content.manifest.version)
+        lies = np.array([pack in self.cold_packs for pack in table.packs])[table.pack]
+        for row in range(len(table)):
+            base = table.base_of(row)
+            if lies[row] or (base is not None and lies[base]):
+                self.cold_pieces.add(piece_key(table, row))
 
     def found_frame(self, version: Version, pack: str, problem: CkptStoreError | None) -> None:
         """Note what is wrong with header, index or trailer of a pack, if anything is."""
@@ -274,7 +306,7 @@ class Survey:
             return None
         chosen = []
         for row, key in keys.items():
-            if key in self.read or key in self.bad:
+            if key in self.read or key in self.bad or key in self.cold_pieces:
                 continue
             if self.sample is not None and not self.sample.holds(key[0], key[1]):
                 continue
@@ -298,7 +330,8 @@ class Survey:
     def choose_recipes(self, version: Version, content: Content) -> Iterator[tuple[int, bytes]]:
         """Yield tensors that are to be made, with the keys of their recipes, which count as done.
 
-        Those of which a piece is lost are left out, and those that an interrupted check has made.
+        Those of which a piece is lost or cold are left out, and those that an interrupted check has
+        made.
         """
         table = content.manifest.pieces
         for index, record in enumerate(content.manifest.tensors):
@@ -308,6 +341,10 @@ class Survey:
             if key in self.followed or (self.sample and not self.sample.holds(key.hex(), 0)):
                 continue
             if self.bad and any(self.why(table, row) for row in content.rows(index)):
+                continue
+            if self.cold_pieces and not self.cold_pieces.isdisjoint(
+                piece_key(table, row) for row in content.rows(index)
+            ):
                 continue
             self.followed.add(key)
             earlier = self.known(version, row_of_recipe(content, index))

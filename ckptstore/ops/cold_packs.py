@@ -1,0 +1,79 @@
+"""Which packs cannot be read now, since they lie in an archive class and are not restored.
+
+A listing tells the classes; only of packs in an archive class the state is asked for, by one
+request each. On storage without classes nothing is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.cold import ColdStorage, ObjectState, cold_storage
+from ckptstore.backends.storage_classes import class_named
+from ckptstore.errors import ObjectNotFoundError
+from ckptstore.format.keys import pack_key
+
+__all__ = ["cold_packs", "in_parallel", "states_of"]
+
+T = TypeVar("T")
+
+# Keys that wait for a thread at once: bounds memory where there are millions.
+_AT_ONCE = 4096
+
+
+def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set[str]:
+    """Return the ids of packs that cannot be read unless they are restored.
+
+    Parameters
+    ----------
+    packs
+        Ids, and what a listing told of each.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    asked = [pack for pack, info in packs if class_named(info.storage_class).is_archive]
+    cold = cold_storage(backend) if asked else None
+    if cold is None:
+        return set()
+    found = states_of(backend, cold, asked)
+    return {pack for pack, state in found.items() if state is not None and not state.is_readable}
+
+
+def states_of(
+    backend: Backend, cold: ColdStorage, packs: Sequence[str]
+) -> Mapping[str, ObjectState | None]:
+    """Return class and state of packs, by one request each; None for one that is gone.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+
+    def ask(pack: str) -> ObjectState | None:
+        try:
+            return cold.restore_state(pack_key(pack))
+        except ObjectNotFoundError:
+            return None
+
+    return dict(zip(packs, in_parallel(backend, ask, packs), strict=True))
+
+
+def in_parallel(backend: Backend, work: Callable[[str], T], packs: Sequence[str]) -> Iterable[T]:
+    """Yield ``work(pack)`` for each pack in their order, as many at once as the storage likes."""
+    workers = min(backend.capabilities.concurrency, len(packs))
+    if workers < 2:
+        yield from map(work, packs)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-cold") as pool:
+        try:
+            for start in range(0, len(packs), _AT_ONCE):
+                yield from pool.map(work, packs[start : start + _AT_ONCE])
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
