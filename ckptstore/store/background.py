@@ -13,6 +13,7 @@ from ckptstore.events import Events, Observer, SaveEvent
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.store import restarts
+from ckptstore.store.opened import OpenedReplicas
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
@@ -29,6 +30,7 @@ class Background:
 
     _repo: Repo
     _events: Events
+    _opened: OpenedReplicas
     _kept_savers: dict[int, Saver]
     """By process; a forked child has its parent's too, until it makes its own."""
 
@@ -72,6 +74,7 @@ class Background:
             if saver is not None:
                 saver.close()
         finally:
+            self._opened.close()
             self._repo.close()
         if saver is not None:
             saver.raise_failure()

@@ -328,9 +328,9 @@ class Run:
         bounds = (step_min, step_max)
         return top(catalog, self.name, metric, n=n, steps=bounds, directions=self._directions)
 
-    def version(self, ref: str | int = "latest") -> LazyVersion:
+    def version(self, ref: str | int = "latest", *, fall_through: bool = True) -> LazyVersion:
         """Return a version to be read lazily; see :meth:`Store.version`."""
-        return self._store._lazy(self.resolve(ref))
+        return self._store._lazy(self.resolve(ref), fall_through=fall_through)
 
     def load(
         self,
@@ -342,11 +342,14 @@ class Run:
         into: object = None,
         adapters: Sequence[TypeAdapter] = (),
         progress: ProgressCallback = silent,
+        fall_through: bool = True,
+        refill: bool = False,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of a version of this run; see :meth:`Store.load`."""
 
         def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
-            return self._store._lazy(version).load(
+            found = self._store._refill(version) if refill else version
+            return self._store._lazy(found, fall_through=fall_through).load(
                 include=include,
                 exclude=exclude,
                 map_location=map_location,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
@@ -20,16 +21,20 @@ from ckptstore.repo import open_repo
 from ckptstore.store import restarts
 from ckptstore.store.background import Background
 from ckptstore.store.checking import Checking
+from ckptstore.store.opened import OpenedReplicas, ReplicaOptions
 from ckptstore.store.replicating import Replicating
 from ckptstore.store.retaining import Retaining
 from ckptstore.store.run import Run
+from ckptstore.store.tiers import Tiers, check_given
 
 if TYPE_CHECKING:
+    from ckptstore.backends.key_sources import KeyInput
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.lazy import LazyVersion
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.checkpoint.transfer import TransferReport
     from ckptstore.encodings.rules import Encodings
+    from ckptstore.engine.engine import EngineSpec
     from ckptstore.format.commit import Commit
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
@@ -61,6 +66,8 @@ def open_store(
     engine: str = "auto",
     staging_bytes: int | None = None,
     in_flight: int = limits.IN_FLIGHT_DEFAULT,
+    key: KeyInput | None = None,
+    replicas: ReplicaOptions | None = None,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Store:
     """Open the store at a location. Exported as ``ckptstore.open``.
@@ -99,6 +106,12 @@ def open_store(
         background, and no more than its state needs.
     in_flight
         Saves in the background that may be under way at once.
+    key
+        Opens an encrypted store, and makes a new one such: ``"file:PATH"``, ``"env:NAME"``,
+        ``"command:CMD"``, or 32 bytes. See docs/howto/encryption.md.
+    replicas
+        By the name of a replica (:meth:`Store.add_replica`): options to open it with, as for this
+        function, such as ``{"cold": {"endpoint_url": "..."}}``; or an open store. Never stored.
     storage_options
         Handed to the storage library (s3fs, gcsfs, ...), such as ``endpoint_url`` or ``profile``.
         Credentials belong into their usual chains, not here.
@@ -111,6 +124,8 @@ def open_store(
         An option is of another type, out of its bounds, or none of its choices.
     StoreNotFoundError
         There is no store, and `create` is False.
+    MissingKeyError, WrongKeyError, EncryptionKeyError
+        The store is encrypted, and no key was given, or another; or it is not, and one was.
     UnsafeBackendError
         A store is to be created where several writers would lose commits.
     StorageError
@@ -127,28 +142,32 @@ def open_store(
         staging_bytes=staging_bytes,
         in_flight=in_flight,
     )
+    check_given(replicas)
     repo = open_repo(
         url,
         create=create,
         options=options,
         chunk_bytes=chunk_bytes,
+        key=key,
         storage_options=storage_options,
     )
-    return Store(repo)
+    return Store(repo, replicas=replicas)
 
 
-class Store(Background, Checking, Replicating, Retaining):
+class Store(Background, Checking, Replicating, Retaining, Tiers):
     """One location with everything in it; made by :func:`ckptstore.open`.
 
     A context manager. Any thread may use it. Close it when no save or load is running; saves in
     the background are waited for.
     """
 
-    def __init__(self, repo: Repo) -> None:
+    def __init__(self, repo: Repo, *, replicas: ReplicaOptions | None = None) -> None:
         self._repo = repo
         self._kept: Manifests | None = None
         self._events = Events()
         self._kept_savers: dict[int, Saver] = {}
+        self._opened = OpenedReplicas(repo, replicas)
+        self._told: set[tuple[str, str]] = set()
 
     def __repr__(self) -> str:
         """Return the location, without credentials."""
@@ -272,22 +291,30 @@ class Store(Background, Checking, Replicating, Retaining):
             return latest_valid(self._repo, self._manifests, parsed.run).version
         return resolve(catalog, parsed)
 
-    def version(self, ref: str) -> LazyVersion:
+    def version(self, ref: str, *, fall_through: bool = True) -> LazyVersion:
         """Return a version to be read lazily; reads its manifest and no data.
+
+        Parameters
+        ----------
+        fall_through
+            As in :meth:`load`.
 
         Raises
         ------
         CorruptObjectError
             The manifest is damaged. Else as :meth:`resolve`.
         """
-        return self._lazy(self.resolve(ref))
+        return self._lazy(self.resolve(ref), fall_through=fall_through)
 
-    def _lazy(self, version: Version) -> LazyVersion:
-        from ckptstore.checkpoint.content import read_content
+    def _lazy(self, version: Version, *, fall_through: bool = True) -> LazyVersion:
         from ckptstore.checkpoint.lazy import LazyVersion
 
         restarts.chosen(self._repo, version.run)
-        return LazyVersion(self._repo, version, read_content(self._manifests.load(version)))
+        content = self._content(version, fall_through=fall_through)
+        whole = None
+        if fall_through and version.level != "full" and self._repo.log.catalog.replicas:
+            whole = partial(self._whole, version)
+        return LazyVersion(self._repo, version, content, whole=whole)
 
     def log(self, *, first: int = 1) -> list[Commit]:
         """Return the commits from number `first` on, oldest first; reads each of them.
@@ -312,8 +339,13 @@ class Store(Background, Checking, Replicating, Retaining):
         into: object = None,
         adapters: Sequence[TypeAdapter] = (),
         progress: ProgressCallback = silent,
+        fall_through: bool = True,
+        refill: bool = False,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of a version, every byte checked.
+
+        What is not here (any more), or is damaged, is read from the nearest replica that has a
+        name and has the version, what is here, here; the logger ``ckptstore`` says so once.
 
         Parameters
         ----------
@@ -332,19 +364,27 @@ class Store(Background, Checking, Replicating, Retaining):
             For objects that were saved through a :class:`ckptstore.TypeAdapter`.
         progress
             Called with the bytes done.
+        fall_through
+            Whether replicas are asked at all.
+        refill
+            A version of which only the record is here is brought back from a replica first
+            (:meth:`replicate`), and then loaded from here.
 
         Raises
         ------
         VersionNotFoundError, TensorNotFoundError
-            The ref or a pattern names nothing.
+            The ref or a pattern names nothing; or only a part of the version is here, and no
+            replica has it either, or none can be reached: the message has every reason.
         CorruptTensorError
-            A stored tensor is damaged; names it. Other tensors can still be loaded.
+            A stored tensor is damaged, here and in every replica; names it. Other tensors can still
+            be loaded.
         StorageError
             The storage failed.
         """
 
         def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
-            return self._lazy(version).load(
+            found = self._refill(version) if refill else version
+            return self._lazy(found, fall_through=fall_through).load(
                 include=include,
                 exclude=exclude,
                 map_location=map_location,
@@ -599,6 +639,8 @@ class Store(Background, Checking, Replicating, Retaining):
         dry_run: bool = False,
         holders: bool = False,
         force: bool = False,
+        executor: EngineSpec | None = None,
+        workers: int | None = None,
         progress: ProgressCallback = silent,
     ) -> GcReport:
         """Free the space of what no version needs; see :func:`ckptstore.ops.gc.gc`."""
@@ -613,6 +655,8 @@ class Store(Background, Checking, Replicating, Retaining):
             dry_run=dry_run,
             holders=holders,
             force=force,
+            executor=executor,
+            workers=workers,
             progress=progress,
         )
 

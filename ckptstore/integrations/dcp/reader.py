@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from ckptstore.checkpoint.content import Content, read_content
+from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.load import LoadRequest, load_state
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
@@ -144,7 +144,7 @@ class CkptStoreReader(StorageReader):
 
     def _open(self, version: Version) -> _Opened:
         restarts.chosen(self._store.repo, version.run)
-        content = read_content(self._store._manifests.load(version))
+        content = self._store._content(version)
         return _Opened(version=version, content=content, entries=entries_of(content))
 
     def set_up_storage_reader(
@@ -268,6 +268,7 @@ class CkptStoreReader(StorageReader):
             node=node,
             leaves=tuple(iter_leaves(node)),
             labels=found.content.labels,
+            read=found.content.read,
         )
         values = load_state(self._store.repo, content, LoadRequest(adapters=self._adapters))
         for (item, _), value in zip(items, values, strict=True):

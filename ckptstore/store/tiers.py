@@ -1,0 +1,289 @@
+"""The part of the facade that knows other stores by name: replicas, tiers, loads from either."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.errors import (
+    CkptStoreError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    VersionNotFoundError,
+)
+from ckptstore.format.names import check_replica_name
+from ckptstore.model import ReplicaInfo, Version
+from ckptstore.repo import Repo
+from ckptstore.store.opened import OpenedReplicas, is_local
+
+if TYPE_CHECKING:
+    from ckptstore.backends.base import Backend
+    from ckptstore.checkpoint.content import Content
+    from ckptstore.checkpoint.manifests import Manifests
+    from ckptstore.config import Options
+    from ckptstore.events import ProgressCallback
+    from ckptstore.format.manifest import PieceTable
+    from ckptstore.objects.plan import Want
+    from ckptstore.ops.fallthrough import FallThrough, Tier
+    from ckptstore.store.store import Store
+
+__all__ = ["PREFIX", "Tiers"]
+
+_log = logging.getLogger("ckptstore")
+
+PREFIX = "replica:"
+"""What a replica's name stands behind where a location may stand too."""
+# Versions and replicas of which it is remembered that it was told. Source: 100 bytes each.
+_TOLD_MAX = 10_000
+
+
+class Tiers:
+    """What :class:`ckptstore.Store` does with stores that it has names for."""
+
+    _repo: Repo
+    _opened: OpenedReplicas
+    _told: set[tuple[str, str]]
+
+    if TYPE_CHECKING:
+
+        @property
+        def _manifests(self) -> Manifests: ...
+
+    def add_replica(
+        self,
+        name: str,
+        url: str | os.PathLike[str],
+        *,
+        create: bool = False,
+        **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
+    ) -> ReplicaInfo:
+        """Give another store a name, by which it is a replica of this one from now on.
+
+        Loads of what is not here (any more) turn to it; see :meth:`ckptstore.Store.load`. Its
+        location and its id are noted in the log, for everyone who opens this store; options and
+        credentials are not, and count for this object alone. Nothing is copied.
+
+        Parameters
+        ----------
+        name
+            ASCII letters, digits, and ``. _ -``. One that is there is moved to `url`, if the store
+            there is the same.
+        url
+            A path or URL, as for :func:`ckptstore.open`.
+        create
+            Make the store where there is none.
+        storage_options
+            As for :func:`ckptstore.open`. In another process give them there:
+            ``ckptstore.open(url, replicas={name: {...}})``, or through the environment.
+
+        Raises
+        ------
+        StoreNotFoundError
+            There is no store, and `create` is False.
+        ConflictError
+            It is this store; or the name is another store's; or the store has another name.
+        ReadOnlyError, UnsafeBackendError, StorageError
+            It could not be opened, or not be noted.
+        """
+        from ckptstore.catalog.tier_changes import name_replica
+
+        check_replica_name(name)
+        with self._opened.open_at(url, storage_options, create=create) as store:
+            found, store_id = store.url, store.info.store_id
+        if store_id == self._repo.superblock.store_id:
+            msg = f"{found} is this very store, or a copy of it"
+            raise ConflictError(msg, hint="a replica is a store of its own: ckptstore init URL")
+        self._repo.log.append_any(
+            lambda now: name_replica(now, name=name, url=found, store=store_id)
+        )
+        if storage_options:
+            self._opened.give(name, storage_options)
+        return self._repo.catalog.replicas[name]
+
+    def remove_replica(self, name: str) -> None:
+        """Forget the name of a replica; nothing is deleted there, nor what is noted of it here.
+
+        Raises
+        ------
+        NotFoundError
+            No replica has it.
+        """
+        from ckptstore.catalog.tier_changes import unname_replica
+
+        self._repo.log.append_any(lambda now: unname_replica(now, name))
+
+    def replicas(self) -> list[ReplicaInfo]:
+        """Return the stores that have a name here, in the order in which they were named."""
+        return list(self._repo.refresh().replicas.values())
+
+    def replica(self, name: str) -> Store:
+        """Return a replica, opened; it is closed with this store.
+
+        Raises
+        ------
+        NotFoundError
+            No replica has the name.
+        ReplicaChangedError
+            At its location there is another store.
+        CkptStoreError
+            It cannot be opened.
+        """
+        from ckptstore.catalog.tier_changes import find_replica
+
+        return self._opened.get(find_replica(self._repo.refresh(), name))
+
+    def _named(self, text: object) -> Store | None:
+        """Return the replica that ``replica:NAME`` names; None for a location."""
+        if isinstance(text, str) and text.startswith(PREFIX):
+            return self.replica(text.removeprefix(PREFIX))
+        return None
+
+    # --- loading ------------------------------------------------------------------------------
+
+    def _content(self, version: Version, *, fall_through: bool = True) -> Content:
+        """Return what a version holds; where something is missing here, from a replica."""
+        from ckptstore.checkpoint.content import read_content
+
+        named = self._repo.log.catalog.replicas
+        try:
+            content = read_content(self._manifests.load(version))
+        except (VersionNotFoundError, IntegrityError) as error:
+            if not fall_through:
+                raise
+            if not named:
+                raise _with_hint(error, version) from error
+            return self._fall_through(version, error).content()
+        if not (named and fall_through):
+            return content
+        from dataclasses import replace
+
+        return replace(content, read=partial(self._read, version))
+
+    def _whole(self, version: Version, error: CkptStoreError) -> Content:
+        """Return all of a version of which a part is kept here."""
+        msg = f"{error.message}: only the {version.level} of {_said(version)} are kept here"
+        found = type(error)(msg, hint=error.hint)
+        return self._fall_through(version, found, whole=True).content()
+
+    def _read(
+        self,
+        version: Version,
+        table: PieceTable,
+        wants: Sequence[Want],
+        *,
+        backend: Backend,
+        options: Options,
+        progress: ProgressCallback,
+    ) -> None:
+        """Read pieces of a version that is here; those that are lost, from a replica."""
+        from ckptstore.objects.reader import read_pieces
+
+        failed: list[tuple[Want, CkptStoreError]] = []
+        read_pieces(
+            table,
+            wants,
+            backend=backend,
+            options=options,
+            progress=progress,
+            on_failure=lambda want, error: failed.append((want, error)),
+        )
+        if not failed:
+            return
+        from ckptstore.ops.fallthrough import read_lost
+
+        what = f"{len(failed)} pieces are lost here, the first: {failed[0][1].message}"
+        error = type(failed[0][1])(failed[0][1].message, hint=failed[0][1].hint)
+        owner = self._fall_through(version, error, told=what)
+        lost = [want for want, _ in failed]
+        read_lost(owner, table, wants, lost, options=options, progress=progress)
+
+    def _fall_through(
+        self, version: Version, error: CkptStoreError, *, whole: bool = False, told: str = ""
+    ) -> FallThrough:
+        from ckptstore.ops.fallthrough import FallThrough
+
+        return FallThrough(
+            repo=self._repo,
+            version=version,
+            tiers=self._in_order(version),
+            why=error,
+            whole=whole,
+            tell=partial(self._tell, version, told),
+        )
+
+    def _in_order(self, version: Version) -> list[Tier]:
+        """Return the replicas to ask: local ones first, then in the order of their naming."""
+        from ckptstore.ops.fallthrough import Tier
+
+        def opened(info: ReplicaInfo) -> tuple[Repo, Manifests]:
+            store = self._opened.get(info)
+            return store._repo, store._manifests
+
+        named = sorted(self._repo.log.catalog.replicas.values(), key=lambda one: not is_local(one))
+        return [Tier(info=info, open=partial(opened, info)) for info in named]
+
+    def _tell(self, version: Version, damage: str, tier: Tier, why: str) -> None:
+        """Say, once for a version and a replica, where bytes come from."""
+        key = (version.id, tier.info.name)
+        if key in self._told:
+            return
+        if len(self._told) >= _TOLD_MAX:
+            self._told.clear()
+        self._told.add(key)
+        if damage:
+            what = "%s is damaged and read from %s where needed: %s; mend it: ckptstore repair"
+            _log.warning(what, _said(version), tier, damage)
+        else:
+            _log.info("%s is read from %s: %s", _said(version), tier, why)
+
+    def _refill(self, version: Version) -> Version:
+        """Bring the content of a version back from a replica; return the version as it is then.
+
+        Does nothing if it is here, or a part of it, or no replica is named.
+        """
+        if version.level != "record" or not self._repo.log.catalog.replicas:
+            return version
+        from ckptstore.ops.replicate import ReplicateRequest, replicate
+
+        msg = f"only the record of {_said(version)} is kept"
+        asked = self._fall_through(version, VersionNotFoundError(msg))
+        self._repo.check_writable()
+        for found in asked.candidates():
+            try:
+                report = replicate(
+                    found.repo, found.cache, self._repo, [found.version], ReplicateRequest()
+                )
+            except CkptStoreError as error:
+                asked.note(found.tier, error)
+                continue
+            now = self._repo.catalog.version(version.id)
+            if now.level != "record":
+                _log.info("%s was brought back from %s", _said(version), found.tier)
+                return now
+            message = report.failures[0].message if report.failures else "it was deleted"
+            asked.note(found.tier, IntegrityError(message))
+        raise asked.failure(asked.why)
+
+
+def _said(version: Version) -> str:
+    return f"{version.run}@{version.step} (#{version.id[:8]})"
+
+
+def _with_hint(error: CkptStoreError, version: Version) -> CkptStoreError:
+    """Return the error of a version that other stores have, though none has a name here."""
+    if not version.replicas:
+        return error
+    others = ", ".join(one[:8] for one in version.replicas)
+    hint = f"the stores {others} have it; name one: ckptstore replica add NAME URL"
+    return type(error)(error.message, hint=hint)
+
+
+def check_given(replicas: object) -> None:
+    """Raise unless options of replicas are a mapping."""
+    if replicas is not None and not isinstance(replicas, Mapping):
+        msg = f"replicas is a mapping of names to options, not {type(replicas).__name__}"
+        raise InvalidInputError(msg, hint="replicas={'cold': {'endpoint_url': ...}}")
