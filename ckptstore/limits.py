@@ -291,6 +291,25 @@ GC_REPACK_BATCH_BYTES: Final = 64 * GIB
 # Versions that one commit relocates. Source: an operation takes up to 10 KB with 64 roles, so
 # 2.5 MB of COMMIT_BYTES_MAX.
 GC_MOVES_PER_COMMIT: Final = 256
+# Objects that a listing reads before it may go on in parts. Source: ten pages of an object store, a
+# second; 256 parts cost 256 requests, which is what 256,000 objects cost in any case.
+GC_LIST_TOGETHER: Final = 10_000
+# Seconds an object from which on a listing is slow: one waits for pages. Source: a local disk takes
+# 10 us an object, all of it work, and 8 threads 14 us (measured); S3 takes 100 ms a page of 1000.
+GC_LIST_SLOW_S: Final = 40e-6
+# Manifests that one task reads, at most, and from how many on they are read in tasks; and their
+# bytes. Source: one of a small state takes a millisecond, one of 1 TB (16 MB) hundreds; a task
+# costs milliseconds, and its result takes 16 bytes a chunk.
+GC_TASK_MANIFESTS: Final = 32
+GC_TASK_MANIFEST_BYTES: Final = 64 * MIB
+# Objects that one task deletes. Source: at 16 requests at once and 10 ms each, a third of a second.
+GC_TASK_DELETES: Final = 500
+# Live bytes that one task of a repack copies, at least and at most. Source: four packs of an object
+# store, so that few of the new packs are short; what a dead worker may cost, seconds of copying.
+GC_TASK_COPY_BYTES_MIN: Final = 256 * MIB
+GC_TASK_COPY_BYTES_MAX: Final = 2 * GIB
+# Packs of one such task. Source: 1 KB each at the least, far under ENGINE_TASK_BYTES_MAX.
+GC_TASK_VICTIMS: Final = 1024
 
 # --- verify and repair ------------------------------------------------------------------------
 
@@ -300,6 +319,11 @@ VERIFY_BATCH_BYTES: Final = 1 * GIB
 # How often a long verification records versions found sound, in seconds. Source: a commit costs
 # milliseconds; what an interruption leaves unrecorded is then minutes of reading.
 VERIFY_RECORD_S: Final = 300.0
+# What one task of a verification over several processes reads: stored bytes, and packs of which it
+# checks the frames. Source: at 200 MB/s a task takes 0.3 s, far more than a round trip to a
+# scheduler, and a worker that dies costs no more; three requests a frame at 20 ms are as much.
+VERIFY_TASK_BYTES: Final = 64 * MIB
+VERIFY_TASK_PACKS: Final = 16
 # State of a verification, as read back. Source: about 100 bytes a GiB; 256 TiB is 26 MB.
 VERIFY_STATE_BYTES_MAX: Final = 256 * MIB
 # Parts that a sample may be split into. Source: one chunk in a million is a sample of nothing.

@@ -342,9 +342,7 @@ class Survey:
                 continue
             if self.bad and any(self.why(table, row) for row in content.rows(index)):
                 continue
-            if self.cold_pieces and not self.cold_pieces.isdisjoint(
-                piece_key(table, row) for row in content.rows(index)
-            ):
+            if self.is_cold(content, index):
                 continue
             self.followed.add(key)
             earlier = self.known(version, row_of_recipe(content, index))
@@ -352,6 +350,12 @@ class Survey:
                 self.unlike.update((key, text) for text in earlier.values())
                 continue
             yield index, key
+
+    def is_cold(self, content: Content, index: int) -> bool:
+        """Say whether a tensor cannot be made since a piece of it is in an archive class."""
+        table = content.manifest.pieces
+        keys = (piece_key(table, row) for row in content.rows(index))
+        return bool(self.cold_pieces) and not self.cold_pieces.isdisjoint(keys)
 
     def _follow(self, version: Version, content: Content, batch: Mapping[int, bytes]) -> None:
         """Make some tensors; one by one, if something else comes than there should."""

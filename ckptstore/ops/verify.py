@@ -8,7 +8,7 @@ once. Damage to one object never stops the check of the others. Nothing is chang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +16,7 @@ from typing import Literal
 from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes, snapshots
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
 from ckptstore.errors import (
     CorruptObjectError,
     FormatError,
@@ -30,6 +31,7 @@ from ckptstore.ops.leftovers import Notice, find_leftovers
 from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.survey import Problem, Sample, Survey
 from ckptstore.ops.verify_state import VerifyState
+from ckptstore.ops.verify_tasks import check_spread
 from ckptstore.repo import Repo
 
 __all__ = ["Level", "Notice", "Problem", "Sample", "VerifyReport", "sample_of", "verify"]
@@ -56,6 +58,10 @@ class VerifyReport:
     """Objects that no version needs; no damage."""
     recorded: tuple[str, ...] = ()
     """Ids of versions that this check recorded as sound."""
+    cold_packs_count: int = 0
+    """Packs that were not read since they lie in an archive class; at level ``full``."""
+    cold_versions: tuple[str, ...] = ()
+    """Ids of versions that need such packs: no damage was found, and not all was looked at."""
     sample: Sample | None = None
 
     @property
@@ -105,6 +111,8 @@ def verify(
     sample: Sample | None = None,
     record: bool = False,
     resume: Path | None = None,
+    executor: EngineSpec = THREADS,
+    workers: int | None = None,
     progress: ProgressCallback = silent,
 ) -> VerifyReport:
     """Check versions and report every problem.
@@ -121,6 +129,10 @@ def verify(
     resume
         A file that keeps how far the check has come: if it is there, the check goes on where it
         stopped. It is removed when the check is complete.
+    executor
+        Who reads; the report is the same.
+    workers
+        Tasks at once; None for what the engine has.
 
     Raises
     ------
@@ -142,18 +154,35 @@ def verify(
     if record:
         repo.check_writable()
     began = repo.environment.monotonic()
-    catalog = repo.refresh()
+    repo.refresh()
     survey = Survey(repo=repo, cache=cache, full=level == "full", sample=sample, progress=progress)
+    if executor == THREADS:
+        return _verify(survey, versions, began, None, record=record, resume=resume)
+    with open_engine(executor, workers=workers, environment=repo.environment) as engine:
+        return _verify(survey, versions, began, engine, record=record, resume=resume)
+
+
+def _verify(
+    survey: Survey,
+    versions: Sequence[Version] | None,
+    began: float,
+    engine: Engine | None,
+    *,
+    record: bool,
+    resume: Path | None,
+) -> VerifyReport:
+    """Check what is to be checked, and report it; without an engine, in this process."""
+    repo = survey.repo
     everything = versions is None
     if versions is None:
         _check_log(survey)
-        versions = list(catalog.versions())
-    recorded = _check_versions(survey, versions, record=record, resume=resume)
+        versions = list(repo.catalog.versions())
+    recorded = _check_versions(survey, versions, engine, record=record, resume=resume)
     notices = find_leftovers(survey) if everything else ()
     if everything:
         _check_ends(survey, notices)
     return VerifyReport(
-        level=level,
+        level="full" if survey.full else "records",
         versions_count=len(versions),
         packs_count=len(survey.packs),
         chunks_count=len({key[:2] for key in survey.read}),
@@ -162,7 +191,9 @@ def verify(
         problems=tuple(survey.problems),
         notices=notices,
         recorded=recorded,
-        sample=sample,
+        cold_packs_count=len(survey.cold_packs),
+        cold_versions=tuple(v.id for v in versions if v.id in survey.cold_versions),
+        sample=survey.sample,
     )
 
 
@@ -176,23 +207,36 @@ def _check_ends(survey: Survey, notices: Sequence[Notice]) -> None:
 
 
 def _check_versions(
-    survey: Survey, versions: Sequence[Version], *, record: bool, resume: Path | None
+    survey: Survey,
+    versions: Sequence[Version],
+    engine: Engine | None,
+    *,
+    record: bool,
+    resume: Path | None,
 ) -> tuple[str, ...]:
     """Check version after version; return the ids of those recorded as sound."""
     survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
     if resume is None:
-        return _check_each(survey, versions, record=record)
+        return _check_each(survey, versions, engine, record=record)
     state = VerifyState.begin(
         resume, store_id=survey.repo.superblock.store_id, sample=survey.sample
     )
     with state:
-        survey.known, survey.told = state.known, state.told
-        recorded = _check_each(survey, versions, record=record)
+        survey.known = state.known
+
+        def told(version: Version, rows: range, wrong: Mapping[int, str]) -> None:
+            if version.id not in survey.cold_versions:  # may be thawed when the check goes on
+                state.told(version, rows, wrong)
+
+        survey.told = told
+        recorded = _check_each(survey, versions, engine, record=record)
     state.remove()
     return recorded
 
 
-def _check_each(survey: Survey, versions: Sequence[Version], *, record: bool) -> tuple[str, ...]:
+def _check_each(
+    survey: Survey, versions: Sequence[Version], engine: Engine | None, *, record: bool
+) -> tuple[str, ...]:
     repo = survey.repo
     recorded: set[str] = set()
     waiting: dict[str, str] = {}
@@ -204,7 +248,9 @@ def _check_each(survey: Survey, versions: Sequence[Version], *, record: bool) ->
         waiting.clear()
 
     last = repo.environment.monotonic()
-    for version, _ in survey.check_all([v for v in versions if v.level != "record"]):
+    kept = [version for version in versions if version.level != "record"]
+    checked = survey.check_all(kept) if engine is None else check_spread(survey, kept, engine)
+    for version, _ in checked:
         if record and version.id in survey.sound:
             waiting[version.id] = survey.sound[version.id]
             if repo.environment.monotonic() - last >= limits.VERIFY_RECORD_S:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckptstore.engine.engine import THREADS, EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed
@@ -14,6 +15,7 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
+    from ckptstore.backends.key_sources import KeyInput
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.ops.repair_report import RepairReport
     from ckptstore.ops.verify import Level, VerifyReport
@@ -44,6 +46,8 @@ class Checking:
         record: bool = False,
         resume: str | os.PathLike[str] | None = None,
         unverified: bool = False,
+        executor: EngineSpec = THREADS,
+        workers: int | None = None,
         progress: ProgressCallback = silent,
     ) -> VerifyReport:
         """Check that what the catalog names is there and is what was written.
@@ -67,6 +71,11 @@ class Checking:
             same file goes on where it stopped. It is removed when the check is complete.
         unverified
             Only versions that are not recorded as sound since they lie where they lie.
+        executor
+            Who reads: ``threads`` of this process, ``processes``, ``dask:local``,
+            ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The report is the same.
+        workers
+            How many tasks run at once; by default what the engine has. Threads: how many decode.
 
         Returns
         -------
@@ -79,6 +88,8 @@ class Checking:
             The log itself is damaged.
         InvalidInputError
             Arguments exclude each other, or the file is of another check.
+        WorkerDiedError, MissingDependencyError
+            Of the engine.
         StorageError
             The storage failed, so that the check is not complete.
         """
@@ -99,6 +110,8 @@ class Checking:
             sample=sample_of(sample, part=part, now_ms=now_ms),
             record=record,
             resume=None if resume is None else Path(resume),
+            executor=executor,
+            workers=workers,
             progress=progress,
         )
 
@@ -108,6 +121,7 @@ class Checking:
         *,
         level: Level = "full",
         dry_run: bool = False,
+        source_key: KeyInput | None = None,
         progress: ProgressCallback = silent,
     ) -> RepairReport:
         """Bring back what is damaged as far as it can be had, and say exactly what is lost.
@@ -125,6 +139,8 @@ class Checking:
             How the damage is found: ``full`` reads every byte of this store first.
         dry_run
             Say what would be done; write nothing.
+        source_key
+            Opens the second store if it is encrypted; as ``key`` of :func:`ckptstore.open`.
 
         Returns
         -------
@@ -156,5 +172,6 @@ class Checking:
 
         if source is None or isinstance(source, Checking):
             return run(None if source is None else source._repo)
-        with open_repo(source, options=Options(read_only=True)) as opened:
+        options = Options(read_only=True)
+        with open_repo(source, options=options, key=source_key) as opened:
             return run(opened)
