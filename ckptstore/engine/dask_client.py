@@ -97,7 +97,8 @@ def local_cluster(workers: int) -> Iterator[DaskWorkers]:
             threads_per_worker=1,
             processes=True,
             host="127.0.0.1",
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",  # without one it would listen on every interface
+            scheduler_kwargs={"dashboard": False},
             memory_limit=None,  # what tasks hold is bounded by the budget of the store
             security=True,
         )
