@@ -183,7 +183,7 @@ def unwrap(record: KeyRecord, user_key: UserKey, *, where: str) -> DataKey:
     if not slots:
         known = ", ".join(slot.key for slot in record.slots)
         msg = f"the store is encrypted with another key: it wants {known}, not {user_key.id}"
-        raise WrongKeyError(msg, hint="ckptstore key id SPEC says which key one is")
+        raise WrongKeyError(msg, hint="ckptstore key id --key SPEC says which key one is")
     for slot in slots:
         cipher = user_key.wrapping(bytes.fromhex(slot.salt))
         try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptstore.events import Progress
     from ckptstore.model import Receipt, RoleBytes, RunInfo, Version
     from ckptstore.saver.pending import PendingSave
-    from ckptstore.store import Run, Store, mend_superblock
+    from ckptstore.store import Run, Store, mend_superblock, rotate_key
     from ckptstore.store import open_store as open
     from ckptstore.tensors.adapters import TypeAdapter
 
@@ -42,6 +42,7 @@ __all__ = [
     "Version",
     "mend_superblock",
     "open",
+    "rotate_key",
 ]
 
 _LAZY = {
@@ -61,6 +62,7 @@ _LAZY = {
     "Version": ("ckptstore.model", "Version"),
     "mend_superblock": ("ckptstore.store", "mend_superblock"),
     "open": ("ckptstore.store", "open_store"),
+    "rotate_key": ("ckptstore.store", "rotate_key"),
 }
 
 if not TYPE_CHECKING:  # so that type checkers still report misspelled names

@@ -9,6 +9,7 @@ import typer
 from ckptstore.cli.documents import metrics_document
 from ckptstore.cli.options import (
     AsJson,
+    Key,
     Quiet,
     SingleWriter,
     StorageOptions,
@@ -30,13 +31,14 @@ def annotate(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Add metrics to a version, or replace their values."""
     output = Output("annotate", as_json=json, quiet=quiet)
     values = parse_metrics(metrics)
-    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
         found = find_version(opening, ref)
         version = opening.annotate(f"#{found.id}", values)
         document = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.cli.documents import metrics_document
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
@@ -41,6 +41,7 @@ def diff(
     ] = _ROWS,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -49,7 +50,7 @@ def diff(
     Without --values nothing but the two manifests is read.
     """
     output = Output("diff", as_json=json, quiet=quiet)
-    with opened(store, option) as opening:
+    with opened(store, option, key=key) as opening:
         refs = [f"#{find_version(opening, ref).id}" for ref in (first, second)]
         report = opening.diff(*refs)
         errors: Mapping[str, TensorError | None] = {}

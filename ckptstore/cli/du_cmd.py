@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptstore.cli.documents import role_document, total_bytes
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
@@ -37,6 +37,7 @@ def du(
     ] = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -47,7 +48,7 @@ def du(
     load it, and ALONE the part of that which nothing else needs: what deleting it would free.
     """
     output = Output("du", as_json=json, quiet=quiet)
-    with opened(store, option) as opening:
+    with opened(store, option, key=key) as opening:
         runs = {info.name: info for info in opening.runs()}
         version = None
         if what is not None and what not in runs:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import AsJson, Exclude, Include, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Exclude, Include, Key, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Output
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
@@ -37,6 +37,7 @@ def export(
     ] = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -48,7 +49,7 @@ def export(
     from ckptstore.integrations.safetensors_export import export_safetensors
 
     output = Output("export", as_json=json, quiet=quiet)
-    with opened(store, option) as opening, progress_bars(output) as progress:
+    with opened(store, option, key=key) as opening, progress_bars(output) as progress:
         done = export_safetensors(
             opening,
             f"#{find_version(opening, ref).id}",

@@ -13,10 +13,12 @@ from ckptstore.cli.options import (
     AsJson,
     Exclude,
     Include,
+    Key,
     Quiet,
     SingleWriter,
     StorageOptions,
     StoreUrl,
+    ToKey,
     ToOptions,
 )
 from ckptstore.cli.output import Output, Screen
@@ -55,9 +57,11 @@ def fork(
         typer.Option("--to", metavar="URL", help="Another store to begin the run in."),
     ] = None,
     to_option: ToOptions = None,
+    to_key: ToKey = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -68,13 +72,13 @@ def fork(
     output = Output("fork", as_json=json, quiet=quiet)
     renames = parse_renames(rename or ())
     with opened(
-        store, option, writing=to is None, single_writer=single_writer and to is None
+        store, option, key=key, writing=to is None, single_writer=single_writer and to is None
     ) as opening:
         source = find_version(opening, ref)
         target = (
             nullcontext()
             if to is None
-            else opened(to, to_option, writing=True, single_writer=single_writer)
+            else opened(to, to_option, key=to_key, writing=True, single_writer=single_writer)
         )
         with target as other, progress_bars(output) as progress:
             run = opening.fork(

@@ -10,6 +10,7 @@ import typer
 from ckptstore.cli.documents import total_bytes, version_document
 from ckptstore.cli.options import (
     AsJson,
+    Key,
     MetricValues,
     Quiet,
     SingleWriter,
@@ -58,6 +59,7 @@ def import_(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -72,7 +74,7 @@ def import_(
         msg = f"the metric {both[0]!r} is given to both --min and --max"
         raise InvalidInputError(msg)
     directions = dict.fromkeys(lower or (), "min") | dict.fromkeys(higher or (), "max")
-    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
         from ckptstore.integrations.file_import import import_file
 
         with progress_bars(output) as progress:

@@ -8,6 +8,7 @@ import typer
 
 from ckptstore.cli.options import (
     AsJson,
+    Key,
     Quiet,
     SingleWriter,
     StorageOptions,
@@ -38,6 +39,7 @@ def init(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -51,6 +53,7 @@ def init(
             location(url or store),
             options=Options(single_writer=single_writer),
             chunk_bytes=chunk_bytes,
+            key=key,
             storage_options=storage_options,
         ) as repo,
     ):
@@ -63,6 +66,7 @@ def init(
             "backend": made.backend,
             "put_if_absent": made.put_if_absent,
             "single_writer": made.single_writer,
+            "encrypted": made.encryption is not None,
             "probe": made.probe,
         }
         output.show(document, lambda screen: _draw(screen, repo.url, made, quiet=quiet))
@@ -72,6 +76,7 @@ def _draw(screen: Screen, url: str, made: Superblock, *, quiet: bool) -> None:
     if quiet:
         return
     size = bytes_text(made.chunk_bytes)
-    screen.line(f"created a store at {url} (format {made.format}, chunks of {size})")
+    what = "an encrypted store" if made.encryption else "a store"
+    screen.line(f"created {what} at {url} (format {made.format}, chunks of {size})")
     screen.line()
     draw_findings(screen, made.probe)

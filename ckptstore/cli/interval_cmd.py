@@ -8,7 +8,7 @@ import typer
 
 from ckptstore.catalog.intervals import Advice, Observed, advise, observe_failures
 from ckptstore.catalog.rules import parse_duration
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import counted, seconds_text
@@ -37,12 +37,13 @@ def interval(
     ] = None,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Advise how often to save, from what saves take and how often training fails."""
     output = Output("interval", as_json=json, quiet=quiet)
-    with opened(store, option) as opening:
+    with opened(store, option, key=key) as opening:
         catalog = opening.repo.refresh()
         catalog.run(run)
         observed = None

@@ -14,7 +14,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.history import history
 from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.metric_history import draw_history, history_document
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, time_text
@@ -69,6 +69,7 @@ def log(
     utc: Utc = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -80,7 +81,7 @@ def log(
     if (metric and not run) or (plot and not metric):
         msg = "--metric wants a RUN, and --plot wants --metric"
         raise InvalidInputError(msg, hint="ckptstore log RUN --metric val_loss --plot val_loss.svg")
-    with opened(store, option) as opening:
+    with opened(store, option, key=key) as opening:
         if run is not None and metric is not None:
             _metric(output, opening, run, metric, limit=limit, plot=plot, utc=utc)
             return

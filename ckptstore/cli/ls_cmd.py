@@ -13,7 +13,7 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
 from ckptstore.cli.documents import run_document, state_marks, total_bytes, version_document
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import age_text, bytes_text, count_text, counted, metric_text, time_text
@@ -52,12 +52,13 @@ def ls(
     utc: Utc = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """List runs and versions, newest first; the best of each run is marked with *."""
     output = Output("ls", as_json=json, quiet=quiet)
-    with opened(store, option) as opening:
+    with opened(store, option, key=key) as opening:
         catalog = opening.repo.refresh()
         runs = catalog.runs() if run is None else [catalog.run(run)]
         total = catalog.versions_count if run is None else runs[0].versions_count

@@ -39,7 +39,7 @@ _EPILOG: Final = "Exit codes:\n\n" + "\n\n".join(
 )
 
 _GC_OBJECTS: Final = 200_000
-_BEFORE_WITH_VALUE: Final = frozenset({"--store", "-s", "--option", "-o"})
+_BEFORE_WITH_VALUE: Final = frozenset({"--store", "-s", "--option", "-o", "--key"})
 _BEFORE: Final = frozenset({"--json", "--quiet", "-q"})
 """Common options, which may also stand before the command."""
 
@@ -67,6 +67,7 @@ COMMANDS: Final = {
     "archive": "archive",
     "export": "export",
     "import": "import_",
+    "key": "key",
     "doctor": "doctor",
 }
 """Every command, in the order of the help: its name, which is that of its module, and its function.
@@ -148,7 +149,7 @@ def _command_first(arguments: Sequence[str]) -> Sequence[str]:
         name = arguments[place]
         if name in _BEFORE_WITH_VALUE:
             place += 2
-        elif name in _BEFORE or name.startswith(("--store=", "--option=")):
+        elif name in _BEFORE or name.startswith(("--store=", "--option=", "--key=")):
             place += 1
         else:
             return arguments

@@ -17,11 +17,13 @@ __all__ = [
     "EngineWorkers",
     "Exclude",
     "Include",
+    "Key",
     "MetricValues",
     "Quiet",
     "SingleWriter",
     "StorageOptions",
     "StoreUrl",
+    "ToKey",
     "ToOptions",
     "Utc",
     "parse_metrics",
@@ -59,6 +61,23 @@ ToOptions = Annotated[
         "--to-option",
         metavar="KEY=VALUE",
         help="As --option, for the storage of --to. Repeatable.",
+    ),
+]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        "--key",
+        metavar="SPEC",
+        envvar="CKPTSTORE_KEY",
+        show_envvar=True,
+        help="The key of an encrypted store: file:PATH, env:NAME or command:CMD.",
+        rich_help_panel=_PANEL,
+    ),
+]
+ToKey = Annotated[
+    str | None,
+    typer.Option(
+        "--to-key", metavar="SPEC", help="As --key, for the store of --to; makes a new one such."
     ),
 ]
 AsJson = Annotated[

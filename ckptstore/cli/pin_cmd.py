@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import find_version, opened
 
@@ -20,12 +20,13 @@ def pin(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Pin versions, so that no rm and no retain takes them or a part of them; or unpin them."""
     output = Output("pin", as_json=json, quiet=quiet)
-    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
         change = opening.unpin if delete else opening.pin
         found = [find_version(opening, ref) for ref in refs]
         found = [change(f"#{version.id}") for version in found]

@@ -10,6 +10,7 @@ import typer
 
 from ckptstore.cli.options import (
     AsJson,
+    Key,
     Quiet,
     SingleWriter,
     StorageOptions,
@@ -43,6 +44,10 @@ def repair(
             "--from-option", metavar="KEY=VALUE", help="As --option, for the store of --from."
         ),
     ] = None,
+    from_key: Annotated[
+        str | None,
+        typer.Option("--from-key", metavar="SPEC", help="As --key, for the store of --from."),
+    ] = None,
     level: Annotated[
         VerifyLevel,
         typer.Option(
@@ -56,6 +61,7 @@ def repair(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -65,13 +71,14 @@ def repair(
     makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
     """
     output = Output("repair", as_json=json, quiet=quiet)
-    with opened(source, from_option) if source else nullcontext() as other:
+    with opened(source, from_option, key=from_key) if source else nullcontext() as other:
         with vouching():
             superblock = mend_superblock(
                 location(store),
                 source=other,
                 single_writer=single_writer,
                 dry_run=dry_run,
+                key=key,
                 **parse_storage_options(option or ()),
             )
         if superblock is not None and (dry_run or not superblock.mended):
@@ -79,7 +86,9 @@ def repair(
             document = {"store": location(store), "ok": False, "superblock": asdict(superblock)}
             output.show(document, lambda screen: draw_superblock(screen, superblock))
             raise typer.Exit(IntegrityError.exit_code)
-        with opened(store, option, writing=not dry_run, single_writer=single_writer) as opening:
+        with opened(
+            store, option, key=key, writing=not dry_run, single_writer=single_writer
+        ) as opening:
             with progress_bars(output) as progress:
                 report = opening.repair(
                     other, level=level.value, dry_run=dry_run, progress=progress

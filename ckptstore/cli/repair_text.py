@@ -41,6 +41,8 @@ def draw_superblock(screen: Screen, found: SuperblockFinding) -> None:
 def _draw_origin(screen: Screen, found: SuperblockFinding) -> None:
     if found.source == "copy":
         screen.line(f"{found.key}: as in the second store, which has the same log")
+    elif found.source == "keys":
+        screen.line(f"{found.key}: from the record of the store's keys, which its key opened")
     else:
         screen.line(f"{found.key}: from the log and a new probe; new are {', '.join(found.new)}")
 

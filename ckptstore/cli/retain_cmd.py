@@ -9,7 +9,7 @@ import typer
 
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding import rounding_document, rounding_text
 from ckptstore.cli.session import opened
@@ -94,6 +94,7 @@ def retain(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -112,7 +113,7 @@ def retain(
         )
     _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
     writing = apply or set_policy or clear
-    with opened(store, option, writing=writing, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=writing, single_writer=single_writer) as opening:
         if set_policy or clear:
             _store(opening, run, policy)
         if clear or (set_policy and not apply and not dry_run):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened
@@ -78,12 +78,15 @@ def rm(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Delete versions, or a part of each; undelete brings back whole ones until gc has run."""
     output = Output("rm", as_json=json, quiet=quiet)
-    with opened(store, option, writing=not dry_run, single_writer=single_writer) as opening:
+    with opened(
+        store, option, key=key, writing=not dry_run, single_writer=single_writer
+    ) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
         part = _PARTS.get(keep)
         found = opening.remove(

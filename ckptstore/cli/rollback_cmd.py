@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import count_text
@@ -28,6 +28,7 @@ def rollback(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -38,7 +39,7 @@ def rollback(
     from ckptstore.ops.rollback import rollback as roll
 
     output = Output("rollback", as_json=json, quiet=quiet)
-    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
         found = find_version(opening, ref)
         done = roll(opening.repo, found.run, found.id, reason=reason)
 

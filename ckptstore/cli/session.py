@@ -42,6 +42,7 @@ def opened(
     *,
     writing: bool = False,
     single_writer: bool = False,
+    key: str | None = None,
 ) -> Iterator[Store]:
     """Open the store of a command for the length of a block; read-only unless `writing`.
 
@@ -59,6 +60,7 @@ def opened(
             location(url),
             read_only=not writing,
             single_writer=single_writer,
+            key=key,
             **storage_options,
         ) as store,
     ):

@@ -14,7 +14,7 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
 from ckptstore.cli.documents import state_marks, total_bytes, version_document
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import (
@@ -59,13 +59,14 @@ def show(
     utc: Utc = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt."""
     output = Output("show", as_json=json, quiet=quiet)
     most = _most(tensors, default=None if json else _TENSORS)
-    with opened(store, option) as opening:
+    with opened(store, option, key=key) as opening:
         version = find_version(opening, ref)
         catalog = opening.repo.catalog
         unlisted = most == 0 or version.level == "record"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptstore.cli.documents import role_document
-from ckptstore.cli.options import AsJson, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
@@ -41,6 +41,7 @@ def stats(
     ] = None,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -53,7 +54,7 @@ def stats(
     if (prometheus and plot is not None) or (run is not None and plot is None):
         msg = "--prometheus and --plot are two views, and --run wants --plot"
         raise InvalidInputError(msg, hint="ckptstore stats --plot saves.svg --run gpt")
-    with opened(store, option) as opening:
+    with opened(store, option, key=key) as opening:
         if prometheus:
             _show_exposition(opening, output)
             return

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Output
 from ckptstore.cli.session import find_version, opened
 from ckptstore.errors import InvalidInputError
@@ -25,12 +25,13 @@ def tag(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Tag a version, so that RUN@TAG names it; or delete a tag of a run."""
     output = Output("tag", as_json=json, quiet=quiet)
-    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
         if delete:
             if "@" in ref or ref.startswith("#"):
                 msg = f"--delete wants the name of a run, not {ref!r}"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import full_ref, opened
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
@@ -27,6 +27,7 @@ def undelete(
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -35,7 +36,7 @@ def undelete(
     if bool(refs) == (run is not None):
         msg = "name versions, or a run with --run"
         raise InvalidInputError(msg, hint="ckptstore log shows what was deleted")
-    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
         if run is not None:
             deleted = opening.repo.refresh().versions(run, deleted=True)
             named = [f"#{version.id}" for version in deleted]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
@@ -90,9 +90,14 @@ def verify(
             "--heal-option", metavar="KEY=VALUE", help="As --option, for the stores of --heal-from."
         ),
     ] = None,
+    heal_key: Annotated[
+        str | None,
+        typer.Option("--heal-key", metavar="SPEC", help="As --key, for the stores of --heal-from."),
+    ] = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -103,7 +108,7 @@ def verify(
     output = Output("verify", as_json=json, quiet=quiet)
     share = _share(sample)
     writing = record or bool(heal_from)
-    with opened(store, option, writing=writing, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=writing, single_writer=single_writer) as opening:
         ids = [f"#{version.id}" for ref in refs or () for version in _named(opening, ref)]
         with progress_bars(output) as progress:
             report = opening.verify(
@@ -131,7 +136,7 @@ def verify(
             "problems": [_problem_document(problem) for problem in report.problems],
             "notices": [asdict(notice) for notice in report.notices],
         }
-        healed = [] if report.ok else _heal(opening, heal_from or (), heal_option, output)
+        healed = [] if report.ok else _heal(opening, heal_from or (), heal_option, heal_key, output)
         if heal_from:
             document["healed"] = [
                 {"from": url, **repair_document(found, opening.url, None)} for url, found in healed
@@ -150,12 +155,12 @@ def verify(
 
 
 def _heal(
-    store: Store, urls: Sequence[str], options: list[str] | None, output: Output
+    store: Store, urls: Sequence[str], options: list[str] | None, key: str | None, output: Output
 ) -> list[tuple[str, RepairReport]]:
     """Bring back what is damaged from one store after another, until nothing is lost."""
     done: list[tuple[str, RepairReport]] = []
     for url in urls:
-        with opened(url, options) as other, progress_bars(output) as progress:
+        with opened(url, options, key=key) as other, progress_bars(output) as progress:
             done.append((url, store.repair(other, progress=progress)))
         if done[-1][1].ok:
             break

@@ -63,6 +63,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """For the storage library, such as ``endpoint_url``. Credentials belong into their chains."""
     single_writer: bool = False
     """Nobody else writes while the job runs."""
+    key: str | None = None
+    """Opens an encrypted store, and makes a new target such: ``file:PATH``, ``env:NAME`` or
+    ``command:CMD``; never a key itself."""
 
 
 class Select(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

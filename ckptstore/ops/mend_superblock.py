@@ -21,11 +21,14 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.encrypted import EncryptedBackend
+from ckptstore.backends.sealing import DataKey, UserKey
 from ckptstore.catalog.reading import LogReader
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
 from ckptstore.errors import (
     CorruptObjectError,
+    EncryptionKeyError,
     FormatError,
     IntegrityError,
     NotFoundError,
@@ -36,10 +39,13 @@ from ckptstore.errors import (
     UnsupportedFeatureError,
 )
 from ckptstore.format.commit import Commit
+from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import COMMITS_PREFIX, OBJECT_PREFIXES, STORE_KEY, commit_number
+from ckptstore.format.segments import MAGIC
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+from ckptstore.keyring import missing_key, open_keys
 from ckptstore.ops.transplant import ORIGIN_KEY
-from ckptstore.repo import Finding, Prober, Repo, probe_backend, unsafe
+from ckptstore.repo import Finding, Prober, Repo, encrypted_superblock, probe_backend, unsafe
 
 __all__ = ["SuperblockFinding", "mend_superblock"]
 
@@ -58,8 +64,9 @@ class SuperblockFinding:
     """It is right again; in a dry run, it can be made so."""
     why: str
     """What is wrong, and what stands in the way of mending it."""
-    source: Literal["copy", "rebuilt"]
-    """From a copy of the same log, or from what this store's objects say."""
+    source: Literal["copy", "rebuilt", "keys"]
+    """From a copy of the same log, from what this store's objects say, or, of an encrypted store,
+    from its record of keys."""
     new: tuple[str, ...] = ()
     """Fields that could not be had, and are new: ``store_id``, say. ``chunk_bytes`` is one of
     them if no version was saved here or those that were disagree; `why` says what they say."""
@@ -73,6 +80,7 @@ def mend_superblock(
     environment: Environment = SYSTEM,
     prober: Prober = probe_backend,
     dry_run: bool = False,
+    key: UserKey | None = None,
 ) -> SuperblockFinding | None:
     """Put ``store.json`` back if it is missing or damaged; None if it is sound.
 
@@ -82,6 +90,8 @@ def mend_superblock(
         A second store; used if it has the same log.
     dry_run
         Say what would be done; write nothing, and do not probe.
+    key
+        Of an encrypted store: the newest record of keys says all that must be known.
 
     Raises
     ------
@@ -98,17 +108,25 @@ def mend_superblock(
     damage = _damage(backend)
     if damage is None:
         return None
-    commits = _commits(backend, environment)
+    keys = _keys(backend, key)
+    reading = (
+        backend
+        if keys is None
+        else EncryptedBackend(backend, keys[1], segment_bytes=keys[0].encryption.segment_bytes)
+    )
+    commits = _commits(reading, environment)
     if not commits:
         _refuse(backend, damage)
-    copied = None if source is None else _copy(source, commits, environment)
-    found, new, doubt = (copied, (), "") if copied else _rebuilt(backend, commits, environment)
+    copied = None if source is None or keys else _copy(source, commits, environment)
+    found, new, doubt = (copied, (), "") if copied else _rebuilt(reading, commits, environment)
+    if keys is not None:
+        found, new, doubt = encrypted_superblock(found, keys[0]), ("by",), ""
     finding = SuperblockFinding(
         key=STORE_KEY,
         what="damaged" if damage else "missing",
         mended=True,
         why=(damage or f"{STORE_KEY} is missing") + doubt,
-        source="copy" if copied else "rebuilt",
+        source="keys" if keys else "copy" if copied else "rebuilt",
         new=new,
     )
     if damage and not options.single_writer:
@@ -145,6 +163,27 @@ def _damage(backend: Backend) -> str | None:
         return ""
     except (IntegrityError, FormatError) as error:
         return error.message
+    return None
+
+
+def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | None:
+    """Return what opens the objects of a store, None if they are not encrypted.
+
+    Its first commit decides: a record of keys may be left from a creator that did not get far.
+    """
+    looked = False
+    for info in islice(backend.list(COMMITS_PREFIX), _LOOKED_AT):
+        with suppress(CorruptObjectError, ObjectNotFoundError):  # another may be sound
+            bytes_max = limits.COMMIT_BYTES_MAX * 2
+            data, looked = backend.get(info.key, bytes_max=bytes_max), True
+            if not data.startswith(MAGIC):
+                continue
+            if key is None:
+                raise missing_key(backend.url)
+            return open_keys(backend, key)
+    if key is not None and looked:
+        msg = f"nothing at {backend.url} is encrypted, but a key was given"
+        raise EncryptionKeyError(msg, hint="leave the key out: key=, --key, CKPTSTORE_KEY")
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY
+from ckptstore.format.keys import KEYS_PREFIX, OBJECT_PREFIXES, STORE_KEY
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
 
@@ -80,7 +80,8 @@ def store_stats(repo: Repo) -> StoreStats:
         for role, part in version.roles.items():
             roles.setdefault(role, []).append(part)
     objects = {}
-    for prefix in (STORE_KEY, *OBJECT_PREFIXES):
+    keys = () if repo.superblock.encryption is None else (KEYS_PREFIX,)
+    for prefix in (STORE_KEY, *OBJECT_PREFIXES, *keys):
         sizes = [info.size_bytes for info in repo.backend.list(prefix)]
         objects[prefix.rstrip("/")] = ObjectTotals(count=len(sizes), size_bytes=sum(sizes))
     return StoreStats(

@@ -4,8 +4,8 @@ Importing it does not import torch: what needs tensors is imported when it is fi
 the command line stays quick.
 """
 
-from ckptstore.store.mending import mend_superblock
+from ckptstore.store.mending import mend_superblock, rotate_key
 from ckptstore.store.run import Run
 from ckptstore.store.store import Store, open_store
 
-__all__ = ["Run", "Store", "mend_superblock", "open_store"]
+__all__ = ["Run", "Store", "mend_superblock", "open_store", "rotate_key"]

@@ -1,18 +1,20 @@
-"""Mending what a store cannot be opened without."""
+"""What is done to a store as a whole, from outside: its superblock mended, its key rotated."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.backends.key_sources import KeyInput, read_key
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import SYSTEM, Options
 from ckptstore.store.store import Store
 
 if TYPE_CHECKING:
+    from ckptstore.keyring import Rotation
     from ckptstore.ops.mend_superblock import SuperblockFinding
 
-__all__ = ["mend_superblock"]
+__all__ = ["mend_superblock", "rotate_key"]
 
 
 def mend_superblock(
@@ -21,6 +23,7 @@ def mend_superblock(
     source: Store | None = None,
     single_writer: bool = False,
     dry_run: bool = False,
+    key: KeyInput | None = None,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> SuperblockFinding | None:
     """Put the ``store.json`` of a store back, without which it cannot be opened.
@@ -39,6 +42,8 @@ def mend_superblock(
         and on storage that cannot create an object conditionally.
     dry_run
         Say what would be done; write nothing.
+    key
+        Of an encrypted store, whose records of keys have all that is needed, its id too.
     storage_options
         As for :func:`ckptstore.open`.
 
@@ -53,11 +58,14 @@ def mend_superblock(
         There is nothing of a store.
     CorruptObjectError
         It is damaged, and no commit can be read.
+    MissingKeyError, WrongKeyError, EncryptionKeyError
+        The store is encrypted, and no key was given, or another; or it is not, and one was.
     UnsafeBackendError, StorageError
         The storage cannot be written to.
     """
     from ckptstore.ops import mend_superblock as ops
 
+    user_key = read_key(key) if key else None
     backend = open_backend(url, environment=SYSTEM, **storage_options)
     try:
         return ops.mend_superblock(
@@ -65,6 +73,58 @@ def mend_superblock(
             source=None if source is None else source.repo,
             options=Options(single_writer=single_writer),
             dry_run=dry_run,
+            key=user_key,
         )
     finally:
         backend.close()
+
+
+def rotate_key(
+    url: str | os.PathLike[str],
+    *,
+    key: KeyInput,
+    new_key: KeyInput,
+    keep_old: bool = False,
+    single_writer: bool = False,
+    **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
+) -> Rotation:
+    """Have an encrypted store opened by another key from now on.
+
+    One small object is written, read back, and the one before deleted; no version is touched, and
+    whoever has the store open goes on. What the key of a user opens is the data key of the store,
+    which stays the same: whoever has had both the old key and the old object, or the data key,
+    can still read the store. A new data key takes a new store, to which this one is replicated.
+
+    Parameters
+    ----------
+    url
+        As for :func:`ckptstore.open`.
+    key
+        One that opens the store.
+    new_key
+        The one that is to.
+    keep_old
+        Those that open the store now go on to do so: for a fleet that changes over little by
+        little. Rotate to the new key once more, without this, to end that.
+    single_writer
+        You vouch that no one else writes meanwhile; see :func:`ckptstore.open`.
+    storage_options
+        As for :func:`ckptstore.open`.
+
+    Raises
+    ------
+    WrongKeyError, EncryptionKeyError
+        `key` does not open the store; one of the keys cannot be read; the store is not encrypted.
+    UnsafeBackendError, StorageError
+        The storage cannot be written to. The store then opens with `key` or with `new_key`.
+    """
+    from ckptstore import keyring
+    from ckptstore.backends.base import PutIfAbsent
+    from ckptstore.repo import open_repo
+
+    old, new = read_key(key), read_key(new_key)
+    options = Options(single_writer=single_writer)
+    with open_repo(url, key=old, options=options, storage_options=storage_options) as repo:
+        repo.check_writable()
+        conditional = repo.put_if_absent() is PutIfAbsent.ATOMIC
+        return keyring.rotate(repo.backend, old, new, keep_old=keep_old, conditional=conditional)

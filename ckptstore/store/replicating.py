@@ -16,6 +16,7 @@ from ckptstore.repo import Repo
 if TYPE_CHECKING:
     import os
 
+    from ckptstore.backends.key_sources import KeyInput
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.ops.replicate import ReplicateReport
     from ckptstore.store.store import Store
@@ -45,6 +46,7 @@ class Replicating:
         keep: str | Sequence[str] | None = None,
         check: bool = True,
         bytes_per_s: float = 0.0,
+        to_key: KeyInput | None = None,
         again: bool | None = None,
         dry_run: bool = False,
         progress: ProgressCallback = silent,
@@ -71,6 +73,9 @@ class Replicating:
             Read back every chunk that travelled before its version becomes visible in the target.
         bytes_per_s
             Bandwidth limit, both directions together; 0 for none.
+        to_key
+            Opens the other store if it is encrypted, and makes a new one such; as ``key`` of
+            :func:`ckptstore.open`. Only where `to` is a place.
         again
             Whether versions come that the other store has deleted, or of which it keeps but the
             record. None: those that `refs` name, no others. Other ones are ``left`` in the report.
@@ -98,6 +103,9 @@ class Replicating:
         from ckptstore.ops.select_versions import select_versions
         from ckptstore.store.store import Store
 
+        if to_key is not None and isinstance(to, Store):
+            msg = "to_key is for the place of a store, not for one that is open"
+            raise InvalidInputError(msg, hint="open it with its key")
         if bytes_per_s < 0:
             msg = f"bytes_per_s={bytes_per_s} must not be negative"
             raise InvalidInputError(msg)
@@ -119,7 +127,9 @@ class Replicating:
         with ExitStack() as stack:
             if not isinstance(to, Store):
                 size = self._repo.superblock.chunk_bytes
-                to = stack.enter_context(open_target(to, chunk_bytes=size, dry_run=dry_run))
+                to = stack.enter_context(
+                    open_target(to, chunk_bytes=size, dry_run=dry_run, key=to_key)
+                )
             return replicate(self._repo, self._manifests, to._repo, chosen, request)
 
 
@@ -130,6 +140,7 @@ def open_target(
     chunk_bytes: int,
     dry_run: bool,
     single_writer: bool = False,
+    key: KeyInput | None = None,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Iterator[Store]:
     """Open the store that versions are to come to; make it if there is none.
@@ -151,6 +162,7 @@ def open_target(
                 read_only=dry_run,
                 chunk_bytes=chunk_bytes,
                 single_writer=single_writer,
+                key=key,
                 **storage_options,
             )
         except StoreNotFoundError:

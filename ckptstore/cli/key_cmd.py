@@ -1,0 +1,114 @@
+"""``ckptstore key``: make a key, say which one it is, change the key of an encrypted store."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckptstore.backends.key_sources import KEY_HINT, make_key_file, read_key
+from ckptstore.cli.options import (
+    AsJson,
+    Key,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+    parse_storage_options,
+)
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.session import location, vouching
+from ckptstore.errors import InvalidInputError
+from ckptstore.store import rotate_key
+
+__all__ = ["KeyAction", "key"]
+
+
+class KeyAction(StrEnum):
+    """What to do."""
+
+    NEW = "new"
+    ID = "id"
+    ROTATE = "rotate"
+
+
+def key(
+    action: Annotated[
+        KeyAction,
+        typer.Argument(
+            metavar="ACTION",
+            help="new: make a key in FILE; id: say which key --key is; rotate: have the store "
+            "opened by --new-key from now on.",
+        ),
+    ],
+    file: Annotated[
+        Path | None, typer.Argument(metavar="[FILE]", help="Of a new key; never overwritten.")
+    ] = None,
+    new_key: Annotated[
+        str | None,
+        typer.Option("--new-key", metavar="SPEC", help="The key to rotate to, as --key."),
+    ] = None,
+    keep_old: Annotated[
+        bool,
+        typer.Option(
+            "--keep-old", help="The keys that open the store now go on to do so, until a rotation."
+        ),
+    ] = False,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    key: Key = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a key for encrypted stores, say which key one is, or change the key of a store.
+
+    A rotation rewrites one small object and no version: what it wraps, the data key of the store,
+    stays the same. Keys are never printed.
+    """
+    output = Output("key", as_json=json, quiet=quiet)
+    if (file is not None) is not (action is KeyAction.NEW):
+        msg = "a new key wants a FILE, and nothing else does"
+        raise InvalidInputError(msg, hint="ckptstore key new FILE")
+    if (new_key is not None) is not (action is KeyAction.ROTATE):
+        msg = "a rotation wants --new-key SPEC, and nothing else does"
+        raise InvalidInputError(msg, hint=KEY_HINT)
+    if file is not None:
+        made = make_key_file(file)
+        document: dict[str, object] = {"action": "new", "file": str(file), "key": made.id}
+        output.show(document, lambda screen: _draw_new(screen, file, made.id, quiet=quiet))
+        return
+    if not key:
+        msg = "no key is given"
+        raise InvalidInputError(msg, hint=f"--key SPEC: {KEY_HINT}")
+    if new_key is None:
+        found = read_key(key).id
+        output.show({"action": "id", "key": found}, lambda screen: screen.line(found))
+        return
+    with vouching():
+        done = rotate_key(
+            location(store),
+            key=key,
+            new_key=new_key,
+            keep_old=keep_old,
+            single_writer=single_writer,
+            **parse_storage_options(option or ()),
+        )
+
+    def draw(screen: Screen) -> None:
+        screen.line(f"opened by {', '.join(done.keys)} from now on")
+        if done.dropped and not quiet:
+            screen.line(f"no longer by {', '.join(done.dropped)}")
+
+    output.show({"action": "rotate", **asdict(done)}, draw)
+
+
+def _draw_new(screen: Screen, file: Path, made: str, *, quiet: bool) -> None:
+    if quiet:
+        screen.line(made)
+        return
+    screen.line(f"made the key {made} in {file}, which only you can read")
+    screen.line("keep a second copy in a safe place: what it encrypts is lost without it")
