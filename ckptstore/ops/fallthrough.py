@@ -28,6 +28,7 @@ from ckptstore.errors import (
     CorruptObjectError,
     OperationCancelledError,
     ReplicaChangedError,
+    StoreNotFoundError,
     TransientStorageError,
     VersionNotFoundError,
 )
@@ -180,6 +181,9 @@ class FallThrough:
         for tier, found in self.reasons:
             if isinstance(found, TransientStorageError):
                 return f"try again when {tier.info.url} answers"
+            if isinstance(found, StoreNotFoundError):
+                name = tier.info.name
+                return f"is it mounted? Where it is now: ckptstore replica add {name} URL"
         for tier, found in self.reasons:
             if not isinstance(found, VersionNotFoundError):
                 return found.hint or f"look at it: ckptstore show --store {tier.info.url}"

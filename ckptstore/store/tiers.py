@@ -156,7 +156,8 @@ class Tiers:
                 raise
             if not named:
                 raise _with_hint(error, version) from error
-            return self._fall_through(version, error).content()
+            damage = error.message if isinstance(error, IntegrityError) else ""
+            return self._fall_through(version, error, told=damage).content()
         if not (named and fall_through):
             return content
         from dataclasses import replace
@@ -254,9 +255,8 @@ class Tiers:
         self._repo.check_writable()
         for found in asked.candidates():
             try:
-                report = replicate(
-                    found.repo, found.cache, self._repo, [found.version], ReplicateRequest()
-                )
+                wish = ReplicateRequest(again=frozenset({version.id}))
+                report = replicate(found.repo, found.cache, self._repo, [found.version], wish)
             except CkptStoreError as error:
                 asked.note(found.tier, error)
                 continue
@@ -264,7 +264,7 @@ class Tiers:
             if now.level != "record":
                 _log.info("%s was brought back from %s", _said(version), found.tier)
                 return now
-            message = report.failures[0].message if report.failures else "it was deleted"
+            message = report.failures[0].message if report.failures else "it let it go meanwhile"
             asked.note(found.tier, IntegrityError(message))
         raise asked.failure(asked.why)
 
