@@ -9,7 +9,8 @@ recipe names. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -18,6 +19,8 @@ import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content
+from ckptstore.checkpoint.following import Following, follows
+from ckptstore.checkpoint.wants import Ends, Part, Range
 from ckptstore.config import Options
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CorruptTensorError
@@ -25,25 +28,11 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
-from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.objects.reader import read_pieces
 
 __all__ = ["Range", "check_made", "piece_ends", "read_ranges"]
 
 _SCALE_BYTES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """Some consecutive elements of one tensor, and the memory that they go to."""
-
-    index: int
-    """The tensor's record."""
-    start: int
-    """The first byte, in stored order; that of an element."""
-    nbytes: int
-    """How many bytes; whole elements."""
-    out: memoryview | None
-    """Writable, C-contiguous, `nbytes` long; None to check what is read and drop it."""
 
 
 def read_ranges(
@@ -70,30 +59,81 @@ def read_ranges(
     """
     records = content.manifest.tensors
     stored = [one for one in ranges if records[one.index].recipe is None]
+    made = [one for one in ranges if records[one.index].recipe is not None]
     total = sum(one.nbytes for one in ranges)
     done = sum(one.nbytes for one in stored)
+    ready = {
+        one.index: one.out
+        for one in stored
+        if one.out is not None and one.nbytes == records[one.index].nbytes
+    }
     if stored:
-        ends = _Ends(content.manifest)
-        parts = [_Part(content, ends, one, content.labels[one.index]) for one in stored]
-        (content.read or read_pieces)(
-            content.manifest.pieces,
-            [want for part in parts for want in part.wants],
+        ends = Ends(content.manifest)
+        following, made = _following(content, ends, made, ready)
+        _read_stored(
+            content,
+            ends,
+            stored,
+            following,
             backend=backend,
             options=options,
             progress=lambda step: progress(
                 Progress(stage=step.stage, done=min(step.done, done), total=total)
             ),
         )
-        for part in parts:
-            part.finish()
-    made = [one for one in ranges if records[one.index].recipe is not None]
+        for one in itertools.chain.from_iterable(following.values()):
+            check_made(content, one.index, one.made())
+            done += one.nbytes
+            progress(Progress(stage="read", done=done, total=total))
     if made:
-        ready = {
-            one.index: one.out
-            for one in stored
-            if one.out is not None and one.nbytes == records[one.index].nbytes
-        }
         _Making(content, ready, backend, options, progress, done=done, total=total).run(made)
+
+
+def _following(
+    content: Content, ends: Ends, made: Sequence[Range], ready: Mapping[int, memoryview]
+) -> tuple[dict[int, list[Following]], list[Range]]:
+    """Return what can be made while its source is read, by source, and what cannot."""
+    manifest = content.manifest
+    found: dict[int, list[Following]] = {}
+    rest = []
+    for one in made:
+        recipe = manifest.tensors[one.index].recipe
+        source = recipe.sources[0] if recipe and follows(manifest, one.index) else -1
+        whole = one.nbytes == manifest.tensors[one.index].nbytes
+        if source in ready and whole and one.out is not None:
+            following = Following(manifest, one.index, ends.of(source), one.out)
+            found.setdefault(source, []).append(following)
+        else:
+            rest.append(one)
+    return found, rest
+
+
+def _read_stored(
+    content: Content,
+    ends: Ends,
+    stored: Sequence[Range],
+    following: Mapping[int, Sequence[Following]],
+    *,
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback,
+) -> None:
+    """Read tensors in pieces, and make of each whole one what follows from it; once of each."""
+    left = dict(following)
+    parts = []
+    for one in stored:
+        whole = one.out is not None and one.nbytes == content.manifest.tensors[one.index].nbytes
+        makes = left.pop(one.index, ()) if whole else ()
+        parts.append(Part(content, ends, one, content.labels[one.index], makes))
+    (content.read or read_pieces)(
+        content.manifest.pieces,
+        [want for part in parts for want in part.wants],
+        backend=backend,
+        options=options,
+        progress=progress,
+    )
+    for part in parts:
+        part.finish()
 
 
 def piece_ends(manifest: Manifest, index: int) -> npt.NDArray[np.int64]:
@@ -108,7 +148,7 @@ def piece_ends(manifest: Manifest, index: int) -> npt.NDArray[np.int64]:
     """
     recipe = manifest.tensors[index].recipe
     place = recipe.sources[0] if recipe else index
-    return _Ends(manifest).of(place) // ITEM_BYTES[manifest.tensors[place].dtype]
+    return Ends(manifest).of(place) // ITEM_BYTES[manifest.tensors[place].dtype]
 
 
 def check_made(content: Content, index: int, made: Hasher) -> None:
@@ -127,60 +167,6 @@ def check_made(content: Content, index: int, made: Hasher) -> None:
         raise CorruptTensorError(
             msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
         )
-
-
-class _Ends:
-    """Where the pieces of tensors end, in bytes; each is added up once."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._known: dict[int, npt.NDArray[np.int64]] = {}
-
-    def of(self, index: int) -> npt.NDArray[np.int64]:
-        if index not in self._known:
-            first = self._manifest.first
-            raw = self._manifest.pieces.raw[first[index] : first[index + 1]]
-            self._known[index] = np.cumsum(raw, dtype=np.int64)
-        return self._known[index]
-
-
-class _Part:
-    """Some consecutive bytes of a tensor in pieces, to be read together with others."""
-
-    def __init__(self, content: Content, ends: _Ends, part: Range, label: str) -> None:
-        manifest = content.manifest
-        index, start, nbytes, out = part.index, part.start, part.nbytes, part.out
-        self.wants: list[Want] = []
-        """What must be read for them; whole pieces, some into memory of their own."""
-        self.edge_bytes = 0
-        """Memory of pieces of which only a part is wanted."""
-        self._edges: list[tuple[memoryview, int]] = []
-        self._start, self._out = start, out
-        end = start + nbytes
-        first = manifest.first[index]
-        row = first + int(np.searchsorted(ends.of(index), start, "right"))
-        at = int(ends.of(index)[row - first - 1]) if row > first else 0
-        while at < end and nbytes:
-            size = int(manifest.pieces.raw[row])
-            memory = None
-            if out is not None and start <= at and at + size <= end:
-                memory = out[at - start : at - start + size]
-            elif out is not None:
-                memory = memoryview(bytearray(size))
-                self.edge_bytes += size
-                self._edges.append((memory, at))
-            self.wants.append(Want(row=row, out=memory, label=label))
-            at += size
-            row += 1
-
-    def finish(self) -> None:
-        """Bring what was read to where it goes; every want must have been read."""
-        for memory, at in self._edges:
-            assert self._out is not None  # noqa: S101  # for the type checker: edges go somewhere
-            low = max(at, self._start)
-            high = min(at + len(memory), self._start + len(self._out))
-            self._out[low - self._start : high - self._start] = memory[low - at : high - at]
-        self._edges.clear()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,7 +191,7 @@ class _Step:
     codes: memoryview
     """Of the first source; filled when the step's parts are read."""
     scales: _Scales | None
-    parts: list[_Part]
+    parts: list[Part]
     """What is to be read first; nothing where the source is in memory."""
     held_bytes: int
     """Host memory that it takes."""
@@ -228,7 +214,7 @@ class _Making:
         total: int,
     ) -> None:
         self._content = content
-        self._ends = _Ends(content.manifest)
+        self._ends = Ends(content.manifest)
         self._ready = ready
         self._backend = backend
         # Half for the threads that fetch; of the rest a quarter at most for scales, which stay; and
@@ -285,7 +271,7 @@ class _Making:
         scales: _Scales | None = None
         while low < stop:
             high = min(int(ends[row]), stop)
-            parts: list[_Part] = []
+            parts: list[Part] = []
             held = 0 if one.out is not None else (high - low) * item
             if source in self._ready:
                 codes = self._ready[source][low * own : high * own]
@@ -324,10 +310,10 @@ class _Making:
         memory = memoryview(bytearray((last - first) * _SCALE_BYTES))
         return _Scales(first=first, stop=last, memory=memory)
 
-    def _part(self, made: Range, index: int, start: int, out: memoryview) -> _Part:
+    def _part(self, made: Range, index: int, start: int, out: memoryview) -> Part:
         """Return a part of a source; what is wrong with it is wrong with what is made of it."""
         part = Range(index=index, start=start, nbytes=len(out), out=out)
-        return _Part(self._content, self._ends, part, self._content.labels[made.index])
+        return Part(self._content, self._ends, part, self._content.labels[made.index])
 
     def _read(self, group: Sequence[_Step]) -> None:
         """Read what some steps need."""

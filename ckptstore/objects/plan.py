@@ -5,7 +5,7 @@ Pure: nothing is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,9 @@ class Want:
     """Where to: writable, C-contiguous, exactly the piece; None to check it and drop it."""
     label: str
     """The tensor, for errors."""
+    then: tuple[Callable[[memoryview], None], ...] = ()
+    """Called with the piece, once, when it is checked; by the thread that did, which has it in the
+    processor's cache. Whoever reads pieces from elsewhere has to do so too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -212,8 +212,11 @@ class _Reading:
                 if self._piece(want.row) != self._piece(first.row):
                     wrong = _broken("content does not match its chunk id")
                     self._failed(delta.pack, delta.chunk, wrong, only=want)
-                elif want.out is not None:
+                    continue
+                if want.out is not None:
                     want.out[:] = target
+                for take in want.then:
+                    take(target)
 
     def _base_lost(
         self, span: Span, offset: int, deltas: list[_Delta], error: CkptStoreError
@@ -295,6 +298,8 @@ class _Reading:
     def _check(self, want: Want, piece: memoryview) -> None:
         if blake3_digest(piece) != self.table.ids[want.row].tobytes():
             raise _broken("content does not match its chunk id")
+        for take in want.then:
+            take(piece)
 
     def _failed(
         self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: Want | None = None

@@ -1,0 +1,97 @@
+"""Tensors that follow from others which the same call reads whole: made while these are read.
+
+A piece of the source is converted by the thread that has just checked it, while the processor's
+cache still holds it, and nothing is read a second time. What is made is compared with the digest
+of the recipe, like any tensor that is made whole: its pieces are digested in their order, by
+whichever thread has the next one. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.encodings.decoding import decode_elements
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import Manifest
+from ckptstore.hashing import Hasher
+
+__all__ = ["Following", "follows"]
+
+
+def follows(manifest: Manifest, index: int) -> bool:
+    """Return whether a tensor follows from pieces of one other tensor, each by itself."""
+    record = manifest.tensors[index]
+    return record.recipe is not None and record.recipe.kind == "cast" and record.nbytes > 0
+
+
+class Following:
+    """One such tensor. Any threads may make its pieces, in any order, each piece once.
+
+    Parameters
+    ----------
+    index
+        Its record: :func:`follows`.
+    ends
+        Where the pieces of its source end, in bytes.
+    out
+        Memory for all of it.
+    """
+
+    def __init__(
+        self, manifest: Manifest, index: int, ends: npt.NDArray[np.int64], out: memoryview
+    ) -> None:
+        record = manifest.tensors[index]
+        recipe = record.recipe
+        assert recipe is not None  # noqa: S101  # for the type checker: the caller has looked
+        (self.source,) = recipe.sources
+        self.index = index
+        self.nbytes = record.nbytes
+        self._dtype, self._given = record.dtype, manifest.tensors[self.source].dtype
+        places = ends // ITEM_BYTES[self._given] * ITEM_BYTES[record.dtype]
+        self._ends: list[int] = places.tolist()
+        self._out = out
+        self._lock = threading.Lock()
+        self._made: set[int] = set()
+        """Pieces that are made, and not yet digested."""
+        self._next = 0
+        """The first piece that is not digested, or being so."""
+        self._busy = False
+        self._hasher = Hasher()
+
+    def taking(self, piece: int) -> Callable[[memoryview], None]:
+        """Return what is to be called with the bytes of a piece of the source."""
+        return partial(self._make, piece)
+
+    def made(self) -> Hasher:
+        """Return the digest of all of it; every piece must have been made."""
+        assert self._next == len(self._ends)  # noqa: S101 - or the reading had failed
+        return self._hasher
+
+    def _make(self, piece: int, codes: memoryview) -> None:
+        out = self._part(piece)
+        decode_elements("cast", "", 0, self._dtype, self._given, 0, codes, None, out)
+        with self._lock:
+            self._made.add(piece)
+            if self._busy:  # another thread is at it, and will see this one
+                return
+            self._busy = True
+        while (turn := self._turn()) is not None:
+            self._hasher.update(self._part(turn))
+
+    def _turn(self) -> int | None:
+        """Return the next piece that can be digested; None lets go of the right to do so."""
+        with self._lock:
+            if self._next not in self._made:
+                self._busy = False
+                return None
+            self._made.remove(self._next)
+            self._next += 1
+            return self._next - 1
+
+    def _part(self, piece: int) -> memoryview:
+        return self._out[self._ends[piece - 1] if piece else 0 : self._ends[piece]]
