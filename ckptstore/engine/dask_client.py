@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import Executor
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
+from ckptstore.engine.calls import run_packed
 from ckptstore.errors import MissingDependencyError, StorageError, WorkerDiedError
 
 if TYPE_CHECKING:
@@ -22,13 +23,41 @@ __all__ = ["DaskWorkers", "connected", "local_cluster"]
 
 
 class DaskWorkers:
-    """What is known of the workers behind a client."""
+    """The workers behind a client of a scheduler; owned by one thread."""
 
-    def __init__(self, client: Client, where: str, *, one_machine: bool) -> None:
+    def __init__(self, client: Client, where: str, *, one_machine: bool = False) -> None:
         self._client = client
         self._where = where
         self.one_machine = one_machine
-        self.executor: Executor = client.get_executor(pure=False)
+
+    def submit(self, data: bytes) -> Future[bytes]:
+        """Have a call run by some worker.
+
+        The future fails with ``KilledWorker`` if worker after worker died while running it, with an
+        ``OSError`` if the answer was lost on its way, and is cancelled if the scheduler dropped it.
+        Not by the client's own executor, whose futures never end when an answer is lost.
+        """
+        theirs = self._client.submit(run_packed, data, pure=False)
+        ours: Future[bytes] = Future()
+
+        def deliver(done: Any) -> None:  # noqa: ANN401 - a future of Dask
+            try:
+                answer = done.result()
+            except CancelledError:
+                ours.cancel()
+            except BaseException as error:  # noqa: BLE001 - for whoever waits
+                ours.set_exception(error)
+            else:
+                ours.set_result(answer)
+
+        def drop(done: Future[bytes]) -> None:
+            if done.cancelled() and not theirs.done():
+                with contextlib.suppress(OSError, RuntimeError):
+                    theirs.cancel()
+
+        ours.add_done_callback(drop)
+        theirs.add_done_callback(lambda done: None if ours.cancelled() else deliver(done))
+        return ours
 
     def threads(self) -> list[int]:
         """Return how many tasks each worker runs at once.
@@ -76,7 +105,7 @@ def connected(address: str) -> Iterator[DaskWorkers]:
         except (OSError, RuntimeError) as error:  # a timeout is an OSError
             msg = f"the Dask scheduler at {address} has no workers"
             raise StorageError(msg, hint=f"start some: dask worker {address}") from error
-        yield DaskWorkers(client, address, one_machine=False)
+        yield DaskWorkers(client, address)
 
 
 @contextmanager

@@ -20,7 +20,8 @@ from ckptstore.backends.base import Backend
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.engine import dask_client, pools
 from ckptstore.engine.calls import Shared
-from ckptstore.engine.pools import ForeignPool, Pool, ThreadPool
+from ckptstore.engine.dask_client import DaskWorkers
+from ckptstore.engine.pools import DaskPool, ForeignPool, Pool, ThreadPool
 from ckptstore.errors import InvalidInputError, WorkerDiedError
 
 __all__ = ["THREADS", "Engine", "EngineSpec", "Finished", "check_spec", "open_engine"]
@@ -184,7 +185,7 @@ class Engine:
 
     def _again(self, flight: _Flight[T], error: WorkerDiedError) -> None:
         """Count a try; raise if there are no more."""
-        if not self._pool.recovers:
+        if not self._pool.recovers(error):
             raise error
         if flight.tries == limits.TASK_TRIES_MAX:
             msg = f"{error.message}; it was tried {flight.tries} times"
@@ -266,8 +267,7 @@ def open_engine(
         address = re.sub("^dask://", "tcp://", name.rstrip("/"))
         local = name == "dask:local"
         with dask_client.local_cluster(count) if local else dask_client.connected(address) as found:
-            pool = ForeignPool(found.executor, count if local else workers or 0, found)
-            yield Engine(name, pool, environment)
+            yield Engine(name, DaskPool(found, 0 if local else workers or 0), environment)
 
 
 def _foreign(executor: Executor, workers: int | None) -> Pool:
@@ -276,4 +276,6 @@ def _foreign(executor: Executor, workers: int | None) -> Pool:
     count = workers or (own if isinstance(own, int) else workers_default())
     if isinstance(executor, ThreadPoolExecutor):
         return ThreadPool(executor, count)
+    if type(executor).__name__ == "ClientExecutor" and hasattr(executor, "_client"):
+        return DaskPool(DaskWorkers(executor._client, "of the executor"), workers or 0)
     return ForeignPool(executor, count)

@@ -13,7 +13,7 @@ from ckptstore.engine.dask_client import DaskWorkers
 from ckptstore.engine.processes import Processes
 from ckptstore.errors import WorkerDiedError
 
-__all__ = ["ForeignPool", "Pool", "ProcessPool", "ThreadPool", "processes", "threads"]
+__all__ = ["DaskPool", "ForeignPool", "Pool", "ProcessPool", "ThreadPool", "processes", "threads"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -26,9 +26,8 @@ class Pool(Protocol):
     def in_process(self) -> bool:
         """Tasks run in this process: they share its memory, and nothing is pickled."""
 
-    @property
-    def recovers(self) -> bool:
-        """A task whose worker died may be submitted again."""
+    def recovers(self, error: WorkerDiedError) -> bool:
+        """Return whether the task that met an error may be submitted again."""
 
     def workers(self) -> int:
         """Return how many tasks run at once; 0 if no worker is there at the moment."""
@@ -53,7 +52,6 @@ class ThreadPool:
     """Threads of this process."""
 
     in_process = True
-    recovers = False
 
     def __init__(self, executor: Executor, workers: int) -> None:
         self._executor = executor
@@ -75,12 +73,15 @@ class ThreadPool:
         """Return the result, or raise what the function raised."""
         return future.result()
 
+    def recovers(self, error: WorkerDiedError) -> bool:
+        """Return False: a thread does not die."""
+        return False
+
 
 class ProcessPool:
     """Worker processes of this machine."""
 
     in_process = False
-    recovers = True
 
     def __init__(self, running: Processes) -> None:
         self.running = running
@@ -101,38 +102,33 @@ class ProcessPool:
         """Return the result, or raise what the function raised, or that the worker died."""
         return unpacked(future.result())
 
+    def recovers(self, error: WorkerDiedError) -> bool:
+        """Return True: another process takes the place of one that died."""
+        return True
 
-class ForeignPool:
-    """An executor of somebody else's: of Dask, or one that the user brought."""
+
+class DaskPool:
+    """Workers of a Dask scheduler, which runs the tasks of a dead one again by itself."""
 
     in_process = False
-    recovers = False
-    """Dask runs the tasks of a dead worker again by itself; others are broken for good."""
 
-    def __init__(self, executor: Executor, workers: int, dask: DaskWorkers | None = None) -> None:
-        self._executor = executor
-        self._workers = workers
-        self._dask = dask
+    def __init__(self, workers: DaskWorkers, most: int = 0) -> None:
+        self._dask = workers
+        self._most = most
 
     def workers(self) -> int:
-        """Return the number of tasks at once: as many as Dask's workers take at the moment."""
-        if self._dask is None:
-            return self._workers
+        """Return as many as the workers take at the moment, or fewer if that is asked for."""
         found = sum(self._dask.threads())
-        return min(found, self._workers) if self._workers else found
+        return min(found, self._most) if self._most else found
 
     def sharing(self) -> int:
-        """Return the number of tasks of the largest worker; how workers share hosts is unknown."""
-        if self._dask is None or self._dask.one_machine:
-            return self._workers
-        return max(self._dask.threads(), default=1)
+        """Return the tasks of the largest worker; how workers share machines is unknown."""
+        threads = self._dask.threads()
+        return sum(threads) if self._dask.one_machine else max(threads, default=1)
 
     def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
         """Have it run by a worker."""
-        try:
-            return self._executor.submit(run_packed, packed(function, task), secrets.token_hex(8))
-        except BrokenExecutor as error:
-            raise _broken(error) from error
+        return self._dask.submit(packed(function, task))
 
     def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
         """Return the result, or raise what the function raised, or that the workers died."""
@@ -141,16 +137,65 @@ class ForeignPool:
         except CancelledError as error:
             msg = "the scheduler dropped a task: it is gone, or someone else has cancelled it"
             raise WorkerDiedError(msg, hint="what was done stays done: run it again") from error
-        except BrokenExecutor as error:
-            raise _broken(error) from error
-        except Exception as error:  # of the executor: those of the task travel as results
+        except Exception as error:  # of Dask: those of the task travel as results
             if type(error).__name__ == "KilledWorker":
                 msg = "worker after worker died while it ran one and the same task"
                 raise WorkerDiedError(msg, hint="see the logs of the Dask workers") from error
-            msg = f"the workers cannot run tasks of ckptstore: {type(error).__name__}: {error}"
-            hint = "is the same ckptstore installed there?"
-            raise WorkerDiedError(msg, hint=hint) from error
+            raise _unable(error) from error
         return unpacked(data)
+
+    def recovers(self, error: WorkerDiedError) -> bool:
+        """Return whether only the answer was lost."""
+        return isinstance(error.__cause__, OSError)
+
+
+class ForeignPool:
+    """An executor that the user brought; if a worker of it dies, it is broken for good."""
+
+    in_process = False
+
+    def __init__(self, executor: Executor, workers: int) -> None:
+        self._executor = executor
+        self._workers = workers
+
+    def workers(self) -> int:
+        """Return the number of tasks at once, as the user has it."""
+        return self._workers
+
+    def sharing(self) -> int:
+        """Return the same: it may all be on one machine."""
+        return self._workers
+
+    def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
+        """Have it run by a worker."""
+        try:
+            # Some executors take equal calls for the same: the number tells them apart.
+            number = secrets.token_hex(8)
+            return self._executor.submit(run_packed, packed(function, task), number)
+        except BrokenExecutor as error:
+            raise _broken(error) from error
+
+    def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return the result, or raise what the function raised, or that the executor is broken."""
+        try:
+            data = future.result()
+        except BrokenExecutor as error:
+            raise _broken(error) from error
+        except CancelledError as error:
+            msg = "the executor has cancelled a task"
+            raise WorkerDiedError(msg, hint="is it shut down already?") from error
+        except Exception as error:  # of the executor: those of the task travel as results
+            raise _unable(error) from error
+        return unpacked(data)
+
+    def recovers(self, error: WorkerDiedError) -> bool:
+        """Return False."""
+        return False
+
+
+def _unable(error: Exception) -> WorkerDiedError:
+    msg = f"the workers cannot run tasks of ckptstore: {type(error).__name__}: {error}"
+    return WorkerDiedError(msg, hint="is the same ckptstore installed there?")
 
 
 def _broken(error: BrokenExecutor) -> WorkerDiedError:
