@@ -137,7 +137,11 @@ def _engines(stack: ExitStack) -> dict[str, Any]:
         return found
     cluster = stack.enter_context(
         LocalCluster(
-            n_workers=_WORKERS, threads_per_worker=1, dashboard_address=None, host="127.0.0.1"
+            n_workers=_WORKERS,
+            threads_per_worker=1,
+            host="127.0.0.1",
+            dashboard_address="127.0.0.1:0",
+            memory_limit=None,
         )
     )
     found[ENGINES[2]] = stack.enter_context(Client(cluster)).get_executor()

@@ -101,6 +101,28 @@ CHILD_EXIT_S: Final = 10.0
 # Slurm (KillWait) and torchrun kill after 30 s by default; 5 s are left to end the process.
 PREEMPTION_DEADLINE_S: Final = 25.0
 
+# --- write-back ------------------------------------------------------------------------------
+
+# Threads, and host memory for chunks on their way, of what replicates new versions behind a
+# training. Source: two keep a link of 1 GB/s busy, and leave the processors to the training; its
+# memory is bounded beside that of saves.
+WRITE_BACK_WORKERS: Final = 2
+WRITE_BACK_HOST_BYTES: Final = 128 * MIB
+# Versions that one replication brings, after the newest, which comes alone. Source: the newest is
+# what a loss of the hot store costs most; eight share the requests that begin and end each.
+WRITE_BACK_BATCH: Final = 8
+# Newest versions of each run that are looked through after a save, for what came without one
+# (forks, imports, other ranks); all are, once, when it begins. Source: a look takes microseconds.
+WRITE_BACK_LOOK: Final = 64
+# First and longest pause after a failure, in seconds, doubled from one to the next, with jitter.
+# Source: what the backend itself tries again takes up to 51 s already; five minutes are short
+# beside the hour that an object store is down for.
+WRITE_BACK_PAUSE_S: Final = 1.0
+WRITE_BACK_PAUSE_MAX_S: Final = 300.0
+# How long it is waited for when a process ends that has not closed its store. Source: schedulers
+# kill 30 s after they asked; the next process that opens the store catches up.
+WRITE_BACK_EXIT_S: Final = 10.0
+
 # --- records ----------------------------------------------------------------------------------
 
 # store.json. Source: a probe report is under 4 KiB; 16x is slack.
@@ -370,6 +392,29 @@ KEY_COMMAND_S: Final = 60.0
 # How often the newest record of keys is looked up while others rotate. Source: each try means that
 # a rotation, started by hand, came between a listing and a read.
 KEY_TRIES_MAX: Final = 8
+
+# --- storage classes ---------------------------------------------------------------------------
+
+# Packs that are moved to another storage class before the log is looked at again. Source: 256 packs
+# of 64 MiB take seconds to move, and a refresh is one listing.
+ARCHIVE_BATCH_PACKS: Final = 256
+# Versions that a report names for each pack that stays for their sake. Source: what people read.
+KEEPERS_LISTED_MAX: Final = 8
+# Days that a restored pack stays readable unless said otherwise. Source: a restore of up to 48 h
+# that ends on a Friday is still there on Monday, with some days to load.
+THAW_DAYS: Final = 7
+# Most days that may be asked for. Source: 10 years; who wants more moves the pack back.
+THAW_DAYS_MAX: Final = 3650
+# How often a restore is looked at, in seconds: a 20th of what it takes at least, within these.
+# Source: the fastest tier takes 1 to 5 minutes, the others hours.
+THAW_POLL_MIN_S: Final = 15.0
+THAW_POLL_MAX_S: Final = 300.0
+# Packs that are looked at each time. Source: a thousand HEADs at 16 at once take a second or two,
+# and cost 0.0004 USD; restores of one request come at about the same time.
+THAW_POLL_PACKS: Final = 1000
+# How often one call asks for one and the same pack. Source: a restore that ends without the object
+# being readable is the storage's fault, or its days are over before all the others came.
+THAW_REQUESTS_MAX: Final = 3
 
 # --- retries ----------------------------------------------------------------------------------
 

@@ -9,7 +9,16 @@ import typer
 
 from ckptstore import limits
 from ckptstore.catalog.rules import duration_text, parse_duration
-from ckptstore.cli.options import AsJson, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import (
+    AsJson,
+    EngineName,
+    EngineWorkers,
+    Key,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+)
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
@@ -66,9 +75,12 @@ def gc(
     force: Annotated[
         bool, typer.Option("--force", help="Collect even if commits seem to be lost.")
     ] = False,
+    engine: EngineName = None,
+    workers: EngineWorkers = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -80,7 +92,7 @@ def gc(
     """
     output = Output("gc", as_json=json, quiet=quiet)
     grace_s, orphan_age_s = _seconds(grace), _seconds(orphan_age)
-    with opened(store, option, writing=True, single_writer=single_writer) as opening:
+    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
         with progress_bars(output) as progress:
             report = opening.gc(
                 grace_s=grace_s,
@@ -89,6 +101,8 @@ def gc(
                 dry_run=dry_run,
                 holders=holders,
                 force=force,
+                executor=engine,
+                workers=workers,
                 progress=progress,
             )
         document = {"store": opening.url, **msgspec.to_builtins(report)}

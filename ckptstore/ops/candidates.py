@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckptstore import limits
-from ckptstore.backends.base import ObjectInfo
+from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.engine.calls import Shared
 from ckptstore.errors import FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import (
@@ -19,10 +20,19 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.format.manifest import outline
+from ckptstore.ops.listing import list_objects
 from ckptstore.ops.reach import Reach
+from ckptstore.ops.spread import Spread, grouped
 from ckptstore.repo import Repo
 
-__all__ = ["Candidates", "condemnable", "find_candidates", "storage_now"]
+__all__ = [
+    "Candidates",
+    "OutlinePart",
+    "condemnable",
+    "find_candidates",
+    "outline_part",
+    "storage_now",
+]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +96,7 @@ def find_candidates(
     now_s: float | None,
     orphan_age_s: float,
     progress: ProgressCallback,
+    spread: Spread | None = None,
 ) -> Candidates:
     """List packs and manifests, and find out which are dead beyond doubt.
 
@@ -103,7 +114,7 @@ def find_candidates(
     """
     objects: dict[str, ObjectInfo] = {}
     for prefix in (MANIFESTS_PREFIX, PACKS_PREFIX):
-        for info in repo.backend.list(prefix):
+        for info in list_objects(repo.backend, prefix, environment=repo.environment, spread=spread):
             if version_id_of(info.key) or pack_id(info.key):
                 objects[info.key] = info
                 progress(Progress(stage="list", done=len(objects), total=0, unit="objects"))
@@ -121,7 +132,7 @@ def find_candidates(
     )
     pending = [key for key in objects if key in catalog.condemned and version_id_of(key)]
     found.dead.update(found.first(catalog))
-    for packs in _packs_of(repo, [*pending, *found.dead], objects):
+    for packs in _packs_of(repo, [*pending, *found.dead], objects, spread):
         found.dead.update(map(pack_key, packs))
     return found
 
@@ -155,24 +166,55 @@ def storage_now(repo: Repo) -> float:
         repo.backend.delete(key)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OutlinePart:
+    """A task: manifests whose packs are asked for, with their sizes as listed."""
+
+    storage: Shared[Backend]
+    manifests: tuple[tuple[str, int], ...]
+
+
+def outline_part(task: OutlinePart) -> list[tuple[str, ...]]:
+    """Return the packs that each manifest names; those that cannot be read tell nothing.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    return [_packs_in(task.storage.value, key, size) for key, size in task.manifests]
+
+
+def _packs_in(backend: Backend, key: str, size: int) -> tuple[str, ...]:
+    if size > limits.MANIFEST_STORED_BYTES_MAX:
+        return ()
+    try:
+        return outline(backend.get(key, bytes_max=size), where=key)[1]
+    except (IntegrityError, FormatError, NotFoundError):
+        return ()
+
+
 def _packs_of(
-    repo: Repo, keys: Sequence[str], objects: Mapping[str, ObjectInfo]
+    repo: Repo, keys: Sequence[str], objects: Mapping[str, ObjectInfo], spread: Spread | None
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the packs that each manifest names; those that cannot be read tell nothing."""
-
-    def read(key: str) -> tuple[str, ...]:
-        size = objects[key].size_bytes
-        if size > limits.MANIFEST_STORED_BYTES_MAX:
-            return ()
-        try:
-            return outline(repo.backend.get(key, bytes_max=size), where=key)[1]
-        except (IntegrityError, FormatError, NotFoundError):
-            return ()
-
-    there = [key for key in keys if key in objects]
+    """Yield the packs that each manifest names."""
+    there = [(key, objects[key].size_bytes) for key in keys if key in objects]
+    if spread is not None and len(there) > limits.GC_TASK_MANIFESTS:
+        tasks = (
+            OutlinePart(storage=spread.storage, manifests=tuple(group))
+            for group in grouped(
+                there,
+                [size for _, size in there],
+                size=limits.GC_TASK_MANIFEST_BYTES,
+                count=limits.GC_TASK_MANIFESTS,
+            )
+        )
+        for found in spread.engine.map(outline_part, tasks):
+            yield from found
+        return
     workers = min(repo.backend.capabilities.concurrency, len(there))
     if workers < 2:
-        yield from map(read, there)
+        yield from (_packs_in(repo.backend, key, size) for key, size in there)
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
-        yield from pool.map(read, there)
+        yield from pool.map(lambda one: _packs_in(repo.backend, *one), there)

@@ -15,6 +15,7 @@ from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.commit import Op
@@ -25,6 +26,7 @@ from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.reach import Reach
 from ckptstore.ops.rebase import Rebased, dead_keys, rebase
 from ckptstore.ops.repack import Repacked, choose, repack
+from ckptstore.ops.spread import Spread, spread_over
 from ckptstore.ops.sweep import due, sweep
 from ckptstore.repo import Repo
 
@@ -85,6 +87,18 @@ class GcReport:
     """Who holds what, if it was asked for: the most bytes first."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What the user asks for: see :func:`gc`."""
+
+    grace_s: float
+    orphan_age_s: float
+    repack_below: float | None
+    dry_run: bool
+    holders: bool
+    force: bool
+
+
 @dataclass(slots=True, kw_only=True)
 class _Collection:
     """One collection under way; owned by the calling thread."""
@@ -93,6 +107,7 @@ class _Collection:
     reach: Reach
     found: Candidates
     progress: ProgressCallback
+    spread: Spread | None
     condemned: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
 
@@ -112,7 +127,7 @@ class _Collection:
         catalog = self.repo.refresh()
         now_s = storage_now(self.repo) if catalog.condemned and grace_s > 0 else self.found.now_s
         keys = due(self.repo, catalog, grace_s=grace_s, now_s=now_s)
-        sweep(self.repo, keys, progress=self.progress)
+        sweep(self.repo, keys, progress=self.progress, spread=self.spread)
         self.swept += keys
 
     def tally(self, keys: Iterable[str]) -> dict[str, Tally]:
@@ -137,6 +152,8 @@ def gc(
     dry_run: bool = False,
     holders: bool = False,
     force: bool = False,
+    executor: EngineSpec | None = None,
+    workers: int | None = None,
     progress: ProgressCallback = silent,
 ) -> GcReport:
     """Condemn what no live version needs, write anew what is mostly dead, delete what is due.
@@ -163,6 +180,12 @@ def gc(
         Also tell which versions hold how many bytes.
     force
         Collect even if what lies in the store says that commits were lost.
+    executor
+        Where a long listing, the manifests, the copying of a repack and the deleting are done, in
+        tasks: an engine or an executor (:func:`ckptstore.engine.engine.open_engine`); None for the
+        threads of this process. Whatever is committed is decided and committed here.
+    workers
+        Tasks at once.
     progress
         Stages ``list``, ``manifests``, ``rebase``, ``repack`` and ``sweep``.
 
@@ -179,53 +202,73 @@ def gc(
     StorageError
         The storage failed. Whatever was done is in the log; the next collection goes on.
     """
-    began = repo.environment.monotonic()
     _check(grace_s, orphan_age_s, repack_below)
     if not dry_run:
         repo.check_writable()
+    plan = _Plan(
+        grace_s=grace_s,
+        orphan_age_s=orphan_age_s,
+        repack_below=repack_below,
+        dry_run=dry_run,
+        holders=holders,
+        force=force,
+    )
+    with spread_over(repo, executor, workers) as spread:
+        return _collect(repo, cache, plan, progress, spread)
+
+
+def _collect(
+    repo: Repo,
+    cache: Manifests,
+    plan: _Plan,
+    progress: ProgressCallback,
+    spread: Spread | None,
+) -> GcReport:
+    began = repo.environment.monotonic()
     catalog = repo.refresh()
-    unclear = dry_run and repo.options.read_only
+    unclear = plan.dry_run and repo.options.read_only
     found = find_candidates(
         repo,
         catalog,
         now_s=None if unclear else storage_now(repo),
-        orphan_age_s=orphan_age_s,
+        orphan_age_s=plan.orphan_age_s,
         progress=progress,
+        spread=spread,
     )
-    reach = Reach(repo, cache, progress=progress)
-    run = _Collection(repo=repo, reach=reach, found=found, progress=progress)
-    figures = _figures(run, catalog, grace_s=grace_s)
-    if not force:
+    reach = Reach(repo, cache, progress=progress, spread=spread)
+    run = _Collection(repo=repo, reach=reach, found=found, progress=progress, spread=spread)
+    figures = _figures(run, catalog, grace_s=plan.grace_s)
+    if not plan.force:
         strays = [key for key in figures["orphans"] if version_id_of(key) is not None]
-        check_log_is_whole(repo, catalog, strays, in_flight=orphan_age_s <= 0)
+        check_log_is_whole(repo, catalog, strays, in_flight=plan.orphan_age_s <= 0)
     rebased = Rebased()
-    if repack_below is not None:
-        rebased = rebase(repo, cache, reach, dry_run=dry_run, progress=progress)
-        if not dry_run and rebased.versions_count:
+    if plan.repack_below is not None:
+        rebased = rebase(repo, cache, reach, dry_run=plan.dry_run, progress=progress)
+        if not plan.dry_run and rebased.versions_count:
             found.dead.update(dead_keys(rebased) & found.objects.keys())
     chunks = reach.chunks(repo.catalog if rebased.versions_count else catalog)
-    below = repack_below if repack_below is not None else 0.0
+    below = plan.repack_below if plan.repack_below is not None else 0.0
     victims = choose(chunks, found.objects, below=below)
     repacked = Repacked(
         packs_count=len(victims),
         packs_bytes=sum(victim.size_bytes for victim in victims),
         copied_bytes=sum(victim.live_bytes for victim in victims),
     )
-    if dry_run:
+    if plan.dry_run:
         condemned, swept = figures["plan"], figures["now"]
     else:
         run.condemn()
-        repacked = repack(repo, cache, reach, victims, progress=progress)
+        repacked = repack(repo, cache, reach, victims, progress=progress, spread=spread)
         found.dead.update(pack_key(victim.pack) for victim in victims)
         if repacked.versions_count:
             run.condemn()
-        run.sweep(grace_s=grace_s)
+        run.sweep(grace_s=plan.grace_s)
         condemned, swept = run.condemned, run.swept
-    before_s = found.now_s - max(orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
-    left = repo.backend.remove_leftovers(modified_before=before_s, dry_run=dry_run)
+    before_s = found.now_s - max(plan.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
+    left = repo.backend.remove_leftovers(modified_before=before_s, dry_run=plan.dry_run)
     contents = [details for _, details in catalog.contents(known={})]
     return GcReport(
-        dry_run=dry_run,
+        dry_run=plan.dry_run,
         commit=catalog.number,
         versions_count=len(contents),
         logical_bytes=sum(logical for each in contents for logical, _, _ in each.roles.values()),
@@ -243,7 +286,7 @@ def gc(
         swept=run.tally(swept),
         leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
         seconds=repo.environment.monotonic() - began,
-        holders=holders_of(catalog, reach, found.objects) if holders else (),
+        holders=holders_of(catalog, reach, found.objects) if plan.holders else (),
     )
 
 

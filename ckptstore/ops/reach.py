@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from sys import intern
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore import limits
+from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, read_manifest
+from ckptstore.engine.calls import Shared
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
@@ -23,9 +26,18 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.format.snapshot import Details
 from ckptstore.model import Version
+from ckptstore.ops.spread import Spread, grouped
 from ckptstore.repo import Repo
 
-__all__ = ["ChunkTable", "Footprint", "Reach", "changed", "live_versions"]
+__all__ = [
+    "ChunkTable",
+    "Footprint",
+    "FootprintPart",
+    "Reach",
+    "changed",
+    "footprint_part",
+    "live_versions",
+]
 
 _AT_ONCE = 16
 """Manifests read ahead per request in flight: bounds what waits for being looked at."""
@@ -98,11 +110,17 @@ class Reach:
     """
 
     def __init__(
-        self, repo: Repo, cache: Manifests, *, progress: ProgressCallback = silent
+        self,
+        repo: Repo,
+        cache: Manifests,
+        *,
+        progress: ProgressCallback = silent,
+        spread: Spread | None = None,
     ) -> None:
         self._repo = repo
         self._cache = cache
         self._progress = progress
+        self._spread = spread
         self._known: dict[bytes, Footprint] = {}
         """By digest of the manifest."""
         self._details: dict[bytes, Details] = {}
@@ -161,6 +179,9 @@ class Reach:
     def _footprints(
         self, versions: Sequence[Version]
     ) -> Iterator[tuple[Version, Footprint | CkptStoreError]]:
+        if self._spread is not None and len(versions) > limits.GC_TASK_MANIFESTS:
+            yield from _spread_footprints(self._spread, versions)
+            return
         workers = min(self._repo.backend.capabilities.concurrency, len(versions))
         if workers < 2:
             yield from ((version, self._footprint(version)) for version in versions)
@@ -184,6 +205,52 @@ class Reach:
         msg = f"nothing is collected, since it is not known what {named} needs: {error.message}"
         hint = "mend it: ckptstore verify, then repair; or give it up: ckptstore rm"
         raise type(error)(msg, hint=hint) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FootprintPart:
+    """A task: versions whose manifests are to be read."""
+
+    storage: Shared[Backend]
+    versions: tuple[Version, ...]
+
+
+def footprint_part(task: FootprintPart) -> list[Footprint | CkptStoreError]:
+    """Return what each version needs, or why its manifest cannot be had.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    found: list[Footprint | CkptStoreError] = []
+    for version in task.versions:
+        try:
+            found.append(Footprint.of(read_manifest(task.storage.value, version)))
+        except (IntegrityError, FormatError, NotFoundError) as error:
+            found.append(error)
+    return found
+
+
+def _spread_footprints(
+    spread: Spread, versions: Sequence[Version]
+) -> Iterator[tuple[Version, Footprint | CkptStoreError]]:
+    """Have manifests read in tasks; yield what they say, in the order of the versions."""
+    tasks = (
+        FootprintPart(storage=spread.storage, versions=tuple(group))
+        for group in grouped(
+            versions,
+            [version.manifest_bytes for version in versions],
+            size=limits.GC_TASK_MANIFEST_BYTES,
+            count=limits.GC_TASK_MANIFESTS,
+        )
+    )
+    waiting = iter(versions)
+    for part in spread.engine.map(footprint_part, tasks):
+        for found in part:
+            if isinstance(found, Footprint):  # names that many manifests share are kept once
+                found = replace(found, packs=tuple(map(intern, found.packs)))
+            yield next(waiting), found
 
 
 def changed(repo: Repo, version: Version) -> bool:

@@ -1,21 +1,18 @@
 """Packs that are mostly dead are written anew: their live chunks go into new packs.
 
-Chunks are copied as they are stored, each checked by its checksum and by its id on the way (deltas
-by their checksums: see :mod:`ckptstore.objects.copying`). Every
-live version that needs one of the packs gets a new manifest, and one commit for many versions
-relocates them and condemns the manifests that they had. The packs are then dead, and condemned as
-any other. A crash anywhere leaves new packs and manifests that nobody names: orphans.
+The copying is :mod:`ckptstore.ops.recopy`, in tasks where there is an engine. Every live version
+that needs one of the packs gets a new manifest, and one commit for many versions relocates them and
+condemns the manifests that they had. The packs are then dead, and condemned as any other. A crash
+anywhere leaves new packs and manifests that nobody names: orphans.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
@@ -23,36 +20,23 @@ from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import FormatError, IntegrityError, NotFoundError
+from ckptstore.engine.calls import Shared
+from ckptstore.errors import IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES
+from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
-from ckptstore.objects.copying import StoredChunk, broken, in_threads, take_chunk
-from ckptstore.objects.packs import PackSink
 from ckptstore.ops.reach import ChunkTable, Reach, changed
+from ckptstore.ops.recopy import Moved, Recopy, Victim, recopy
+from ckptstore.ops.spread import Spread, grouped
 from ckptstore.repo import Repo
 
-__all__ = ["Repacked", "Victim", "choose", "relocate", "repack"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Victim:
-    """A pack that is to be written anew."""
-
-    pack: str
-    size_bytes: int
-    live: ChunkTable
-
-    @property
-    def live_bytes(self) -> int:
-        """Return what its live chunks take."""
-        return self.live.size_bytes
+__all__ = ["Repacked", "choose", "relocate", "repack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +81,7 @@ def repack(
     victims: Sequence[Victim],
     *,
     progress: ProgressCallback,
+    spread: Spread | None = None,
 ) -> Repacked:
     """Copy the live chunks of packs elsewhere, and relocate every live version that needs them.
 
@@ -113,12 +98,12 @@ def repack(
     """
     total = sum(victim.live_bytes for victim in victims)
     done = Repacked()
-    copied = 0
     for batch in _batches(victims):
-        copying = _Copying(repo=repo, progress=progress, done=copied, total=total)
-        copying.run(batch)
-        copied = copying.done
-        places = copying.places
+
+        def tell(size: int, before: int = done.copied_bytes) -> None:
+            progress(Progress(stage="repack", done=before + size, total=total))
+
+        places, skipped = _copied(repo, batch, tell, spread)
         moved = relocate(
             repo,
             cache,
@@ -126,15 +111,60 @@ def repack(
             places,
             lambda manifest, places=places: _elsewhere(manifest.pieces, places),  # type: ignore[misc]
         )
-        whole = [victim for victim in batch if victim.pack in copying.places]
+        whole = [victim for victim in batch if victim.pack in places]
         done = Repacked(
             packs_count=done.packs_count + len(whole),
             packs_bytes=done.packs_bytes + sum(victim.size_bytes for victim in whole),
             copied_bytes=done.copied_bytes + sum(victim.live_bytes for victim in whole),
             versions_count=done.versions_count + moved,
-            skipped=(*done.skipped, *copying.skipped),
+            skipped=(*done.skipped, *skipped),
         )
     return done
+
+
+def _copied(
+    repo: Repo, batch: Sequence[Victim], tell: Callable[[int], None], spread: Spread | None
+) -> tuple[Mapping[str, Moved], tuple[str, ...]]:
+    """Copy one batch; return where the chunks of which packs are now, and why not of the others."""
+    options = repo.options
+    if spread is None:
+        task = Recopy(
+            storage=Shared(repo.backend),
+            host_bytes=options.host_bytes,
+            workers=options.workers,
+            environment=repo.environment,
+            victims=tuple(batch),
+        )
+        found = recopy(task, tell)
+        return found.places, found.skipped
+    engine = spread.engine
+    sizes = [victim.live_bytes for victim in batch]
+    size = min(sum(sizes) // (2 * engine.workers), limits.GC_TASK_COPY_BYTES_MAX)
+    groups = grouped(
+        batch,
+        sizes,
+        size=max(size, limits.GC_TASK_COPY_BYTES_MIN),
+        count=limits.GC_TASK_VICTIMS,
+    )
+    tasks = (
+        Recopy(
+            storage=spread.storage,
+            host_bytes=options.host_bytes // engine.sharing,
+            workers=max(1, options.workers // engine.sharing),
+            environment=repo.environment,
+            victims=tuple(group),
+        )
+        for group in groups
+    )
+    places: dict[str, Moved] = {}
+    skipped: list[str] = []
+    done = 0
+    for task, part in engine.map_unordered(recopy, tasks):
+        places |= part.places
+        skipped += part.skipped
+        done += sum(victim.live_bytes for victim in task.victims)
+        tell(done)
+    return places, tuple(sorted(skipped))
 
 
 def _batches(victims: Sequence[Victim]) -> Iterator[list[Victim]]:
@@ -148,123 +178,6 @@ def _batches(victims: Sequence[Victim]) -> Iterator[list[Victim]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-# --- chunks -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Moved:
-    """Where the chunks of one old pack lie now, in the order of their old offsets."""
-
-    old: npt.NDArray[np.uint64]
-    packs: tuple[str, ...]
-    """New pack per chunk."""
-    new: npt.NDArray[np.uint64]
-    """New offset per chunk."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _Copying:
-    """One batch of packs on their way."""
-
-    repo: Repo
-    progress: ProgressCallback
-    done: int
-    total: int
-    places: dict[str, _Moved] = field(default_factory=dict)
-    """Per pack whose live chunks are all elsewhere now."""
-    skipped: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    def run(self, victims: Sequence[Victim]) -> None:
-        """Copy; return when the new packs are durable."""
-        repo = self.repo
-        capabilities = repo.backend.capabilities
-        each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
-        room = max(1, repo.options.host_bytes // each)
-        workers = max(1, min(repo.options.workers, room, len(victims)))
-        sink = PackSink(repo.backend, repo.environment, streams=workers, packs_max=workers)
-        waiting = iter(victims)
-
-        def work(turn: int) -> None:
-            while not self.stop.is_set():
-                with self.lock:
-                    victim = next(waiting, None)
-                if victim is None:
-                    return
-                self._copy(turn, victim, sink)
-
-        try:
-            if workers == 1:
-                work(0)
-            else:
-                in_threads(workers, work, self.stop, name="ckptstore-gc")
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            raise
-
-    def _copy(self, turn: int, victim: Victim, sink: PackSink) -> None:
-        packs: list[str] = []
-        offsets: list[int] = []
-        try:
-            for first, last in _spans(victim.live, self.repo):
-                for found in self._read(victim, first, last):
-                    placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
-                    packs.append(placed.pack)
-                    offsets.append(placed.offset)
-                self._advance(victim, first, last)
-        except (IntegrityError, FormatError, NotFoundError) as error:
-            with self.lock:
-                self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
-            return
-        moved = _Moved(old=victim.live.offset, packs=tuple(packs), new=np.array(offsets, np.uint64))
-        with self.lock:
-            self.places[victim.pack] = moved
-
-    def _read(self, victim: Victim, first: int, last: int) -> Iterator[StoredChunk]:
-        """Read neighbouring chunks with one request; yield each, checked as far as it can be."""
-        live = victim.live
-        start = int(live.offset[first])
-        end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
-        memory = memoryview(bytearray(end - start))
-        self.repo.backend.read_into(pack_key(victim.pack), start, [memory])
-        for row in range(first, last):
-            at = int(live.offset[row]) - start
-            stored = int(live.stored[row])
-            where = f"{victim.pack} at {int(live.offset[row])}"
-            found = take_chunk(
-                memory[at : at + CHUNK_HEADER_BYTES + stored],
-                stored_bytes=stored,
-                raw_bytes=int(live.raw[row]),
-                where=where,
-            )
-            if found.piece_id(0, found.raw_bytes) != found.chunk_id:
-                raise broken(where, "content does not match its chunk id")
-            yield found
-
-    def _advance(self, victim: Victim, first: int, last: int) -> None:
-        size = int(victim.live.stored[first:last].sum(dtype=np.uint64))
-        with self.lock:
-            self.done += size
-            self.progress(Progress(stage="repack", done=self.done, total=self.total))
-
-
-def _spans(live: ChunkTable, repo: Repo) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that are read with one request each."""
-    capabilities = repo.backend.capabilities
-    first = 0
-    for row in range(1, len(live.offset) + 1):
-        if row < len(live.offset):
-            end = int(live.offset[row - 1]) + CHUNK_HEADER_BYTES + int(live.stored[row - 1])
-            near = int(live.offset[row]) - end <= capabilities.read_gap_bytes
-            after = int(live.offset[row]) + CHUNK_HEADER_BYTES + int(live.stored[row])
-            if near and after - int(live.offset[first]) <= capabilities.read_bytes_max:
-                continue
-        yield first, row
-        first = row
 
 
 # --- versions -----------------------------------------------------------------------------------
@@ -388,7 +301,7 @@ def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manif
     return move, manifest
 
 
-def _elsewhere(table: PieceTable, places: Mapping[str, _Moved]) -> PieceTable | None:
+def _elsewhere(table: PieceTable, places: Mapping[str, Moved]) -> PieceTable | None:
     """Return a table whose pieces lie where their chunks were copied to.
 
     None if a chunk was not copied: a version that came after the copying was planned needs it.

@@ -6,18 +6,22 @@ Deleting twice is harmless: names are never used again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from ckptstore import limits
+from ckptstore.backends.base import Backend
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.engine.calls import Shared
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.commit import Op
 from ckptstore.format.keys import commit_key
+from ckptstore.ops.spread import Spread
 from ckptstore.repo import Repo
 
-__all__ = ["due", "sweep"]
+__all__ = ["DeletePart", "delete_part", "due", "sweep"]
 
 
 def due(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> list[str]:
@@ -42,7 +46,13 @@ def due(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> list[s
     return sorted(key for key, number in pending.items() if number in over)
 
 
-def sweep(repo: Repo, keys: Sequence[str], *, progress: ProgressCallback) -> None:
+def sweep(
+    repo: Repo,
+    keys: Sequence[str],
+    *,
+    progress: ProgressCallback,
+    spread: Spread | None = None,
+) -> None:
     """Delete condemned objects, then commit that they are; those of others' sweeps too.
 
     Raises
@@ -54,7 +64,15 @@ def sweep(repo: Repo, keys: Sequence[str], *, progress: ProgressCallback) -> Non
     """
     for start in range(0, len(keys), limits.KEYS_PER_OP_MAX):
         part = keys[start : start + limits.KEYS_PER_OP_MAX]
-        _delete(repo, part, done=start, total=len(keys), progress=progress)
+
+        def step(count: int, start: int = start) -> None:
+            done = start + count
+            progress(Progress(stage="sweep", done=done, total=len(keys), unit="objects"))
+
+        if spread is not None and len(part) > limits.GC_TASK_DELETES:
+            _spread_deletes(spread, part, step)
+        else:
+            _delete(repo.backend, part, step)
 
         def build(now: Catalog, part: Sequence[str] = part) -> Sequence[Op]:
             return lifecycle_changes.swept(now, part)
@@ -62,18 +80,44 @@ def sweep(repo: Repo, keys: Sequence[str], *, progress: ProgressCallback) -> Non
         repo.log.append_any(build)
 
 
-def _delete(
-    repo: Repo, keys: Sequence[str], *, done: int, total: int, progress: ProgressCallback
-) -> None:
-    def step(count: int) -> None:
-        progress(Progress(stage="sweep", done=done + count, total=total, unit="objects"))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeletePart:
+    """A task: condemned objects whose grace is over."""
 
-    workers = min(repo.backend.capabilities.concurrency, len(keys))
+    storage: Shared[Backend]
+    keys: tuple[str, ...]
+
+
+def delete_part(task: DeletePart) -> None:
+    """Delete objects; those that are gone already are none the less.
+
+    Raises
+    ------
+    StorageError
+        Something could not be deleted.
+    """
+    _delete(task.storage.value, task.keys, lambda _: None)
+
+
+def _spread_deletes(spread: Spread, keys: Sequence[str], step: Callable[[int], None]) -> None:
+    size = limits.GC_TASK_DELETES
+    tasks = (
+        DeletePart(storage=spread.storage, keys=tuple(keys[start : start + size]))
+        for start in range(0, len(keys), size)
+    )
+    count = 0
+    for task, _ in spread.engine.map_unordered(delete_part, tasks):
+        count += len(task.keys)
+        step(count)
+
+
+def _delete(backend: Backend, keys: Sequence[str], step: Callable[[int], None]) -> None:
+    workers = min(backend.capabilities.concurrency, len(keys))
     if workers < 2:
         for count, key in enumerate(keys, 1):
-            repo.backend.delete(key)
+            backend.delete(key)
             step(count)
         return
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
-        for count, _ in enumerate(pool.map(repo.backend.delete, keys), 1):
+        for count, _ in enumerate(pool.map(backend.delete, keys), 1):
             step(count)
