@@ -279,9 +279,7 @@ class Rescue:
                 key = pack_key(pack)
 
                 def read(offset: int, size: int, key: str = key) -> bytes:
-                    memory = bytearray(size)
-                    backend.read_into(key, offset, [memoryview(memory)])
-                    return bytes(memory)
+                    return _legible(backend, key, offset, size)
 
                 try:
                     for chunk in scan_chunks(read, sizes[pack], start=0):
@@ -339,6 +337,23 @@ class Rescue:
             )
             if not lost:
                 yield Base(piece_id=piece_id, data=memory)
+
+
+def _legible(backend: Backend, key: str, offset: int, size: int) -> bytes:
+    """Return a range of a pack; what of an encrypted one does not decrypt reads as zeros.
+
+    Whatever is found in it is checked against the ids of its pieces.
+    """
+    memory = bytearray(size)
+    try:
+        backend.read_into(key, offset, [memoryview(memory)])
+    except CorruptObjectError:
+        half = size // 2
+        if size <= limits.SEGMENT_BYTES_DEFAULT:
+            return bytes(size)
+        first = _legible(backend, key, offset, half)
+        return first + _legible(backend, key, offset + half, size - half)
+    return bytes(memory)
 
 
 def _read(backend: Backend, pack: str, offset: int, size: int) -> bytes | None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.config import SYSTEM
-from ckptstore.errors import InvalidInputError, StoreNotFoundError
+from ckptstore.errors import InvalidInputError, MissingKeyError, StoreNotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
@@ -128,7 +128,13 @@ class Replicating:
             if not isinstance(to, Store):
                 size = self._repo.superblock.chunk_bytes
                 to = stack.enter_context(
-                    open_target(to, chunk_bytes=size, dry_run=dry_run, key=to_key)
+                    open_target(
+                        to,
+                        chunk_bytes=size,
+                        dry_run=dry_run,
+                        key=to_key,
+                        secret=self._repo.superblock.encryption is not None,
+                    )
                 )
             return replicate(self._repo, self._manifests, to._repo, chosen, request)
 
@@ -141,14 +147,22 @@ def open_target(
     dry_run: bool,
     single_writer: bool = False,
     key: KeyInput | None = None,
+    secret: bool = False,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Iterator[Store]:
     """Open the store that versions are to come to; make it if there is none.
 
     For a dry run nothing is made: where there is no store, an empty one in memory stands in.
 
+    Parameters
+    ----------
+    secret
+        What is to come is encrypted where it is: no store without encryption is made for it.
+
     Raises
     ------
+    MissingKeyError
+        There is no store yet, no key for one, and what is to come is encrypted where it is.
     CkptStoreError
         As :func:`ckptstore.store.open_store`.
     """
@@ -158,14 +172,21 @@ def open_target(
         try:
             store = open_store(
                 url,
-                create=not dry_run,
+                create=not dry_run and not (secret and not key),
                 read_only=dry_run,
                 chunk_bytes=chunk_bytes,
                 single_writer=single_writer,
                 key=key,
                 **storage_options,
             )
-        except StoreNotFoundError:
+        except StoreNotFoundError as error:
+            if secret and not key:
+                msg = f"{error.message}, and what is to come is encrypted where it is"
+                hint = (
+                    "give the new store a key: to_key=, --to-key, key in a job's file; or make one "
+                    "without first, with ckptstore init"
+                )
+                raise MissingKeyError(msg, hint=hint) from error
             if not dry_run:
                 raise
             name = SYSTEM.random_hex(8)
