@@ -7,7 +7,7 @@ each step decides inside its commits. A run that was killed is finished by the n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -16,6 +16,7 @@ from typing import Any
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.replica_changes import had_content
 from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError, IntegrityError
@@ -23,7 +24,8 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.config import Job
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport
 from ckptstore.model import Version
-from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, read_back, replicate
+from ckptstore.ops.evict import evict
+from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
 from ckptstore.ops.retain import retain
 from ckptstore.ops.select_versions import select_versions
 from ckptstore.store.replicating import open_target
@@ -76,6 +78,7 @@ def run_job(
                 job.source.url,
                 read_only=dry_run,
                 single_writer=job.source.single_writer,
+                key=job.source.key,
                 workers=job.copy.workers or workers_default(),
                 **job.source.options,
             )
@@ -86,6 +89,8 @@ def run_job(
                 chunk_bytes=source.info.chunk_bytes,
                 dry_run=dry_run,
                 single_writer=job.target.single_writer,
+                key=job.target.key,
+                secret=source.info.encryption is not None,
                 **job.target.options,
             )
         )
@@ -299,36 +304,31 @@ class _Run:
         """Keep the record alone of what the target has and no rule keeps."""
         rules = self.job.retain.evict
         kept = {version.id for version in select_versions(self.source.repo, rules=rules)}
-        evicted = self._evictable(kept)
-        if not self.dry_run and evicted:
-            # What was read back long ago may have been taken away since, past the log.
-            found = self.target.verify([f"#{one.id}" for one in evicted], level="records")
-            missed = {problem.version for problem in found.problems}
-            left = {one.id for one in self._evictable(kept)} - missed
-            evicted = [one for one in evicted if one.id in left]
-            _log_kept(missed)
-        if not self.dry_run and evicted:
-            self.source.age([f"#{one.id}" for one in evicted], "record")
-        stored = sum(part.stored for one in evicted for part in one.roles.values())
-        return {"evicted": len(evicted), "reclaimable_bytes": stored}
+        copied = self.replicated.copied if self.replicated and self.job.copy.check else ()
+        report = evict(
+            self.source.repo,
+            self.source._manifests,
+            self.target.repo,
+            [version for version in self.selected() if version.id not in kept],
+            missing=self._missing,
+            coming=copied,
+            dry_run=self.dry_run,
+        )
+        return {
+            "evicted": len(report.evicted),
+            "reclaimable_bytes": report.reclaimable_bytes,
+            "missed": len(report.missed),
+            "returned": len(report.returned),
+            "failures": [asdict(failure) for failure in report.lost],
+        }
 
-    def _evictable(self, kept: Container[str]) -> list[Version]:
-        """Return the selected versions that no rule keeps, and that the target has, now."""
-        store_id = self.target.info.store_id
-        selected = self.selected()
-        catalog = self.source.repo.refresh()
-        there = self.target.repo.refresh()
-        heads = {info.head for info in catalog.runs()}
-        found = []
-        for version in selected:
-            now = catalog.version(version.id)
-            held = now.pinned or now.tags or now.id in heads or now.id in kept
-            if held or store_id not in now.replicas or not there.has_version(now.id):
-                continue
-            has = there.version(now.id)
-            if _at_least(has, now) and read_back(has) and not (has.deleted or has.damaged):
-                found.append(now)
-        return [one for one in found if not one.deleted and one.level != "record"]
+    def _missing(self, versions: Sequence[Version]) -> set[str]:
+        """Return ids of versions of the target whose objects are not all there.
+
+        What was read back long ago may have been taken away since, past the log.
+        """
+        found = self.target.verify([f"#{one.id}" for one in versions], level="records")
+        return {problem.version for problem in found.problems}
 
     def _collect(self, store: Store) -> Mapping[str, Any]:
         grace = self.job.gc.grace
@@ -348,7 +348,7 @@ class _Run:
         late = []
         for version in self.chosen(self.selected(), older_s=self.age(after)):
             has = there.has_version(version.id) and there.version(version.id)
-            if not has or (not has.deleted and (has.level == "record" or has.damaged)):
+            if not has or not (_is_settled(has) or (has.level != "record" and not has.damaged)):
                 age = self.now_s - version.created_at.timestamp()
                 late.append(
                     Overdue(version=version.id, run=version.run, step=version.step, age_s=age)
@@ -376,19 +376,14 @@ class _Run:
 
 
 def _has(there: Catalog, version: Version) -> bool:
-    """Return whether a store has as much of a version; or had, and has deleted it itself."""
+    """Return whether a store has as much of a version; or had, and let it go itself."""
     if not there.has_version(version.id):
         return False
     found = there.version(version.id)
-    return found.deleted or (_at_least(found, version) and not found.damaged)
+    at_least = LEVELS.index(found.level) >= LEVELS.index(version.level)
+    return _is_settled(found) or (at_least and not found.damaged)
 
 
-def _log_kept(missed: Collection[str]) -> None:
-    if missed:
-        what = "%d versions stay in the source: the target does not have all that they need"
-        _log.warning(what, len(missed))
-
-
-def _at_least(there: Version, here: Version) -> bool:
-    """Return whether as much of a version is kept there as here."""
-    return LEVELS.index(there.level) >= LEVELS.index(here.level)
+def _is_settled(there: Version) -> bool:
+    """Return whether a store has deleted a version itself, or reduced it to its record."""
+    return there.deleted or (there.level == "record" and had_content(there))

@@ -247,7 +247,7 @@ def test_what_was_never_read_back_is_not_evicted(tmp_path: Path, reading: Readin
     run_job(reading())
     with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
         cold.age(["gpt@1"], "record")
-        hot.replicate(cold, check=False)
+        hot.replicate(cold, ["gpt@1"], check=False)
         assert cold.resolve("gpt@1").level == "full"
     assert _step(run_job(reading('[retain]\nevict = "last 1"\n')), "evict")["evicted"] == 0
 
