@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import (
+    AsJson,
+    EngineName,
+    EngineWorkers,
+    Key,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+)
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
@@ -94,6 +103,8 @@ def verify(
         str | None,
         typer.Option("--heal-key", metavar="SPEC", help="As --key, for the stores of --heal-from."),
     ] = None,
+    engine: EngineName = None,
+    workers: EngineWorkers = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
@@ -119,6 +130,8 @@ def verify(
                 record=record,
                 resume=resume,
                 unverified=unverified,
+                executor=engine,
+                workers=workers,
                 progress=progress,
             )
         document = {

@@ -97,7 +97,7 @@ def connected(address: str) -> Iterator[DaskWorkers]:
     except (OSError, ValueError, RuntimeError) as error:
         msg = f"no Dask scheduler answers at {address}: {error}"
         raise StorageError(
-            msg, hint="is it there? dask scheduler; see the address it prints"
+            msg, hint="a scheduler prints its address when it starts: dask scheduler"
         ) from (error)
     with _closing(client):
         try:

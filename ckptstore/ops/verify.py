@@ -111,7 +111,7 @@ def verify(
     sample: Sample | None = None,
     record: bool = False,
     resume: Path | None = None,
-    executor: EngineSpec = THREADS,
+    executor: EngineSpec | None = None,
     workers: int | None = None,
     progress: ProgressCallback = silent,
 ) -> VerifyReport:
@@ -130,7 +130,8 @@ def verify(
         A file that keeps how far the check has come: if it is there, the check goes on where it
         stopped. It is removed when the check is complete.
     executor
-        Who reads; the report is the same.
+        Who reads; the report is the same. None, or ``threads`` without `workers`: this process,
+        without tasks.
     workers
         Tasks at once; None for what the engine has.
 
@@ -156,7 +157,7 @@ def verify(
     began = repo.environment.monotonic()
     repo.refresh()
     survey = Survey(repo=repo, cache=cache, full=level == "full", sample=sample, progress=progress)
-    if executor == THREADS:
+    if executor is None or (executor == THREADS and workers is None):
         return _verify(survey, versions, began, None, record=record, resume=resume)
     with open_engine(executor, workers=workers, environment=repo.environment) as engine:
         return _verify(survey, versions, began, engine, record=record, resume=resume)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptstore.engine.engine import THREADS, EngineSpec
+from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed
@@ -46,7 +46,7 @@ class Checking:
         record: bool = False,
         resume: str | os.PathLike[str] | None = None,
         unverified: bool = False,
-        executor: EngineSpec = THREADS,
+        executor: EngineSpec | None = None,
         workers: int | None = None,
         progress: ProgressCallback = silent,
     ) -> VerifyReport:
@@ -72,10 +72,11 @@ class Checking:
         unverified
             Only versions that are not recorded as sound since they lie where they lie.
         executor
-            Who reads: ``threads`` of this process, ``processes``, ``dask:local``,
-            ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The report is the same.
+            Who reads: ``threads`` of this process, which None means too, ``processes``,
+            ``dask:local``, ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The
+            report is the same.
         workers
-            How many tasks run at once; by default what the engine has. Threads: how many decode.
+            How many tasks run at once; by default what the engine has.
 
         Returns
         -------
