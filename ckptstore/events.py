@@ -49,7 +49,7 @@ def silent(_: Progress) -> None:
     """Ignore progress."""
 
 
-SaveEventKind = Literal["staged", "durable", "failed", "cancelled", "skipped"]
+SaveEventKind = Literal["staged", "durable", "replicated", "failed", "cancelled", "skipped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,8 @@ class SaveEvent:
     """Something that became of a save."""
 
     kind: SaveEventKind
-    """``staged`` comes before the others, of which each save in the background has one."""
+    """``staged`` comes before the others, of which each save in the background has one; but for
+    ``replicated``, which comes after ``durable``, once for each replica that is written back to."""
     store: str
     """Location, without credentials."""
     run: str
@@ -72,6 +73,8 @@ class SaveEvent:
     """``kind`` of the error, of ``failed``."""
     message: str = ""
     """The error, for people."""
+    replica: str = ""
+    """Name of the replica, of ``replicated``."""
 
     def document(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -82,6 +85,8 @@ class SaveEvent:
         found["receipt"] = dict(self.receipt)
         if self.error_kind:
             found |= {"error_kind": self.error_kind, "message": self.message}
+        if self.replica:
+            found["replica"] = self.replica
         return found
 
 
@@ -125,6 +130,8 @@ class Events:
             The caller gets the error anyway, and has no need to see it twice.
         """
         text = f"{event.run}@{event.step} {event.kind}"
+        if event.replica:
+            text += f" to {event.replica}"
         if event.message:
             text += f": {event.message}"
         level = logging.ERROR if event.kind == "failed" and not raised else logging.INFO

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import queue
-import sys
 import threading
 from dataclasses import dataclass, field
-from typing import Final
 
-from ckptstore import limits
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.events import Progress
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
 from ckptstore.saver.gate import Gate
 from ckptstore.saver.job import Job, Told, background_options, write_job
+from ckptstore.saver.niceness import step_back
 from ckptstore.saver.staged import Digests
 
 __all__ = ["ThreadEngine"]
-
-_NICE_MAX: Final = 19
-"""The niceness above which there is none. Source: setpriority(2)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +77,7 @@ class ThreadEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        _step_back()
+        step_back()
         while (task := self._queue.get()) is not None:
             self._write(task)
             with self._lock:
@@ -110,11 +104,3 @@ class ThreadEngine:
             task.told.failed(error)
         else:
             task.told.succeeded(version, receipt)
-
-
-def _step_back() -> None:
-    """Give the calling thread, and those that it starts, a low priority."""
-    if sys.platform == "linux":  # elsewhere this would be the whole process
-        own = threading.get_native_id()
-        niceness = os.getpriority(os.PRIO_PROCESS, own) + limits.BACKGROUND_NICE
-        os.setpriority(os.PRIO_PROCESS, own, min(niceness, _NICE_MAX))

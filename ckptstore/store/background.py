@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from ckptstore.errors import CkptStoreError
+from ckptstore.errors import CkptStoreError, NotReplicatedError
 from ckptstore.events import Events, Observer, SaveEvent
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -39,6 +39,8 @@ class Background:
         @property
         def _manifests(self) -> Manifests: ...
 
+        def _close_write_backs(self, *, at_once: bool = False) -> NotReplicatedError | None: ...
+
     def __enter__(self) -> Self:
         """Return the store itself."""
         return self
@@ -49,8 +51,13 @@ class Background:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the store; an error of the block is not hidden behind one of a save."""
+        """Close the store; an error of the block is not hidden behind one of a save.
+
+        After Ctrl-C, or what ends the process, replicas are not waited for.
+        """
         try:
+            if kind is not None and not issubclass(kind, Exception):
+                self._close_write_backs(at_once=True)
             self.close()
         except CkptStoreError as failure:
             if error is None:
@@ -58,7 +65,9 @@ class Background:
             _log.warning("%s, besides what ended the block", failure)
 
     def close(self) -> None:
-        """Wait for saves in the background, and release connections; idempotent.
+        """Wait for saves in the background and for what is written back; release connections.
+
+        Idempotent.
 
         What is asked of the store or its runs afterwards raises InvalidInputError.
 
@@ -67,17 +76,24 @@ class Background:
         CkptStoreError
             A save in the background failed and nobody has asked it; the store is closed all the
             same.
+        NotReplicatedError
+            What is written back did not all reach its replica, within ``close_timeout_s`` if that
+            was given. It is durable here, and the store is closed.
         """
         saver = self._own_saver
         self._kept_savers.clear()
+        late: NotReplicatedError | None = None
         try:
             if saver is not None:
                 saver.close()
+            late = self._close_write_backs()
         finally:
             self._opened.close()
             self._repo.close()
         if saver is not None:
             saver.raise_failure()
+        if late is not None:
+            raise late
 
     def reserve(self, size_bytes: int) -> None:
         """Take memory for a staged state from the system, and start what saves in the background.

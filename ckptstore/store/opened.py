@@ -5,18 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ckptstore import limits
 from ckptstore.errors import CkptStoreError, InvalidInputError, ReplicaChangedError
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo
-from ckptstore.repo import Repo
+from ckptstore.repo import Finding, Repo
 
 if TYPE_CHECKING:
     from ckptstore.store.store import Store
 
-__all__ = ["OpenedReplicas", "ReplicaOptions", "is_local"]
+__all__ = ["OpenedReplicas", "ReplicaOptions", "beside", "is_local"]
 
 ReplicaOptions: TypeAlias = "Mapping[str, Mapping[str, Any] | Store]"
 """By the name of a replica: what :func:`ckptstore.open` takes for it, or an open store."""
@@ -150,3 +151,25 @@ def check_same(store: Store, info: ReplicaInfo) -> None:
         )
         hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
         raise ReplicaChangedError(msg, hint=hint)
+
+
+def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
+    """Return a store over the same connections, with a log and limits of its own.
+
+    So that no save ever waits for a lock that a replication holds.
+    """
+    from ckptstore.backends.stoppable import StoppableBackend
+
+    backend = StoppableBackend(repo.backend) if stoppable else repo.backend
+    options = replace(
+        repo.options,
+        workers=min(repo.options.workers, limits.WRITE_BACK_WORKERS),
+        host_bytes=min(repo.options.host_bytes, limits.WRITE_BACK_HOST_BYTES),
+    )
+
+    def known(*_: object) -> Finding:
+        return Finding(put_if_absent=repo.put_if_absent(), report={})  # probed once for both
+
+    return Repo(
+        backend, repo.superblock, environment=repo.environment, options=options, prober=known
+    )

@@ -19,6 +19,7 @@ from ckptstore.format.names import check_run_name
 from ckptstore.model import Ref, RunInfo, Version
 from ckptstore.repo import open_repo
 from ckptstore.store import restarts
+from ckptstore.store.archiving import Archiving
 from ckptstore.store.background import Background
 from ckptstore.store.checking import Checking
 from ckptstore.store.opened import OpenedReplicas, ReplicaOptions
@@ -26,6 +27,7 @@ from ckptstore.store.replicating import Replicating
 from ckptstore.store.retaining import Retaining
 from ckptstore.store.run import Run
 from ckptstore.store.tiers import Tiers, check_given
+from ckptstore.store.writebacks import WritingBack
 
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from ckptstore.ops.usage import StoreStats, VersionUsage
     from ckptstore.repo import Repo
     from ckptstore.saver.saver import Saver
+    from ckptstore.store.writeback import WriteBack
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
@@ -154,7 +157,7 @@ def open_store(
     return Store(repo, replicas=replicas)
 
 
-class Store(Background, Checking, Replicating, Retaining, Tiers):
+class Store(Archiving, Background, Checking, Replicating, Retaining, Tiers, WritingBack):
     """One location with everything in it; made by :func:`ckptstore.open`.
 
     A context manager. Any thread may use it. Close it when no save or load is running; saves in
@@ -168,6 +171,7 @@ class Store(Background, Checking, Replicating, Retaining, Tiers):
         self._kept_savers: dict[int, Saver] = {}
         self._opened = OpenedReplicas(repo, replicas)
         self._told: set[tuple[str, str]] = set()
+        self._write_backs: dict[tuple[int, str], WriteBack] = {}
 
     def __repr__(self) -> str:
         """Return the location, without credentials."""
@@ -204,6 +208,7 @@ class Store(Background, Checking, Replicating, Retaining, Tiers):
         *,
         metrics: Mapping[str, str] | None = None,
         encodings: Encodings | None = None,
+        write_back: str | None = None,
     ) -> Run:
         """Return a run to save to or load from; it appears in the catalog with its first save.
 
@@ -214,12 +219,16 @@ class Store(Background, Checking, Replicating, Retaining, Tiers):
         encodings
             What saves with this object store in fewer bytes unless they say otherwise; see
             :meth:`Run.save`. By default what the run's policy says.
+        write_back
+            Name of a replica that is to have what is saved in the run too; see :meth:`write_back`.
 
         Raises
         ------
         InvalidInputError
             The name, a direction or an encoding is not accepted, or the run has declared the
             other direction.
+        NotFoundError
+            No replica is called `write_back`.
         StorageError
             `metrics` are given, and the log cannot be read.
         """
@@ -232,6 +241,8 @@ class Store(Background, Checking, Replicating, Retaining, Tiers):
         made = Run(self, check_run_name(name), wanted, rules)
         if wanted:
             changes.ensure_run(self._known(), name, wanted)
+        if write_back is not None:
+            self.write_back(write_back, runs=[name])
         return made
 
     def _known(self) -> Catalog:

@@ -275,6 +275,7 @@ class CkptStoreWriter(StorageWriter):
             receipt={"ranks_s": waited},
         )
         restarts.saved(self._repo, self.version.run, self.version.step, self.version.id)
+        self._store._committed(self.version)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=f"{self.version.run}@{self.version.step}", save_id=self.version.id
         )

@@ -1,0 +1,393 @@
+"""Write-back: what is saved here is replicated behind the training, by one patient thread.
+
+A save is durable here, and done, before this thread hears of it; nothing here ever blocks or fails
+a save. What is to be replicated is not a queue that could overflow but a question to the catalog:
+which versions of these runs does the replica not have yet? So a burst of saves is one answer, a
+killed process forgets nothing, and the next one that is asked to write back catches up. The newest
+version goes first. A replica that is down is tried again, less and less often; that is logged at
+once, and loud for who waits or closes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
+
+from ckptstore import limits
+from ckptstore.backends.stoppable import StoppableBackend
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
+from ckptstore.events import Events, SaveEvent
+from ckptstore.model import ReplicaInfo, Version
+from ckptstore.ops.replicate import ReplicateRequest, replicate
+from ckptstore.repo import Repo
+from ckptstore.saver.niceness import step_back
+from ckptstore.store.opened import beside
+
+__all__ = ["WriteBack"]
+
+_log = logging.getLogger("ckptstore")
+
+
+class WriteBack:
+    """Replicates what is saved in some runs to one replica; made by :meth:`Store.write_back`.
+
+    Any thread may use it. A forked child has none of it: it begins its own.
+    """
+
+    def __init__(
+        self,
+        repo: Repo,
+        events: Events,
+        replica: ReplicaInfo,
+        open_replica: Callable[[], Repo],
+        *,
+        bytes_per_s: float = 0.0,
+        close_timeout_s: float | None = None,
+    ) -> None:
+        self.replica = replica
+        """Where to."""
+        self.close_timeout_s = close_timeout_s
+        """How long closing the store waits, in seconds; None for as long as it goes on."""
+        self._request = ReplicateRequest(bytes_per_s=bytes_per_s)
+        self._events = events
+        self._environment = repo.environment
+        self._here = beside(repo)
+        self._manifests = Manifests(self._here)
+        self._open_replica = open_replica
+        self._there: Repo | None = None
+        self._runs: set[str] | None = set()
+        self._changed = threading.Condition()
+        self._mine: dict[str, None] = {}
+        """Ids of what was saved through this object and is not there yet; in the order of saves."""
+        self._unable: dict[str, str] = {}
+        """Ids of versions that will not come, and why."""
+        self._asked = True
+        """There may be something to do."""
+        self._all = True
+        """Everything is to be looked through, not the newest alone."""
+        self._fresh = False
+        """Something was saved since the last look."""
+        self._busy = False
+        self._closing = False
+        self._stopped = False
+        self._failure: CkptStoreError | None = None
+        self._attempts = 0
+        """How many ended, well or not."""
+        self._failures = 0
+        """How many of the last ones failed."""
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        _all.add(self)
+
+    def __repr__(self) -> str:
+        """Return where to, and how much is left."""
+        return f"<WriteBack to {self.replica.name!r}, {len(self._mine)} pending>"
+
+    @property
+    def pending(self) -> int:
+        """How many versions that were saved through this store object are not there yet."""
+        return len(self._mine)
+
+    @property
+    def error(self) -> CkptStoreError | None:
+        """Why the last attempt failed; None if it did not."""
+        return self._failure
+
+    def cover(self, runs: Collection[str] | None) -> None:
+        """Write back these runs too; None for all of the store. Begins with what is missing."""
+        with self._changed:
+            self._runs = None if runs is None or self._runs is None else {*self._runs, *runs}
+            self._asked = self._all = True
+            self._start()
+            self._changed.notify_all()
+
+    def saved(self, run: str, version: str) -> None:
+        """Hear of a version that became durable; returns at once, whatever happens."""
+        if self._pid != os.getpid():
+            return
+        with self._changed:
+            if self._closing or (self._runs is not None and run not in self._runs):
+                return
+            self._mine[version] = None
+            self._asked = self._fresh = True
+            self._changed.notify_all()
+
+    def wait(self, version: str | None = None, timeout_s: float | None = None) -> None:
+        """Wait until a version is there, or all that were saved through this store object.
+
+        Raises
+        ------
+        NotReplicatedError
+            It will not come; or the time is over; or, without a limit of time, an attempt failed.
+        """
+        end = None if timeout_s is None else self._environment.monotonic() + timeout_s
+        self._check_own()
+        with self._changed:
+            failed = self._failures and self._attempts
+            while self._waits_for(version):
+                if version in self._unable:
+                    break
+                left = None if end is None else end - self._environment.monotonic()
+                over = left is not None and left <= 0
+                new = self._failures and self._attempts != failed
+                idle = not (self._asked or self._busy)
+                if over or idle or (end is None and new) or not self._is_alive():
+                    raise self._late(version)
+                self._changed.wait(left)
+            if version is not None and version in self._unable:
+                msg = f"#{version[:8]} does not come to replica {self.replica.name!r}: "
+                raise NotReplicatedError(msg + self._unable[version])
+
+    def _waits_for(self, version: str | None) -> bool:
+        if version is None:
+            return bool(self._mine)
+        catalog = self._here.catalog
+        noted = catalog.has_version(version) and self.replica.store in (
+            catalog.version(version).replicas
+        )
+        return not noted
+
+    def _late(self, version: str | None) -> NotReplicatedError:
+        what = f"#{version[:8]} is" if version else f"{len(self._mine)} versions are"
+        why = f": {self._failure.message}" if self._failure is not None else ""
+        msg = f"{what} durable here and not in replica {self.replica.name!r} yet{why}"
+        hint = f"later: ckptstore replicate --to replica:{self.replica.name}; or write back again"
+        error = NotReplicatedError(msg, hint=hint)
+        error.__cause__ = self._failure
+        return error
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for what was saved through this store object, then end; idempotent.
+
+        What is older and still missing is left for the next process that writes back.
+
+        Raises
+        ------
+        NotReplicatedError
+            Not everything came: the time is over, or the replica does not take it.
+        """
+        thread = self._thread
+        if thread is None or self._pid != os.getpid():
+            return
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        try:
+            thread.join(timeout_s)
+        finally:  # Ctrl-C too
+            self.stop()
+            thread.join(limits.WRITE_BACK_EXIT_S)
+            self._thread = None
+        if self._mine:
+            raise self._late(None)
+        for reason in self._unable.values():
+            count = len(self._unable)
+            msg = f"{count} versions do not come to replica {self.replica.name!r}: {reason}"
+            raise NotReplicatedError(msg, hint="ckptstore verify says what is damaged")
+
+    def stop(self) -> None:
+        """End after the request that is under way; raises nothing."""
+        with self._changed:
+            self._closing = True
+            if self._there is not None and isinstance(self._there.backend, StoppableBackend):
+                self._there.backend.stop()
+            self._stopped = True
+            self._changed.notify_all()
+
+    # --- the thread ---------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if self._thread is None:
+            name = f"ckptstore-write-back-{self.replica.name}"
+            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+            self._thread.start()
+
+    def _is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _check_own(self) -> None:
+        if self._pid != os.getpid():
+            msg = "this write-back is of the process that this one was forked from"
+            raise NotReplicatedError(msg, hint="open the store in this process")
+
+    def _work(self) -> None:
+        step_back()
+        try:
+            while self._await_work():
+                self._attempt()
+        except OperationCancelledError:
+            _log.info("write-back to replica %r ended", self.replica.name)
+        finally:
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def _attempt(self) -> None:
+        try:
+            self._round()
+        except OperationCancelledError:
+            raise
+        except Exception as error:  # noqa: BLE001 - a thread of ours: it arrives at who waits
+            self._failed(error)
+        else:
+            with self._changed:
+                self._failure, self._failures, self._busy = None, 0, False
+                self._attempts += 1
+                self._changed.notify_all()
+
+    def _await_work(self) -> bool:
+        """Wait until there is something to do; return False to end."""
+        with self._changed:
+            while not self._asked:
+                if self._stopped or self._closing:
+                    return False
+                self._changed.wait()
+            if self._stopped or (self._closing and not self._mine):
+                return False
+            self._asked, self._busy = False, True
+            return True
+
+    def _failed(self, error: Exception) -> None:
+        """Tell, and pause before the next attempt.
+
+        Raises
+        ------
+        OperationCancelledError
+            There is no next one: it is being closed.
+        """
+        failure = error if isinstance(error, CkptStoreError) else None
+        with self._changed:
+            self._failures += 1
+            self._attempts += 1
+            self._failure = failure or NotReplicatedError(f"{type(error).__name__}: {error}")
+            self._asked, self._busy = True, False
+            self._changed.notify_all()
+            pause = min(
+                limits.WRITE_BACK_PAUSE_MAX_S,
+                limits.WRITE_BACK_PAUSE_S * 2 ** min(self._failures - 1, 20),
+            ) * (0.5 + self._environment.jitter() / 2)
+            if self._closing:
+                msg = "closed after a failure"
+                raise OperationCancelledError(msg) from error
+            what = "versions are not in replica %r yet: %s; trying again in %.0f s"
+            _log.warning(what, self.replica.name, error, pause, exc_info=None if failure else error)
+            self._changed.wait_for(lambda: self._closing, pause)
+
+    def _round(self) -> None:
+        """Replicate what is missing, the newest first, until nothing is."""
+        if self._there is None:
+            self._there = self._opened()
+        everything, self._all = self._all, False
+        try:
+            while batch := self._next(everything=everything):
+                report = replicate(self._here, self._manifests, self._there, batch, self._request)
+                self._settle(batch, {one.version: one.message for one in report.failures})
+                if report.note_failure:
+                    msg = f"what it has cannot be noted here: {report.note_failure}"
+                    raise NotReplicatedError(msg)
+        except BaseException:
+            self._all = self._all or everything
+            raise
+
+    def _opened(self) -> Repo:
+        found = self._open_replica()
+        there = beside(found, stoppable=True)
+        with self._changed:
+            if self._stopped:
+                msg = "the write-back was stopped"
+                raise OperationCancelledError(msg)
+        return there
+
+    def _next(self, *, everything: bool) -> list[Version]:
+        """Return what is to come next: the newest alone, then several at once."""
+        catalog = self._here.refresh()
+        with self._changed:
+            closing, mine = self._closing, set(self._mine)
+            fresh, self._fresh = self._fresh, False
+        missing = list(self._missing(catalog, everything=everything))
+        with self._changed:  # what is gone since then, or there, is waited for by nobody
+            for one in mine:
+                if not catalog.has_version(one):
+                    continue
+                now = catalog.version(one)
+                if now.deleted or now.level == "record" or self.replica.store in now.replicas:
+                    self._mine.pop(one, None)
+            self._changed.notify_all()
+        if closing:
+            missing = [version for version in missing if version.id in mine]
+        if not missing:
+            return []
+        return missing[: 1 if fresh else limits.WRITE_BACK_BATCH]
+
+    def _missing(self, catalog: Catalog, *, everything: bool) -> Iterator[Version]:
+        """Yield what the replica is not noted to have, newest first."""
+        runs = self._runs
+        names = [info.name for info in catalog.runs() if runs is None or info.name in runs]
+        found: list[Version] = []
+        for name in names:
+            newest = catalog.versions(name, newest_first=True)
+            looked = newest if everything else islice(newest, limits.WRITE_BACK_LOOK)
+            found += [version for version in looked if self._lacks(version)]
+        with self._changed:
+            seen = {version.id for version in found}
+            rest = [one for one in self._mine if one not in seen and catalog.has_version(one)]
+        found += filter(self._lacks, map(catalog.version, rest))
+        yield from sorted(found, key=lambda version: version.commit, reverse=True)
+
+    def _lacks(self, version: Version) -> bool:
+        there = self.replica.store in version.replicas or version.id in self._unable
+        return not (there or version.deleted or version.damaged or version.level == "record")
+
+    def _settle(self, batch: Sequence[Version], failures: dict[str, str]) -> None:
+        """Note what became of some versions, and tell."""
+        catalog = self._here.catalog
+        done: list[Version] = []
+        with self._changed:
+            for version in batch:
+                now = catalog.version(version.id)
+                if self.replica.store in now.replicas:
+                    done.append(now)
+                elif not (now.deleted or now.level == "record"):
+                    why = failures.get(version.id, "it is there already, or was taken away there")
+                    self._unable[version.id] = why
+                    what = "%s@%s (#%s) is not written back to replica %r: %s"
+                    said = (version.run, version.step, version.id[:8], self.replica.name, why)
+                    _log.warning(what, *said)
+                self._mine.pop(version.id, None)
+            self._changed.notify_all()
+        for version in done:
+            self._events.emit(self._event(version))
+
+    def _event(self, version: Version) -> SaveEvent:
+        return SaveEvent(
+            kind="replicated",
+            store=self._here.url,
+            run=version.run,
+            step=version.step,
+            version=version.id,
+            at_ms=self._environment.now_ms(),
+            replica=self.replica.name,
+        )
+
+
+_all: weakref.WeakSet[WriteBack] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """End before the interpreter goes down, if nobody closed the store."""
+    for one in list(_all):
+        try:
+            one.close(limits.WRITE_BACK_EXIT_S)
+        except NotReplicatedError as error:
+            _log.warning("%s", error)
+
+
+# As the saver: at the ordinary exit handlers' time no thread can be started any more.
+getattr(threading, "_register_atexit", atexit.register)(_end_all)
