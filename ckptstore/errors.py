@@ -390,6 +390,8 @@ class ColdObjectError(StorageError):
     """
 
     kind = "storage_cold"
+    version: str = ""
+    """Id of the version that needs it; empty where only the object is known."""
 
 
 class NotReplicatedError(StorageError):

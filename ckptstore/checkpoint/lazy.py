@@ -16,6 +16,7 @@ from ckptstore.checkpoint.content import Content, TensorInfo
 from ckptstore.checkpoint.load import LoadRequest, load_state
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
+from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -174,12 +175,16 @@ class LazyVersion:
             adapters=adapters,
             progress=progress,
         )
-        try:
-            return load_state(self._repo, self._content, request)
-        except TensorNotFoundError as error:  # before anything was read
-            if self._whole is None:
-                raise
-            return load_state(self._repo, self._all(error)._content, request)
+        shown = f"{self.info.run}@{self.info.step}"
+        with naming_cold(
+            self.info.id, self._repo.url, shown=shown, include=include, exclude=exclude
+        ):
+            try:
+                return load_state(self._repo, self._content, request)
+            except TensorNotFoundError as error:  # before anything was read
+                if self._whole is None:
+                    raise
+                return load_state(self._repo, self._all(error)._content, request)
 
 
 class LazyTensor:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.following import Following, follows
+from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.checkpoint.wants import Ends, Part, Range
 from ckptstore.config import Options
 from ckptstore.encodings.decoding import decode_elements
@@ -54,9 +55,22 @@ def read_ranges(
     CorruptTensorError
         A piece that is needed is damaged, or a tensor that is made whole is not what its recipe
         names; names the tensor.
+    ColdObjectError
+        A pack must be thawed first; the hint is the command.
     StorageError
         The storage failed.
     """
+    with naming_cold(content.manifest.version, backend.url):
+        _read_ranges(content, ranges, backend, options, progress)
+
+
+def _read_ranges(
+    content: Content,
+    ranges: Sequence[Range],
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback,
+) -> None:
     records = content.manifest.tensors
     stored = [one for one in ranges if records[one.index].recipe is None]
     made = [one for one in ranges if records[one.index].recipe is not None]

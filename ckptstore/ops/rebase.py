@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import IntegrityError, NotFoundError
+from ckptstore.errors import ColdObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
@@ -128,7 +128,8 @@ def rebase(
     for child in chosen.values():
         rescue.need(child.manifest.pieces, child.row, _dtype(child))
     for manifest, rows in _by_manifest(chosen.values()):
-        rescue.fetch(manifest.pieces, rows, repo, "moved")
+        with contextlib.suppress(ColdObjectError):  # what is in an archive class stays there
+            rescue.fetch(manifest.pieces, rows, repo, "moved")
         done, total = len(rescue.rescued), len(chosen)
         progress(Progress(stage="rebase", done=done, total=total, unit="pieces"))
     rescue.flush()

@@ -18,7 +18,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend, Capabilities
 from ckptstore.config import Environment
 from ckptstore.engine.calls import Shared
-from ckptstore.errors import FormatError, IntegrityError, NotFoundError
+from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.copying import StoredChunk, broken, in_threads, take_chunk
@@ -147,7 +147,7 @@ class _Copying:
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
                 self._advance(victim, first, last)
-        except (IntegrityError, FormatError, NotFoundError) as error:
+        except (ColdObjectError, IntegrityError, FormatError, NotFoundError) as error:
             with self.lock:
                 self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
             return

@@ -1,0 +1,65 @@
+"""A read that meets a cold object says which command makes it readable."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ckptstore.errors import ColdObjectError
+from ckptstore.format.paths import Pattern
+
+__all__ = ["naming_cold", "thaw_command"]
+
+_ID_CHARS = 12
+"""Of an id in a command: two versions of one store that have them in common are not met."""
+
+
+@contextmanager
+def naming_cold(
+    version: str,
+    url: str,
+    *,
+    shown: str = "",
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] | None = None,
+) -> Iterator[None]:
+    """Let a ColdObjectError of the block name the version and the command that thaws it.
+
+    Parameters
+    ----------
+    version
+        Its id.
+    url
+        The store's location, without credentials.
+    shown
+        What people call it: ``run@step``.
+    include, exclude
+        Which part was asked for.
+    """
+    try:
+        yield
+    except ColdObjectError as error:
+        first = error.__cause__ if isinstance(error.__cause__, ColdObjectError) else error
+        name = shown or f"version {version[:_ID_CHARS]}"
+        msg = f"{name} lies in an archive class, and must be thawed first ({first.message})"
+        hint = thaw_command(version, url, include=include, exclude=exclude)
+        named = ColdObjectError(msg, hint=hint)
+        named.version = version
+        raise named from first
+
+
+def thaw_command(
+    version: str,
+    url: str,
+    *,
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] | None = None,
+) -> str:
+    """Return the command line that thaws a version, or the part of it that is asked for."""
+    words = ["ckptstore", "thaw", version[:_ID_CHARS]]
+    for option, patterns in (("--include", include), ("--exclude", exclude)):
+        for pattern in patterns or ():
+            if isinstance(pattern, str):  # what else there is has no form on a command line
+                words += [option, pattern]
+    return shlex.join([*words, "--store", url])
