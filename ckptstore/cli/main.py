@@ -64,6 +64,8 @@ COMMANDS: Final = {
     "verify": "verify",
     "repair": "repair",
     "replicate": "replicate",
+    "replica": "replica",
+    "evict": "evict",
     "archive": "archive",
     "export": "export",
     "import": "import_",

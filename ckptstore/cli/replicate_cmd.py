@@ -10,10 +10,12 @@ import typer
 
 from ckptstore.cli.options import (
     AsJson,
+    Key,
     Quiet,
     SingleWriter,
     StorageOptions,
     StoreUrl,
+    ToKey,
     ToOptions,
     parse_storage_options,
 )
@@ -22,7 +24,7 @@ from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened, vouching
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text
 from ckptstore.errors import IntegrityError
-from ckptstore.store.replicating import open_target
+from ckptstore.store.replicating import open_target_of
 
 if TYPE_CHECKING:
     from ckptstore.ops.replicate import ReplicateReport
@@ -75,9 +77,11 @@ def replicate(
         ),
     ] = False,
     to_option: ToOptions = None,
+    to_key: ToKey = None,
     single_writer: SingleWriter = False,
     store: StoreUrl = None,
     option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
@@ -91,13 +95,14 @@ def replicate(
     rate = 0.0 if limit_rate is None else float(parse_bytes(limit_rate))
     # What is noted in the source is worth less than the copy: a source may be read-only.
     with (
-        opened(store, option, writing=not dry_run, single_writer=single_writer) as source,
+        opened(store, option, key=key, writing=not dry_run, single_writer=single_writer) as source,
         vouching(),
-        open_target(
+        open_target_of(
+            source,
             to,
-            chunk_bytes=source.info.chunk_bytes,
             dry_run=dry_run,
             single_writer=single_writer,
+            key=to_key,
             **parse_storage_options(to_option or ()),
         ) as target,
     ):

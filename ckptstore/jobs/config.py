@@ -59,6 +59,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """One of the two stores."""
 
     url: Annotated[str, msgspec.Meta(min_length=1)]
+    """Of the target, ``replica:NAME`` too: one that the source has a name for."""
     options: dict[str, Any] = {}
     """For the storage library, such as ``endpoint_url``. Credentials belong into their chains."""
     single_writer: bool = False

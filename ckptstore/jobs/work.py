@@ -28,7 +28,7 @@ from ckptstore.ops.evict import evict
 from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
 from ckptstore.ops.retain import retain
 from ckptstore.ops.select_versions import select_versions
-from ckptstore.store.replicating import open_target
+from ckptstore.store.replicating import open_target_of
 from ckptstore.store.store import Store, open_store
 
 __all__ = ["run_job"]
@@ -84,13 +84,12 @@ def run_job(
             )
         )
         target = stack.enter_context(
-            open_target(
+            open_target_of(
+                source,
                 job.target.url,
-                chunk_bytes=source.info.chunk_bytes,
                 dry_run=dry_run,
                 single_writer=job.target.single_writer,
                 key=job.target.key,
-                secret=source.info.encryption is not None,
                 **job.target.options,
             )
         )

@@ -36,6 +36,8 @@ class Checking:
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
 
+        def _named(self, text: object) -> Checking | None: ...
+
     def verify(
         self,
         refs: Sequence[str] | None = None,
@@ -135,7 +137,7 @@ class Checking:
         ----------
         source
             A second store, or where it is: a copy of this one, or any store that holds the same
-            tensors. It is only read.
+            tensors. Or ``"replica:NAME"``. It is only read.
         level
             How the damage is found: ``full`` reads every byte of this store first.
         dry_run
@@ -171,6 +173,7 @@ class Checking:
                 progress=progress,
             )
 
+        source = self._named(source) or source
         if source is None or isinstance(source, Checking):
             return run(None if source is None else source._repo)
         options = Options(read_only=True)

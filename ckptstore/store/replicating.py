@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptstore.ops.replicate import ReplicateReport
     from ckptstore.store.store import Store
 
-__all__ = ["Replicating", "open_target"]
+__all__ = ["Replicating", "open_target", "open_target_of"]
 
 
 class Replicating:
@@ -36,6 +36,8 @@ class Replicating:
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
+
+        def _named(self, text: object) -> Store | None: ...
 
     def replicate(
         self,
@@ -61,7 +63,8 @@ class Replicating:
         Parameters
         ----------
         to
-            The other store; or where it is: it is made there, if there is none.
+            The other store; or where it is: it is made there, if there is none. Or
+            ``"replica:NAME"``; see :meth:`Store.add_replica`.
         refs
             Versions; with neither `refs` nor `runs` nor `keep`: all of the store.
         runs
@@ -103,6 +106,7 @@ class Replicating:
         from ckptstore.ops.select_versions import select_versions
         from ckptstore.store.store import Store
 
+        to = self._named(to) or to
         if to_key is not None and isinstance(to, Store):
             msg = "to_key is for the place of a store, not for one that is open"
             raise InvalidInputError(msg, hint="open it with its key")
@@ -192,3 +196,35 @@ def open_target(
             name = SYSTEM.random_hex(8)
             store = open_store(f"memory://stand-in-{name}", create=True, chunk_bytes=chunk_bytes)
         yield stack.enter_context(store)
+
+
+@contextmanager
+def open_target_of(
+    source: Store,
+    url: str,
+    *,
+    dry_run: bool,
+    **options: Any,  # noqa: ANN401 - passed on to open_target
+) -> Iterator[Store]:
+    """Open what versions of a store are to come to: a place, or ``replica:NAME``.
+
+    Raises
+    ------
+    NotFoundError
+        The store has no replica of this name.
+    CkptStoreError
+        As :func:`open_target`.
+    """
+    from ckptstore.store.tiers import PREFIX
+
+    if url.startswith(PREFIX):
+        name = url.removeprefix(PREFIX)
+        given = {key: value for key, value in options.items() if value}
+        if given:
+            source._opened.give(name, given)
+        yield source.replica(name)
+        return
+    size = source.info.chunk_bytes
+    secret = source.info.encryption is not None
+    with open_target(url, chunk_bytes=size, dry_run=dry_run, secret=secret, **options) as target:
+        yield target

@@ -1,0 +1,108 @@
+"""``ckptstore evict``: keep only the record of versions that a replica has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckptstore.cli.options import (
+    AsJson,
+    Key,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+    ToKey,
+    ToOptions,
+    parse_storage_options,
+)
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.session import full_ref, opened
+from ckptstore.cli.text import bytes_text, counted
+from ckptstore.errors import IntegrityError
+from ckptstore.store.replicating import open_target_of
+
+if TYPE_CHECKING:
+    from ckptstore.ops.evict import EvictReport
+
+__all__ = ["evict"]
+
+
+def evict(
+    to: Annotated[
+        str,
+        typer.Option("--replica", metavar="NAME", help="The replica that must have them."),
+    ],
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Versions.")] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option("--run", metavar="RUN", help="All versions of this run. Repeatable."),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep",
+            metavar="RULES",
+            help="Of the runs, what a retention policy of these rules would keep stays: "
+            "'last 5, best 2 val_loss'. Repeatable.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what would go; change nothing.")
+    ] = False,
+    to_option: ToOptions = None,
+    to_key: ToKey = None,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    key: Key = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Keep but the record of versions that a replica has; loads then read them there.
+
+    Only of what the replica has now, read back, and is seen to hold; never of what is tagged or
+    pinned, nor the head of a run. The next collection frees the space.
+    """
+    output = Output("evict", as_json=json, quiet=quiet)
+    options: dict[str, Any] = {**parse_storage_options(to_option or ()), "key": to_key}
+    with (
+        opened(store, option, key=key, writing=not dry_run, single_writer=single_writer) as here,
+        open_target_of(here, f"replica:{to}", dry_run=dry_run, **options),
+    ):
+        report = here.evict(
+            [full_ref(here, ref) for ref in refs] if refs else None,
+            replica=to,
+            runs=run or None,
+            keep=keep or None,
+            dry_run=dry_run,
+        )
+        document = {
+            "store": here.url,
+            "replica": to,
+            "dry_run": dry_run,
+            "evicted": [{"id": one.id, "run": one.run, "step": one.step} for one in report.evicted],
+            "missed": list(report.missed),
+            "returned": list(report.returned),
+            "lost": [one.version for one in report.lost],
+            "reclaimable_bytes": report.reclaimable_bytes,
+        }
+        output.show(document, lambda screen: _draw(screen, report, to, dry_run=dry_run))
+    if report.lost:
+        raise typer.Exit(IntegrityError.exit_code)
+
+
+def _draw(screen: Screen, report: EvictReport, name: str, *, dry_run: bool) -> None:
+    count = counted(len(report.evicted), "version")
+    freed = bytes_text(report.reclaimable_bytes)
+    would = "would keep" if dry_run else "kept"
+    screen.line(f"{would} only the record of {count}: {freed} for the next ckptstore gc")
+    for one in report.evicted:
+        screen.line(f"{one.run}@{one.step} {one.id[:8]}")
+    if report.missed:
+        screen.line(f"{counted(len(report.missed), 'version')} not whole in {name}: stay here")
+    if report.returned:
+        screen.line(f"{counted(len(report.returned), 'version')} let go by {name} meanwhile: stay")
+    for failure in report.lost:
+        screen.line(f"{failure.run}@{failure.step}: {failure.message}", style="red")

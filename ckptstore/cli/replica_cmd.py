@@ -1,0 +1,129 @@
+"""``ckptstore replica``: give other stores names, by which loads, jobs and commands find them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from ckptstore.cli.options import (
+    AsJson,
+    Key,
+    Quiet,
+    SingleWriter,
+    StorageOptions,
+    StoreUrl,
+    ToKey,
+    ToOptions,
+    parse_storage_options,
+)
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.session import opened
+from ckptstore.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from ckptstore.model import ReplicaInfo
+    from ckptstore.store import Store
+
+__all__ = ["replica"]
+
+
+class Action(StrEnum):
+    """What is to be done."""
+
+    ADD = "add"
+    LS = "ls"
+    RM = "rm"
+
+
+def replica(
+    action: Annotated[Action, typer.Argument(help="add NAME URL, ls, or rm NAME.")],
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="What the replica is called.")
+    ] = None,
+    url: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help="Where it is; with add.")
+    ] = None,
+    create: Annotated[
+        bool, typer.Option("--create", help="With add: make the store where there is none.")
+    ] = False,
+    to_option: ToOptions = None,
+    to_key: ToKey = None,
+    single_writer: SingleWriter = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    key: Key = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Name other stores that keep versions of this one: list them, add one, forget one.
+
+    Loads of what is not here any more turn to them; --to replica:NAME and jobs find them. The log
+    keeps name, place and id; never options, keys or credentials. A store of another id in the place
+    of one is refused. Nothing is copied and nothing is deleted.
+    """
+    output = Output("replica", as_json=json, quiet=quiet)
+    _check(action, name, url)
+    writing = action is not Action.LS
+    with opened(store, option, key=key, writing=writing, single_writer=single_writer) as found:
+        if action is Action.ADD:
+            options: dict[str, Any] = parse_storage_options(to_option or ())
+            if to_key is not None:
+                options["key"] = to_key
+            added = found.add_replica(str(name), str(url), create=create, **options)
+            _show_one(output, found, added, f"{added.name} is {added.url}, store {added.store[:8]}")
+        elif action is Action.RM:
+            gone = found.repo.refresh().replicas.get(str(name))
+            found.remove_replica(str(name))
+            if gone is not None:
+                _show_one(
+                    output, found, gone, f"{gone.name} is forgotten, not deleted: {gone.url}"
+                )
+        else:
+            _list(output, found)
+
+
+def _check(action: Action, name: str | None, url: str | None) -> None:
+    wanted = {Action.ADD: (True, True), Action.RM: (True, False), Action.LS: (False, False)}
+    if (name is not None, url is not None) != wanted[action]:
+        usage = {"add": "add NAME URL", "rm": "rm NAME", "ls": "ls"}[action.value]
+        msg = f"replica {action.value} is given the wrong number of arguments"
+        raise InvalidInputError(msg, hint=f"ckptstore replica {usage}")
+
+
+def _show_one(output: Output, store: Store, one: ReplicaInfo, text: str) -> None:
+    document = {"store": store.url, "replica": msgspec.to_builtins(one)}
+    output.show(document, lambda screen: screen.line(text))
+
+
+def _list(output: Output, store: Store) -> None:
+    catalog = store.repo.refresh()
+    rows = list(catalog.replicas.values())
+    counts = dict.fromkeys((one.store for one in rows), 0)
+    lacking = dict.fromkeys(counts, 0)
+    for version in catalog.versions():
+        for one in counts:
+            counts[one] += one in version.replicas
+            lacking[one] += one not in version.replicas and version.level != "record"
+    document = {
+        "store": store.url,
+        "replicas": [
+            {
+                **msgspec.to_builtins(one),
+                "versions": counts[one.store],
+                "missing": lacking[one.store],
+            }
+            for one in rows
+        ],
+    }
+
+    def draw(screen: Screen) -> None:
+        if not rows:
+            screen.line("no replica has a name; ckptstore replica add NAME URL")
+        for one in rows:
+            has = f"{counts[one.store]} versions noted, {lacking[one.store]} missing"
+            screen.line(f"{one.name}  {one.url}  {one.store[:8]}  {has}")
+
+    output.show(document, draw)
