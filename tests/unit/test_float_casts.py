@@ -58,6 +58,32 @@ def test_casts_are_those_of_torch(source: str, target: str) -> None:
     assert np.isnan(to_float64(target, made[missing])).all()
 
 
+def _rounded(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
+    """Return float32 bits as bfloat16 ones, as the definition says: element by element."""
+    made = []
+    for one in bits.tolist():
+        if one & 0x7FFF_FFFF > 0x7F80_0000:
+            made.append(one >> 31 << 15 | 0x7FC0)
+        else:
+            made.append((one + 0x7FFF + (one >> 16 & 1)) >> 16)
+    return np.array(made, np.uint16)
+
+
+@pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 65_535, 65_536, 65_537, 140_000])
+@pytest.mark.parametrize("ties", [0, 1, 63, 64, 65, 66, 5000])
+def test_ties_and_nan_are_found_wherever_they_are(size: int, ties: int) -> None:
+    """Few ties or many, at the ends of the steps of the cast, beside NaN or alone."""
+    random = np.random.default_rng(size + ties)
+    bits = random.integers(0, 1 << 32, size, np.uint32) & np.uint32(0xBF7F_FFFF) | np.uint32(1)
+    ends = [place for place in (0, 65_535, 65_536, size - 1) if place < size]
+    places = np.concatenate([ends, random.permutation(size)]).astype(np.int64)[:ties]
+    bits[places] = bits[places] & np.uint32(0xFFFF_0000) | np.uint32(0x8000)
+    for missing in (0, 2):
+        bits[random.integers(0, size, missing)] = np.uint32(0xFFFF_8000)
+        bits[random.integers(0, size, missing)] = np.uint32(0x7F80_0001)
+        assert np.array_equal(recast("float32", "bfloat16", bits), _rounded(bits))
+
+
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: str(name))
 def test_zeros_and_infinities_keep_their_sign(source: str, target: str) -> None:
     """-0 is -0 in every format; an infinity stays where there is one, else the largest value."""
