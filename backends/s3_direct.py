@@ -24,6 +24,7 @@ from botocore.config import Config
 
 from ckptstore import limits
 from ckptstore.backends.s3_calls import Accept, Foreign, Request
+from ckptstore.backends.s3_connections import acknowledge_at_once
 from ckptstore.backends.s3_settings import Settings
 
 __all__ = ["DirectCalls", "DirectFactory"]
@@ -112,6 +113,7 @@ class DirectFactory:
         loader = _shared_loader(session.get_config_variable("data_path"))
         session.register_component("data_loader", loader)
         client = session.create_client("s3", **settings.client, config=Config(**config))
+        acknowledge_at_once(client)
         chosen = config.get("s3") or {}
         if not settings.anonymous and "payload_signing_enabled" not in chosen:
             client.meta.events.register("before-call.s3.PutObject", _seal)
