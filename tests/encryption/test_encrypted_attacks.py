@@ -1,0 +1,315 @@
+"""What whoever holds the bucket can change, and that each change is noticed where it can be."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ckptstore
+from ckptstore import limits
+from ckptstore.backends.encrypted import EncryptedBackend
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.sealing import DataKey
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    EncryptionKeyError,
+    IntegrityError,
+    WrongKeyError,
+)
+from ckptstore.format.encryption import decode_key_record, encode_key_record
+from ckptstore.format.framing import encode_envelope
+from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES
+from ckptstore.format.superblock import decode_superblock, encode_superblock
+
+SEGMENT = 4096
+STEP = SEGMENT + TAG_BYTES
+NAME = "packs/ab/x.pack"
+
+
+def sealed(size: int = 3 * SEGMENT + 100, key: str = NAME) -> tuple[MemoryBackend, bytes]:
+    """Return a memory backend with one encrypted object, and its stored bytes."""
+    memory = MemoryBackend(f"attack-{next(_NUMBERS)}")
+    EncryptedBackend(memory, DataKey(b"k" * 31 + b"1"), segment_bytes=SEGMENT).put(
+        key, bytes(i % 251 for i in range(size))
+    )
+    return memory, memory.objects[key].data
+
+
+_NUMBERS = itertools.count()
+
+
+def refused(memory: MemoryBackend, key: str = NAME, size: int = 3 * SEGMENT + 100) -> None:
+    """Check that neither the object nor its range comes back: an error of integrity does."""
+    backend = EncryptedBackend(memory, DataKey(b"k" * 31 + b"1"), segment_bytes=SEGMENT)
+    with pytest.raises(CorruptObjectError):
+        backend.get(key, bytes_max=10 * size)
+    with pytest.raises(CorruptObjectError):
+        backend.read_into(key, 0, [memoryview(bytearray(size))])
+
+
+@given(data=st.data())
+def test_every_flipped_bit_is_noticed(data: st.DataObject) -> None:
+    """Magic, salt, ciphertext, tags: no bit of an object can be changed."""
+    memory, raw = sealed()
+    place = data.draw(st.integers(0, len(raw) - 1))
+    bad = bytearray(raw)
+    bad[place] ^= 1 << data.draw(st.integers(0, 7))
+    memory.put(NAME, bytes(bad))
+    refused(memory)
+
+
+@given(cut=st.integers(0, 3 * SEGMENT + 100 + HEADER_BYTES + 4 * TAG_BYTES - 1))
+def test_every_cut_is_noticed(cut: int) -> None:
+    """An object that ends early does not decrypt, wherever it was cut."""
+    memory, raw = sealed()
+    memory.put(NAME, raw[:cut])
+    refused(memory)
+
+
+@pytest.mark.parametrize("segments", [0, 1, 2, 3])
+def test_cuts_at_borders_of_segments_are_noticed(segments: int) -> None:
+    """The last segment is sealed as such: no other one can take its place."""
+    memory, raw = sealed(4 * SEGMENT)
+    memory.put(NAME, raw[: HEADER_BYTES + segments * STEP])
+    refused(memory, size=max(1, segments * SEGMENT))
+
+
+def test_what_is_appended_is_noticed() -> None:
+    """Zeros, a segment a second time, the whole object again."""
+    memory, raw = sealed(2 * SEGMENT)
+    for more in (b"\0", bytes(STEP), raw[HEADER_BYTES : HEADER_BYTES + STEP], raw[-STEP:], raw):
+        memory.put(NAME, raw + more)
+        backend = EncryptedBackend(memory, DataKey(b"k" * 31 + b"1"), segment_bytes=SEGMENT)
+        with pytest.raises(CorruptObjectError):
+            backend.get(NAME, bytes_max=10**6)
+        size = backend.stat(NAME).size_bytes  # the end of what is listed now
+        with pytest.raises(CorruptObjectError):
+            backend.read_into(NAME, 0, [memoryview(bytearray(size))])
+
+
+def test_segments_cannot_change_places() -> None:
+    """Within an object, and between two writes of one name."""
+    memory, raw = sealed(4 * SEGMENT)
+    parts = [raw[HEADER_BYTES + i * STEP : HEADER_BYTES + (i + 1) * STEP] for i in range(4)]
+    memory.put(NAME, raw[:HEADER_BYTES] + parts[1] + parts[0] + parts[2] + parts[3])
+    refused(memory, size=SEGMENT)
+    _, second = sealed(4 * SEGMENT)
+    assert second != raw
+    memory.put(NAME, raw[: HEADER_BYTES + STEP] + second[HEADER_BYTES + STEP :])
+    refused(memory, size=4 * SEGMENT)
+
+
+def test_an_object_cannot_change_its_name() -> None:
+    """Bytes of one object under another's name do not decrypt, nor do those of another store."""
+    memory, raw = sealed()
+    memory.put("packs/cd/y.pack", raw)
+    refused(memory, "packs/cd/y.pack")
+    other = EncryptedBackend(
+        memory, DataKey(b"another key " * 2 + b"12345678"), segment_bytes=SEGMENT
+    )
+    with pytest.raises(CorruptObjectError, match="does not decrypt"):
+        other.get(NAME, bytes_max=10**6)
+
+
+def test_a_plain_object_is_not_taken() -> None:
+    """An object that was never encrypted is not one of an encrypted store."""
+    memory, _ = sealed()
+    memory.put(NAME, bytes(4 * SEGMENT))
+    refused(memory)
+
+
+# --- a whole store ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path, key: bytes) -> Path:
+    """Return an encrypted store with three versions, closed."""
+    with ckptstore.open(tmp_path / "s", create=True, key=key) as store:
+        for step in (1, 2, 3):
+            store.run("r").save({"x": torch.full((300_000,), float(step))}, step=step)
+    return tmp_path / "s"
+
+
+def test_an_old_commit_under_another_number_is_noticed(place: Path, key: bytes) -> None:
+    """The log cannot be put together from commits that were there once."""
+    folder = place / "commits" / "000000"
+    shutil.copy(folder / "000000000001.json", folder / "000000000003.json")
+    with (
+        ckptstore.open(place, key=key) as store,
+        pytest.raises(CorruptObjectError, match=r"000000000003\.json does not decrypt"),
+    ):
+        store.runs()
+
+
+def test_packs_cannot_be_exchanged(place: Path, key: bytes) -> None:
+    """One pack's bytes under another's name are damage, and verify says so."""
+    one, two, _ = sorted(place.glob("packs/*/*.pack"))
+    shutil.copy(one, two)
+    with ckptstore.open(place, key=key) as store:
+        (damaged,) = store.verify().damaged_versions
+        with pytest.raises(IntegrityError, match="does not decrypt"):
+            store.load(f"#{damaged}")
+
+
+def test_damage_costs_what_it_hits(tmp_path: Path, key: bytes) -> None:
+    """A flipped bit in a pack of several chunks costs those of its segment; repair has the rest."""
+    with ckptstore.open(tmp_path / "s", create=True, key=key, chunk_bytes=1 << 16) as store:
+        state = {f"t{i}": torch.randn(16_384) for i in range(64)}
+        store.run("r").save(state, step=1)
+        with ckptstore.open(tmp_path / "copy", create=True) as copy:
+            store.replicate(copy)
+    (pack, *_) = sorted((tmp_path / "s").glob("packs/*/*.pack"))
+    data = bytearray(pack.read_bytes())
+    data[len(data) // 2] ^= 1
+    pack.write_bytes(bytes(data))
+    with ckptstore.open(tmp_path / "s", key=key) as store:
+        report = store.verify()
+        hit = {problem.tensor for problem in report.problems if problem.tensor}
+        assert 1 <= len(hit) <= 3
+        with ckptstore.open(tmp_path / "copy", read_only=True) as copy:
+            assert store.repair(copy).ok
+        assert store.verify().ok
+        assert torch.equal(store.load("r@1")["t5"], state["t5"])
+
+
+def test_rollback_of_the_log_is_not_noticed_by_those_who_know_nothing(
+    place: Path, key: bytes
+) -> None:
+    """What cannot be noticed is said: the newest commits may be withheld from whoever is new."""
+    with ckptstore.open(place, key=key, read_only=True) as knowing:
+        assert len(knowing.versions()) == 3
+        (place / "commits" / "000000" / "000000000003.json").unlink()
+        with ckptstore.open(place, key=key, read_only=True) as new:
+            assert len(new.versions()) == 2
+
+
+# --- the clear objects --------------------------------------------------------------------------
+
+
+def change_superblock(place: Path, change: Callable[[dict[str, object]], None]) -> None:
+    """Replace ``store.json`` by one that says something else, with a digest that matches."""
+    path = place / "store.json"
+    body = json.loads(path.read_bytes())["body"]
+    change(body)
+    path.write_bytes(encode_envelope(json.dumps(body).encode()))
+
+
+@pytest.mark.parametrize("size", [1 << 62, 4 * limits.MIB + 1, 0, -1, 4095])
+def test_hostile_sizes_of_segments_are_refused(place: Path, key: bytes, size: int) -> None:
+    """No store makes its reader take memory for a segment beyond the limits."""
+    change_superblock(place, lambda body: body["encryption"].update(segment_bytes=size))  # type: ignore[attr-defined]
+    with pytest.raises(CorruptObjectError, match="segment_bytes"):
+        ckptstore.open(place, key=key)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda body: body["encryption"].update(segment_bytes=8192),
+        lambda body: body["encryption"].update(check="0" * 32),
+        lambda body: body.update(store_id="0" * 32),
+        lambda body: body.update(chunk_bytes=65536),
+    ],
+    ids=["segment", "check", "store", "chunk"],
+)
+def test_what_the_superblock_says_is_bound_to_the_key(
+    place: Path, key: bytes, change: Callable[[dict[str, object]], None]
+) -> None:
+    """Parameters that the key's owner did not choose are noticed before anything is read."""
+    change_superblock(place, change)
+    with pytest.raises(CorruptObjectError, match="contradict"):
+        ckptstore.open(place, key=key)
+
+
+@pytest.mark.parametrize("field", ["store_id", "chunk_bytes", "created_at_ms", "encryption"])
+def test_both_clear_objects_together_are_bound_to_the_key(
+    place: Path, key: bytes, field: str
+) -> None:
+    """Whoever changes both so that they agree cannot wrap the key anew."""
+    where = place / "keys" / "000000000001.json"
+    record = decode_key_record(where.read_bytes(), where="keys/1")
+    said = decode_superblock((place / "store.json").read_bytes(), where="store.json")
+    new = {
+        "store_id": "0" * 32,
+        "chunk_bytes": 65536,
+        "created_at_ms": 5,
+        "encryption": msgspec.structs.replace(record.encryption, segment_bytes=8192),
+    }[field]
+    where.write_bytes(encode_key_record(msgspec.structs.replace(record, **{field: new})))
+    (place / "store.json").write_bytes(
+        encode_superblock(msgspec.structs.replace(said, **{field: new}))
+    )
+    with pytest.raises(CorruptObjectError, match="was changed"):
+        ckptstore.open(place, key=key)
+
+
+def test_a_store_cannot_be_passed_off_as_a_plain_one(place: Path, key: bytes) -> None:
+    """Whoever gives a key is told that nothing is encrypted, and writes nothing."""
+
+    def plain(body: dict[str, object]) -> None:
+        body["features"] = []
+        del body["encryption"]
+
+    change_superblock(place, plain)
+    with pytest.raises(EncryptionKeyError, match="is not encrypted, but a key was given"):
+        ckptstore.open(place, key=key)
+
+
+@pytest.mark.parametrize("part", ["features", "encryption"])
+def test_half_a_feature_is_refused(place: Path, key: bytes, part: str) -> None:
+    """The feature and its parameters come together."""
+
+    def without(body: dict[str, object]) -> None:
+        if part == "features":
+            body["features"] = []
+        else:
+            del body[part]
+
+    change_superblock(place, without)
+    with pytest.raises(CorruptObjectError, match="contradicts itself"):
+        ckptstore.open(place, key=key)
+
+
+def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: bytes) -> None:
+    """Every kind of damage is an error with what to do; nothing else was read."""
+    where = place / "keys" / "000000000001.json"
+    good = where.read_bytes()
+    shutil.rmtree(place / "commits")  # whoever read on would find the log gone
+    body = json.loads(good)["body"]
+    hostile: list[bytes] = [b"", good[:-5], good.replace(b'"number":1', b'"number":2')]
+    changes: tuple[dict[str, object], ...] = (
+        {"number": 2},
+        {"slots": []},
+        {"slots": body["slots"] * 17},
+        {"encryption": {**body["encryption"], "segment_bytes": 1 << 40}},
+        {"encryption": {**body["encryption"], "cipher": "none"}},
+        {"slots": [{**body["slots"][0], "wrapped": "0" * 96}]},
+        {"slots": [{**body["slots"][0], "wrapped": "0" * 94}]},
+        {"magic": "something"},
+        {"format": 2},
+    )
+    hostile += [encode_envelope(json.dumps({**body, **change}).encode()) for change in changes]
+    for data in hostile:
+        where.write_bytes(data)
+        with pytest.raises(CkptStoreError) as caught:
+            ckptstore.open(place, key=key)
+        assert caught.value.kind in {"corrupt_object", "format", "unsupported_feature"}
+    where.write_bytes(bytes(limits.KEY_RECORD_BYTES_MAX + 1))
+    with pytest.raises(CorruptObjectError):
+        ckptstore.open(place, key=key)
+    where.unlink()
+    with pytest.raises(CorruptObjectError, match="no record of its keys"):
+        ckptstore.open(place, key=key)
+    where.write_bytes(good)
+    with pytest.raises(WrongKeyError):
+        ckptstore.open(place, key=other)

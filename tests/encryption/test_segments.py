@@ -1,0 +1,205 @@
+"""Segments against a plain model: sizes, ranges, pieces of writes; and what a range costs."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptstore import limits
+from ckptstore.backends.base import ObjectInfo
+from ckptstore.backends.encrypted import EncryptedBackend
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.sealing import DataKey
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.errors import CorruptObjectError
+from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES, Layout, nonce
+from ckptstore.testing.side_door import pattern
+
+SEGMENT = 4096
+LAYOUT = Layout(segment_bytes=SEGMENT)
+
+near_borders = st.one_of(
+    st.integers(0, 5 * SEGMENT),
+    st.builds(lambda k, d: max(0, k * SEGMENT + d), st.integers(0, 4), st.integers(-20, 20)),
+)
+
+
+class Asked(WrapperBackend):
+    """Notes what is asked of the storage."""
+
+    def __init__(self, inner: MemoryBackend) -> None:
+        super().__init__(inner)
+        self.ranges: list[tuple[int, int]] = []
+        self.stats = 0
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Note the range."""
+        self.ranges.append((offset, sum(len(buffer) for buffer in buffers)))
+        self.inner.read_into(key, offset, buffers)
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Count."""
+        self.stats += 1
+        return self.inner.stat(key)
+
+
+def encrypted(segment_bytes: int = SEGMENT) -> tuple[EncryptedBackend, Asked]:
+    """Return an encrypted backend on memory of its own, and what is below it."""
+    below = Asked(MemoryBackend(uuid.uuid4().hex))
+    return EncryptedBackend(below, DataKey(b"k" * 32), segment_bytes=segment_bytes), below
+
+
+@given(size=near_borders, segment=st.sampled_from([4096, 5000, 65536]))
+def test_sizes_go_there_and_back(size: int, segment: int) -> None:
+    """The size without encryption follows from the size with it, exactly, for every size."""
+    layout = Layout(segment_bytes=segment)
+    sealed = layout.sealed_bytes(size)
+    assert layout.plain_bytes(sealed) == layout.check(sealed, where="x") == size
+    assert sealed == HEADER_BYTES + size + TAG_BYTES * max(1, -(-size // segment))
+
+
+@given(sealed=st.integers(0, 6 * (SEGMENT + TAG_BYTES)))
+def test_a_size_is_either_somebodys_or_refused(sealed: int) -> None:
+    """Every size of a stored object is that of exactly one size without encryption, or of none."""
+    fits = [
+        n
+        for n in range(LAYOUT.plain_bytes(sealed), LAYOUT.plain_bytes(sealed) + 2)
+        if LAYOUT.sealed_bytes(n) == sealed
+    ]
+    if fits:
+        assert LAYOUT.check(sealed, where="x") == fits[0]
+    else:
+        with pytest.raises(CorruptObjectError, match="cut off"):
+            LAYOUT.check(sealed, where="x")
+    assert 0 <= LAYOUT.plain_bytes(sealed) <= sealed
+
+
+@given(sizes=st.lists(st.integers(0, 4 * (SEGMENT + TAG_BYTES)), min_size=2, max_size=2))
+def test_more_bytes_are_never_listed_as_less(sizes: list[int]) -> None:
+    """Sizes in a listing are in the order of what is stored, also of what was cut off."""
+    small, large = sorted(sizes)
+    assert LAYOUT.plain_bytes(small) <= LAYOUT.plain_bytes(large)
+
+
+def test_nonces_of_an_object_differ() -> None:
+    """Number and end are both in the nonce."""
+    nonces = {nonce(index, last=last) for index in range(1000) for last in (False, True)}
+    assert len(nonces) == 2000
+    assert {len(one) for one in nonces} == {12}
+    assert nonce(2**32, last=True) == (2**40 + 1).to_bytes(12, "big")
+
+
+@given(
+    size=near_borders,
+    ranges=st.lists(st.tuples(near_borders, near_borders), min_size=1, max_size=4),
+    cuts=st.lists(st.integers(0, 3 * SEGMENT), max_size=4),
+)
+def test_ranges_are_those_of_a_plain_object(
+    size: int, ranges: list[tuple[int, int]], cuts: list[int]
+) -> None:
+    """Any range, into any buffers, is what a plain object gives; beyond its end, an error."""
+    backend, _ = encrypted()
+    data = pattern(size)
+    backend.put("packs/ab/x.pack", data)
+    for offset, count in ranges:
+        edges = sorted({0, count, *(cut for cut in cuts if cut < count)})
+        buffers = [memoryview(bytearray(b - a)) for a, b in pairwise(edges)] or [
+            memoryview(bytearray(0))
+        ]
+        if offset + count > size:
+            with pytest.raises(CorruptObjectError):
+                backend.read_into("packs/ab/x.pack", offset, buffers)
+        else:
+            backend.read_into("packs/ab/x.pack", offset, buffers)
+            assert b"".join(buffers) == data[offset : offset + count]
+
+
+@given(parts=st.lists(st.lists(st.integers(0, 2 * SEGMENT + 7), max_size=3), max_size=6))
+def test_a_writer_writes_what_it_is_given(parts: list[list[int]]) -> None:
+    """However an object is cut into writes, it is the object; its size is the plain one."""
+    backend, _ = encrypted()
+    data = pattern(sum(map(sum, parts)))
+    at = 0
+    with backend.open_writer("packs/ab/x.pack") as writer:
+        for sizes in parts:
+            buffers = []
+            for count in sizes:
+                buffers.append(bytearray(data[at : at + count]))
+                at += count
+            writer.write(buffers)
+            for buffer in buffers:
+                buffer[:] = bytes(len(buffer))  # may be reused
+        writer.commit()
+    assert backend.get("packs/ab/x.pack", bytes_max=len(data)) == data
+    (info,) = backend.list("")
+    assert info.size_bytes == backend.stat(info.key).size_bytes == len(data)
+
+
+def test_only_touched_segments_are_read() -> None:
+    """A range costs its segments, and once an object its size and its salt."""
+    backend, below = encrypted(limits.SEGMENT_BYTES_DEFAULT)
+    segment = limits.SEGMENT_BYTES_DEFAULT
+    backend.put("a", pattern(64 * segment))
+    out = memoryview(bytearray(10))
+    backend.read_into("a", 40 * segment + 5, [out])
+    step = segment + TAG_BYTES
+    assert below.stats == 1
+    assert below.ranges == [(0, HEADER_BYTES), (HEADER_BYTES + 40 * step, step)]
+    below.ranges.clear()
+    backend.read_into("a", 41 * segment - 5, [out])
+    assert below.stats == 1
+    assert below.ranges == [(HEADER_BYTES + 40 * step, 2 * step)]
+
+
+def test_the_beginning_of_an_object_comes_with_its_header() -> None:
+    """Who begins near the front pays one request for size, and one for header and range."""
+    backend, below = encrypted()
+    backend.put("a", pattern(10 * SEGMENT))
+    out = memoryview(bytearray(SEGMENT))
+    backend.read_into("a", 64, [out])
+    assert out == pattern(10 * SEGMENT)[64 : 64 + SEGMENT]
+    assert below.ranges == [(0, HEADER_BYTES + 2 * (SEGMENT + TAG_BYTES))]
+    assert below.stats == 1
+
+
+def test_reads_larger_than_a_request_are_cut() -> None:
+    """No request is larger than the storage's own limit and two segments."""
+    backend, below = encrypted(limits.SEGMENT_BYTES_DEFAULT)
+    size = 40 * limits.MIB
+    data = pattern(size)
+    backend.put("a", data)
+    out = memoryview(bytearray(size - 17))
+    backend.read_into("a", 17, [out[: 5 * limits.MIB], out[5 * limits.MIB :]])
+    assert out == data[17:]
+    most = below.capabilities.read_bytes_max + 3 * (limits.SEGMENT_BYTES_DEFAULT + TAG_BYTES)
+    assert len(below.ranges) > 1
+    assert all(count <= most for _, count in below.ranges)
+
+
+def test_what_is_kept_about_objects_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading ranges of many objects keeps no more than the limit of their heads."""
+    monkeypatch.setattr(limits, "ENCRYPTED_HEADS_MAX", 3)
+    backend, below = encrypted()
+    for index in range(10):
+        backend.put(f"a/{index}", b"x" * 10)
+        backend.read_into(f"a/{index}", 0, [memoryview(bytearray(5))])
+        assert len(backend._heads) <= 3
+    assert below.stats == 10
+
+
+def test_an_object_that_was_replaced_is_read_anew() -> None:
+    """What is known of an object is dropped where it does not fit: a repair replaces commits."""
+    backend, below = encrypted()
+    out = memoryview(bytearray(4))
+    backend.put("a", b"old bytes")
+    backend.read_into("a", 0, [out])
+    second = EncryptedBackend(below.inner, DataKey(b"k" * 32), segment_bytes=SEGMENT)
+    second.put("a", b"new")
+    second.put("a", b"newer bytes")
+    backend.read_into("a", 0, [out])
+    assert out == b"newe"
