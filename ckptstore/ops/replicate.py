@@ -164,6 +164,8 @@ class _Replication:
         coming = {version.id for version in self.missing}
         self.total_bytes = sum(map(_logical, self.missing))
         self.near.note_heads()
+        if self.missing:
+            replicate_catalog.begin(self.sides, self.line[0].run)
         records: list[Version] = []
         for version in self.line:
             if version.id in coming:

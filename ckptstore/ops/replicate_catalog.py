@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from ckptstore.catalog import replica_changes
+from ckptstore.catalog import changes, replica_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.errors import CkptStoreError
@@ -13,12 +13,26 @@ from ckptstore.format.commit import Op
 from ckptstore.model import Version
 from ckptstore.ops.replicate_sides import Sides, read_back
 
-__all__ = ["bring_records", "follow", "note"]
+__all__ = ["begin", "bring_records", "follow", "note"]
 
 _log = logging.getLogger("ckptstore")
 
 # Records whose operations are made at once: a commit takes no more of them.
 _RECORDS_AT_ONCE = 256
+
+
+def begin(sides: Sides, run: str) -> None:
+    """Make the first commit of an empty target: a run.
+
+    A copy that dies before its own first commit leaves a manifest; in a store without any commit
+    this would look like a log that was lost.
+    """
+    ways = sides.source.catalog.run(run).metrics
+
+    def build(now: Catalog) -> list[Op]:
+        return changes.ensure_run(now, run, ways) if not now.number else []
+
+    sides.target.log.append_any(build)
 
 
 def bring_records(sides: Sides, records: Sequence[Version]) -> None:

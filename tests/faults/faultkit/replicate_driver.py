@@ -1,13 +1,15 @@
 """Kills archival jobs with SIGKILL, again and again, and checks both stores after each.
 
-Run as ``python -m faultkit.replicate_driver FOLDER ROUNDS SEED ELEMENTS``; prints figures as JSON.
-A job replicates a store with forks and a rollback to a second one, evicts from the first what the
-second has, and collects. As in :mod:`faultkit.kill_driver`, half of the kills come after a random
-part of the usual time, the others right before or after a random system call on files.
+Run as ``python -m faultkit.replicate_driver FOLDER ROUNDS SEED ELEMENTS COMMAND``; prints figures
+as JSON. COMMAND is what is killed: ``archive`` replicates a store with forks and a rollback to a
+second one, evicts from the first what the second has, and collects; ``replicate`` does the first of
+it. As in :mod:`faultkit.kill_driver`, half of the kills come after a random part of the usual time,
+the others right before or after a random system call on files.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random  # noqa: TID251 - seeded
@@ -25,7 +27,7 @@ import torch
 import ckptstore
 import ckptstore.checkpoint.lazy
 import ckptstore.checkpoint.save
-from ckptstore.jobs import read_job, run_job
+from ckptstore.cli.main import main as cli
 from faultkit.kill_driver import Tripwire, finish, fork, names
 from faultkit.states import differences, state_of
 
@@ -65,15 +67,24 @@ def train(folder: Path, elements: int, tell: Tell) -> None:
     ckptstore.open(folder / "cold", create=True).close()
 
 
-def work(folder: Path, tell: Tell) -> None:
-    """Run the job once; tell when it begins, and whether it did all that it should."""
-    job = read_job(folder / "job.toml")
+def work(folder: Path, command: str, tell: Tell) -> None:
+    """Run the command once; tell when it begins, and with which code it ended."""
+    words = {
+        "archive": ["--job", f"{folder}/job.toml", "--report", f"{folder}/report.json"],
+        "replicate": ["--to", f"{folder}/cold", "--store", f"{folder}/hot"],
+    }
+    sys.argv = ["ckptstore", command, *words[command], "--quiet"]
     tell("begins")
-    report = run_job(job)
-    tell(json.dumps([step.error for step in report.steps if step.error]))
+    code: object = 0
+    with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        try:
+            cli()
+        except SystemExit as ended:
+            code = ended.code or 0
+    tell(json.dumps(code))
 
 
-def measure(folder: Path, tell: Tell) -> None:
+def measure(folder: Path, command: str, tell: Tell) -> None:
     """Run the job in a process like those that are killed; tell what that takes."""
     marks: list[float] = []
     wires: list[Tripwire] = []
@@ -83,7 +94,7 @@ def measure(folder: Path, tell: Tell) -> None:
             wires.append(Tripwire(0, after=False))
         marks.append(time.perf_counter())
 
-    work(folder, mark)
+    work(folder, command, mark)
     tell(json.dumps({"seconds": marks[1] - marks[0], "calls": wires[0].seen}))
 
 
@@ -117,8 +128,9 @@ def check(folder: Path, versions: list[list[Any]], elements: int, tell: Tell) ->
 class Campaign:
     """Rounds of kills; collects figures and problems."""
 
-    def __init__(self, folder: Path, seed: int, elements: int) -> None:
+    def __init__(self, folder: Path, seed: int, elements: int, command: str) -> None:
         self.folder = folder
+        self.command = command
         self.elements = elements
         self.chance = random.Random(seed)
         self.figures: Counter[str] = Counter()
@@ -136,7 +148,9 @@ class Campaign:
         told = finish(*fork(lambda tell: train(first, self.elements, tell)))
         self.versions = json.loads(told[-1])
         trial = self.renew(first, "trial", makes_target=0)
-        self.measured = json.loads(finish(*fork(lambda tell: measure(trial, tell)))[-1])
+        self.measured = json.loads(
+            finish(*fork(lambda tell: measure(trial, self.command, tell)))[-1]
+        )
         return first
 
     def renew(self, first: Path, name: str, *, makes_target: float = _MAKES_TARGET) -> Path:
@@ -155,12 +169,14 @@ class Campaign:
         before = names(folder)
         told = self.killed(folder)
         found = self.checked(folder)
-        kinds = {name.split("/")[1] for name in names(folder) - before if ".tmp-" not in name}
+        fresh = (name for name in names(folder) - before if ".tmp-" not in name)
+        kinds = {name.split("/")[1] for name in fresh if "/" in name}
         self.figures["rounds"] += 1
+        self.figures["killed"] += len(told) < 2
         ended = len(told) > 1
         if ended:
             self.figures["the job ended before the kill"] += 1
-            self.problems += [] if told[1] == "[]" else [f"the job says {told[1]}"]
+            self.problems += [] if told[1] == "0" else [f"it ended with code {told[1]}"]
         elif found.get("hot", 0) < self.now.get("hot", 0):
             self.figures["killed after versions were evicted"] += 1
         elif found.get("cold", 0) > self.now.get("cold", 0):
@@ -175,7 +191,7 @@ class Campaign:
     def killed(self, folder: Path) -> list[str]:
         """Run a job that is killed at some time or call; return what it told."""
         if self.chance.random() < 0.5:
-            pid, reading = fork(lambda tell: work(folder, tell))
+            pid, reading = fork(lambda tell: work(folder, self.command, tell))
             head = os.read(reading, len("begins\n"))
             time.sleep(self.chance.random() * self.measured["seconds"])
             os.kill(pid, signal.SIGKILL)
@@ -189,7 +205,7 @@ class Campaign:
                     Tripwire(at, after=after)
                 tell(line)
 
-            work(folder, armed)
+            work(folder, self.command, armed)
 
         return finish(*fork(action))
 
@@ -209,9 +225,10 @@ class Campaign:
                 folder = self.renew(first, "stores")
             if self.problems:
                 break
-        told = finish(*fork(lambda tell: work(folder, tell)))  # whatever was left does not stop it
+        # Whatever was left does not stop it.
+        told = finish(*fork(lambda tell: work(folder, self.command, tell)))
         if not self.problems and (
-            told[1:] != ["[]"] or self.checked(folder).get("cold") != len(self.versions)
+            told[1:] != ["0"] or self.checked(folder).get("cold") != len(self.versions)
         ):
             self.problems.append(f"the job after the last kill left something undone: {told}")
         return {"figures": self.figures, "problems": self.problems, **self.measured}
@@ -220,8 +237,8 @@ class Campaign:
 def main() -> None:
     """Run a campaign."""
     torch.set_num_threads(1)
-    folder, rounds, seed, elements = sys.argv[1:]
-    campaign = Campaign(Path(folder) / "campaign", int(seed), int(elements))
+    folder, rounds, seed, elements, command = sys.argv[1:]
+    campaign = Campaign(Path(folder) / "campaign", int(seed), int(elements), command)
     json.dump(campaign.run(int(rounds)), sys.stdout)
 
 
