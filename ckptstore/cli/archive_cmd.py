@@ -1,34 +1,77 @@
-"""``ckptstore archive``: run an archival job from a file."""
+"""``ckptstore archive``: move packs to colder storage classes; or run an archival job."""
 
 from __future__ import annotations
 
 import json as jsonlib
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
+import msgspec
 import typer
 
-from ckptstore import limits
-from ckptstore.cli.options import AsJson, Quiet
-from ckptstore.cli.output import Column, Output, Screen, encode_document
+from ckptstore.cli.archive_job import run_file
+from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import vouching
-from ckptstore.cli.text import age_text, bytes_text, counted, seconds_text
-from ckptstore.config import SYSTEM
-from ckptstore.errors import InvalidInputError
+from ckptstore.cli.session import full_ref, opened
+from ckptstore.cli.text import bytes_text, counted, seconds_text
+from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
-    from ckptstore.jobs.report import JobReport, StepReport
+    from ckptstore.ops.archive import ArchiveReport, PackTally
+    from ckptstore.store import Store
 
 __all__ = ["archive"]
 
+_LISTED = 10
+"""Packs shown that stay or could not be moved; the document has all."""
+
 
 def archive(
+    refs: Annotated[
+        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions to move.")
+    ] = None,
+    storage_class: Annotated[
+        str | None,
+        typer.Option(
+            "--class",
+            metavar="NAME",
+            help="The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS "
+            "NEARLINE, COLDLINE, ARCHIVE; STANDARD brings packs back.",
+        ),
+    ] = None,
+    run: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--run", metavar="RUN", help="All versions of this run, but its head. Repeatable."
+        ),
+    ] = None,
+    keep_hot: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--keep-hot",
+            metavar="RULES",
+            help="All versions but heads and those that these rules of a retention policy keep: "
+            "'last 5, tagged'. Repeatable.",
+        ),
+    ] = None,
+    min_age: Annotated[
+        str | None,
+        typer.Option(
+            "--min-age", metavar="TIME", help="Only what was saved so long ago, such as 30d."
+        ),
+    ] = None,
+    lifecycle: Annotated[
+        bool,
+        typer.Option(
+            "--lifecycle",
+            help="Move nothing: print a rule by which the bucket itself moves packs of --min-age.",
+        ),
+    ] = False,
     job: Annotated[
-        Path, typer.Option("--job", metavar="FILE", help="What is to be where: a TOML file.")
-    ],
+        Path | None,
+        typer.Option("--job", metavar="FILE", help="Run the archival job of this TOML file."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", "-n", help="Say what would be done; change nothing.")
     ] = False,
@@ -37,127 +80,134 @@ def archive(
         typer.Option(
             "--since",
             metavar="TIME",
-            help="Only versions saved since then: 2026-03-01T12:00:00Z; or `last`: the last run "
-            "that did all it should, as the file of --report says.",
+            help="Of a job: only versions saved since then: 2026-03-01T12:00:00Z; or `last`: the "
+            "last run that did all it should, as the file of --report says.",
         ),
     ] = None,
     report_file: Annotated[
         Path | None,
-        typer.Option("--report", metavar="FILE", help="Also write the JSON document to this file."),
+        typer.Option(
+            "--report", metavar="FILE", help="Of a job: also write the JSON document to this file."
+        ),
     ] = None,
     metrics: Annotated[
         Path | None,
         typer.Option(
             "--metrics",
             metavar="FILE",
-            help="Write figures for Prometheus's node exporter to this .prom file.",
+            help="Of a job: write figures for Prometheus's node exporter to this .prom file.",
         ),
     ] = None,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    key: Key = None,
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run an archival job: replicate, keep on either side what the file says, tell what is late.
+    """Move what only these versions need to a colder storage class; or run an archival job.
 
-    For cron, Slurm and Kubernetes. A run that was killed is finished by the next; two at once do
-    each other no harm. Exits with 0 if all was done, with the code of the first step that failed,
-    or with 7 if a version is not replicated that should be by now.
+    Packs that another version needs stay where they are. Run it again to finish what was
+    interrupted. A version in GLACIER or DEEP_ARCHIVE is listed as before, and loads after ckptstore
+    thaw. Exits with 7 if a pack could not be moved.
+
+    With --job: replicate, keep on either side what the file says, tell what is late. For cron,
+    Slurm and Kubernetes; a run that was killed is finished by the next, and two at once do each
+    other no harm. Exits with 0 if all was done, with the code of the first step that failed, or
+    with 7 if a version is not replicated that should be by now.
     """
-    from ckptstore.jobs import read_job, run_job
-    from ckptstore.jobs.files import replace_file
-    from ckptstore.jobs.report import exposition
-
     output = Output("archive", as_json=json, quiet=quiet)
-    wanted = read_job(job)
-    before = _last_success(report_file)
-    moment = before.covered_until if since == "last" else since
-    # What was saved shortly before may have shown shortly after, and clocks differ.
-    slack_s = limits.SINCE_SLACK_S if since == "last" else 0.0
-    with progress_bars(output) as progress, vouching():
-        done = run_job(
-            wanted,
-            dry_run=dry_run,
-            since_s=_seconds(moment) - slack_s if moment else None,
-            since_target=before.target_id if since == "last" else "",
-            progress=progress,
+    if job is not None:
+        if any((refs, storage_class, run, keep_hot, min_age, lifecycle)):
+            msg = "--job takes everything from its file"
+            raise InvalidInputError(msg, hint="its table [archive] is for storage classes")
+        run_file(
+            output, job, dry_run=dry_run, since=since, report_file=report_file, metrics=metrics
         )
-    if done.ok and not dry_run:
-        before = _Success(
-            last_success=done.began_at, covered_until=done.covered_until, target_id=done.target_id
-        )
-    document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
-    document |= {"last_success": before.last_success, "last": asdict(before)}
-    if report_file is not None and not dry_run:
-        replace_file(report_file, (encode_document(document) + "\n").encode())
-    if metrics is not None and not dry_run:
-        replace_file(metrics, exposition(done, now_s=SYSTEM.now_ms() / 1000).encode())
-    output.show(document, lambda screen: _draw(screen, done))
-    if done.exit_code:
-        raise typer.Exit(done.exit_code)
+        return
+    if since or report_file or metrics:
+        msg = "--since, --report and --metrics are of jobs"
+        raise InvalidInputError(msg, hint="give --job FILE")
+    if storage_class is None:
+        msg = "neither a storage class nor a job is given"
+        raise InvalidInputError(msg, hint="--class GLACIER, or --job FILE")
+    age_s = _seconds(min_age)
+    writing = not (dry_run or lifecycle)
+    with opened(store, option, writing=writing, key=key) as opening:
+        if lifecycle:
+            _show_rule(output, opening, storage_class, age_s)
+            return
+        if not (refs or run or keep_hot or min_age):
+            msg = "no version is named"
+            raise InvalidInputError(msg, hint="name REFs; or --run, --keep-hot, --min-age")
+        with progress_bars(output) as progress:
+            report = opening.archive(
+                [full_ref(opening, ref) for ref in refs] if refs else None,
+                storage_class=storage_class,
+                runs=run or None,
+                keep_hot=keep_hot or None,
+                min_age_s=age_s,
+                dry_run=dry_run,
+                progress=progress,
+            )
+        document = {"store": opening.url, "ok": report.ok, **msgspec.to_builtins(report)}
+        names = {version.id: f"{version.run}@{version.step}" for version in opening.versions()}
+        output.show(document, lambda screen: _draw(screen, report, names))
+    if not report.ok:
+        raise typer.Exit(PolicyError.exit_code)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Success:
-    """The last run that did all it should, as far as it is known."""
+def _seconds(text: str | None) -> float:
+    from ckptstore.catalog.rules import parse_duration
 
-    last_success: str = ""
-    """When it began."""
-    covered_until: str = ""
-    """What was saved before was old enough for it."""
-    target_id: str = ""
+    return 0.0 if text is None else float(parse_duration(text))
 
 
-def _last_success(path: Path | None) -> _Success:
-    if path is None or not path.exists():
-        return _Success()
-    try:
-        found: Any = jsonlib.loads(path.read_bytes())["last"]
-        return _Success(**{name: str(value) for name, value in found.items()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        msg = f"{path} is no report of a job: {error}"
-        raise InvalidInputError(msg, hint="name another file, or remove this one") from error
+def _show_rule(output: Output, store: Store, storage_class: str, age_s: float) -> None:
+    """Print the rule alone, as the provider's own tool takes it."""
+    from ckptstore.backends.storage_classes import check_class
+    from ckptstore.ops.archive import cold_storage_of
+
+    cold = cold_storage_of(store.repo)
+    rule = cold.lifecycle(check_class(storage_class), max(1, round(age_s / 86_400)))
+    text = jsonlib.dumps(rule, indent=2)
+    output.show(
+        {"store": store.url, "lifecycle": rule},
+        lambda screen: [screen.line(line) for line in text.splitlines()],
+    )
+    output.note(
+        "the rule goes by the age of packs alone: it also moves those that versions need which"
+        " should stay hot"
+    )
 
 
-def _seconds(text: str) -> float:
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError as error:
-        msg = f"{text!r} is not a time"
-        raise InvalidInputError(msg, hint="write 2026-03-01T12:00:00Z, or last") from error
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-
-
-def _draw(screen: Screen, report: JobReport) -> None:
-    screen.line(f"{report.name}: {report.source} to {report.target}")
-    columns = [Column(title="STEP"), Column(title="OUTCOME"), Column(title="TOOK", right=True)]
-    rows = [(step.name, _outcome(step), seconds_text(step.seconds)) for step in report.steps]
-    screen.table(columns, rows)
-    if report.estimate:
-        parts = report.estimate
+def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
+    moved = "would move" if report.dry_run else "moved"
+    took = "" if report.dry_run else f"; {seconds_text(report.seconds)}"
+    count = counted(len(report.versions), "version")
+    what = _amount(report.moved) if report.moved.count else "nothing"
+    screen.line(f"{moved} {what} to {report.storage_class}, of {count}{took}")
+    if report.there.count:
+        screen.line(f"{_amount(report.there)} there already")
+    if report.left:
+        size = sum(one.size_bytes for one in report.left)
+        packs = counted(len(report.left), "pack")
+        keepers = {version for one in report.left for version in one.versions}
+        shown = sorted(names.get(version, version[:8]) for version in keepers)
+        more = ", ..." if len(shown) > _LISTED else ""
         screen.line(
-            f"about {parts['once']} {parts['currency']} for requests and transfer, and"
-            f" {parts['a_month']} {parts['currency']} a month"
+            f"{packs} of {bytes_text(size)} stay, since others need them:"
+            f" {', '.join(shown[:_LISTED])}{more}"
         )
-    for late in report.overdue:
-        name = f"{late.run}@{late.step} {late.version[:8]}"
-        screen.line(f"not replicated: {name}, saved {age_text(late.age_s)} ago", style="red")
+    for one in report.skipped[:_LISTED]:
+        screen.line(f"not moved: pack {one.pack}: {one.why}", style="red")
+    if len(report.skipped) > _LISTED:
+        screen.line(f"... and {len(report.skipped) - _LISTED} more", style="red")
+    for version in report.cooled:
+        name = names.get(version, version[:8])
+        screen.line(f"{name} appeared meanwhile, and needs a pack that was moved", style="red")
+    for text in report.warnings:
+        screen.line(f"note: {text}")
 
 
-def _outcome(step: StepReport) -> str:
-    if step.error:
-        return f"failed: {step.error}"
-    result = step.result
-    if step.name == "replicate":
-        size = bytes_text(result["chunk_bytes"])
-        there = f", {result['present']} there already" if result["present"] else ""
-        return f"{counted(result['copied'], 'version')}, {size} travelled{there}"
-    if step.name.startswith("scrub"):
-        mended = f"; {counted(result['mended'], 'version')} mended" if "mended" in result else ""
-        problems = counted(result["problems"], "problem")
-        return f"{counted(result['chunks'], 'chunk')} read, {problems}{mended}"
-    if step.name == "evict":
-        count = counted(result["evicted"], "version")
-        return f"{count} kept as records; {bytes_text(result['reclaimable_bytes'])} to reclaim"
-    if step.name.startswith("retain"):
-        count = counted(result["changes"], "version")
-        return f"{count} changed; {bytes_text(result['reclaimable_bytes'])} to reclaim"
-    return f"{bytes_text(result['reclaimable_now_bytes'])} freed"
+def _amount(tally: PackTally) -> str:
+    return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

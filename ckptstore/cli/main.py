@@ -67,6 +67,7 @@ COMMANDS: Final = {
     "replica": "replica",
     "evict": "evict",
     "archive": "archive",
+    "thaw": "thaw",
     "export": "export",
     "import": "import_",
     "key": "key",

@@ -145,6 +145,8 @@ def verify(
             "seconds": report.seconds,
             "sample": None if report.sample is None else asdict(report.sample),
             "recorded": list(report.recorded),
+            "cold_packs_count": report.cold_packs_count,
+            "cold_versions": list(report.cold_versions),
             "damaged_versions": list(report.damaged_versions),
             "problems": [_problem_document(problem) for problem in report.problems],
             "notices": [asdict(notice) for notice in report.notices],
@@ -232,6 +234,10 @@ def _draw(screen: Screen, report: VerifyReport, *, quiet: bool) -> None:
         screen.line(f"no damage: {what}{read}, {seconds_text(report.seconds)}", "green")
     if quiet:
         return
+    if report.cold_packs_count:
+        packs = counted(report.cold_packs_count, "pack")
+        versions = counted(len(report.cold_versions), "version")
+        screen.line(f"{packs} of {versions} not read: cold; ckptstore thaw makes them readable")
     if report.recorded:
         screen.line(f"{counted(len(report.recorded), 'version')} recorded as sound")
     for kind, (one, many) in _NOTICES.items():

@@ -1,0 +1,142 @@
+"""The run of an archival job: what ``ckptstore archive --job`` does."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ckptstore import limits
+from ckptstore.cli.output import Column, Output, Screen, encode_document
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import vouching
+from ckptstore.cli.text import age_text, bytes_text, counted, seconds_text
+from ckptstore.config import SYSTEM
+from ckptstore.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from ckptstore.jobs.report import JobReport, StepReport
+
+__all__ = ["run_file"]
+
+
+def run_file(
+    output: Output,
+    job: Path,
+    *,
+    dry_run: bool,
+    since: str | None,
+    report_file: Path | None,
+    metrics: Path | None,
+) -> None:
+    """Run the job in a file once, and show what it did.
+
+    Raises
+    ------
+    typer.Exit
+        Something failed, or is overdue; with the job's code.
+    CkptStoreError
+        Nothing was done.
+    """
+    from ckptstore.jobs import read_job, run_job
+    from ckptstore.jobs.files import replace_file
+    from ckptstore.jobs.report import exposition
+
+    wanted = read_job(job)
+    before = _last_success(report_file)
+    moment = before.covered_until if since == "last" else since
+    # What was saved shortly before may have shown shortly after, and clocks differ.
+    slack_s = limits.SINCE_SLACK_S if since == "last" else 0.0
+    with progress_bars(output) as progress, vouching():
+        done = run_job(
+            wanted,
+            dry_run=dry_run,
+            since_s=_seconds(moment) - slack_s if moment else None,
+            since_target=before.target_id if since == "last" else "",
+            progress=progress,
+        )
+    if done.ok and not dry_run:
+        before = _Success(
+            last_success=done.began_at, covered_until=done.covered_until, target_id=done.target_id
+        )
+    document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
+    document |= {"last_success": before.last_success, "last": asdict(before)}
+    if report_file is not None and not dry_run:
+        replace_file(report_file, (encode_document(document) + "\n").encode())
+    if metrics is not None and not dry_run:
+        replace_file(metrics, exposition(done, now_s=SYSTEM.now_ms() / 1000).encode())
+    output.show(document, lambda screen: _draw(screen, done))
+    if done.exit_code:
+        raise typer.Exit(done.exit_code)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Success:
+    """The last run that did all it should, as far as it is known."""
+
+    last_success: str = ""
+    """When it began."""
+    covered_until: str = ""
+    """What was saved before was old enough for it."""
+    target_id: str = ""
+
+
+def _last_success(path: Path | None) -> _Success:
+    if path is None or not path.exists():
+        return _Success()
+    try:
+        found: Any = jsonlib.loads(path.read_bytes())["last"]
+        return _Success(**{name: str(value) for name, value in found.items()})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        msg = f"{path} is no report of a job: {error}"
+        raise InvalidInputError(msg, hint="name another file, or remove this one") from error
+
+
+def _seconds(text: str) -> float:
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError as error:
+        msg = f"{text!r} is not a time"
+        raise InvalidInputError(msg, hint="write 2026-03-01T12:00:00Z, or last") from error
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _draw(screen: Screen, report: JobReport) -> None:
+    screen.line(f"{report.name}: {report.source} to {report.target}")
+    columns = [Column(title="STEP"), Column(title="OUTCOME"), Column(title="TOOK", right=True)]
+    rows = [(step.name, _outcome(step), seconds_text(step.seconds)) for step in report.steps]
+    screen.table(columns, rows)
+    if report.estimate:
+        parts = report.estimate
+        screen.line(
+            f"about {parts['once']} {parts['currency']} for requests and transfer, and"
+            f" {parts['a_month']} {parts['currency']} a month"
+        )
+    for late in report.overdue:
+        name = f"{late.run}@{late.step} {late.version[:8]}"
+        screen.line(f"not replicated: {name}, saved {age_text(late.age_s)} ago", style="red")
+
+
+def _outcome(step: StepReport) -> str:
+    if step.error:
+        return f"failed: {step.error}"
+    result = step.result
+    if step.name == "replicate":
+        size = bytes_text(result["chunk_bytes"])
+        there = f", {result['present']} there already" if result["present"] else ""
+        return f"{counted(result['copied'], 'version')}, {size} travelled{there}"
+    if step.name.startswith("scrub"):
+        mended = f"; {counted(result['mended'], 'version')} mended" if "mended" in result else ""
+        problems = counted(result["problems"], "problem")
+        return f"{counted(result['chunks'], 'chunk')} read, {problems}{mended}"
+    if step.name == "evict":
+        count = counted(result["evicted"], "version")
+        return f"{count} kept as records; {bytes_text(result['reclaimable_bytes'])} to reclaim"
+    if step.name.startswith("retain"):
+        count = counted(result["changes"], "version")
+        return f"{count} changed; {bytes_text(result['reclaimable_bytes'])} to reclaim"
+    return f"{bytes_text(result['reclaimable_now_bytes'])} freed"

@@ -1,0 +1,117 @@
+"""``ckptstore thaw``: make a version readable that lies in an archive class."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import typer
+
+from ckptstore import limits
+from ckptstore.cli.options import AsJson, Exclude, Include, Key, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.progress import progress_bars
+from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text
+
+if TYPE_CHECKING:
+    from ckptstore.model import Version
+    from ckptstore.ops.archive import PackTally
+    from ckptstore.ops.thaw import ThawReport
+
+__all__ = ["thaw"]
+
+
+def thaw(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--role", metavar="ROLE", help="Only tensors of this role: weights, ... Repeatable."
+        ),
+    ] = None,
+    include: Include = None,
+    exclude: Exclude = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Return when everything can be read: minutes to days.")
+    ] = False,
+    days: Annotated[
+        int, typer.Option("--days", metavar="N", help="How long it is to be readable.")
+    ] = limits.THAW_DAYS,
+    tier: Annotated[
+        str,
+        typer.Option(
+            "--tier",
+            metavar="NAME",
+            help="How fast and how dear: Expedited, Standard or Bulk, as the class has it.",
+        ),
+    ] = "Standard",
+    poll: Annotated[
+        str | None,
+        typer.Option(
+            "--poll", metavar="TIME", help="How often to look with --wait; by default as fits."
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Say what is cold; ask for nothing.")
+    ] = False,
+    store: StoreUrl = None,
+    option: StorageOptions = None,
+    key: Key = None,
+    json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Ask the storage to make readable what a version needs, and say how far that is.
+
+    Only the packs that hold what is asked for. Nothing is asked for twice: run it again to look how
+    far it is, or, with --wait, to go on waiting.
+    """
+    from ckptstore.catalog.rules import parse_duration
+
+    output = Output("thaw", as_json=json, quiet=quiet)
+    poll_s = None if poll is None else float(parse_duration(poll))
+    with opened(store, option, key=key) as opening:
+        version = find_version(opening, ref)
+        with progress_bars(output) as progress:
+            report = opening.thaw(
+                f"#{version.id}",
+                roles=role or None,
+                include=include or None,
+                exclude=exclude or None,
+                wait=wait,
+                days=days,
+                tier=tier,
+                poll_s=poll_s,
+                dry_run=dry_run,
+                progress=progress,
+            )
+        document = {"store": opening.url, "ready": report.ready, **msgspec.to_builtins(report)}
+        output.show(document, lambda screen: _draw(screen, version, report))
+
+
+def _draw(screen: Screen, version: Version, report: ThawReport) -> None:
+    name = f"{version.run}@{version.step} {version.id[:8]}"
+    if report.requested.count:
+        asked = "would ask" if report.dry_run else "asked"
+        screen.line(f"{asked} for {_amount(report.requested)}, readable for {report.days} days")
+    if report.ready:
+        until = ""
+        if report.restored_until is not None:
+            moment = datetime.fromtimestamp(report.restored_until, UTC)
+            until = f" until {time_text(moment, utc=False)}"
+        screen.line(f"{name} can be loaded{until}: {_amount(report.packs)}", "green")
+        return
+    if report.readable.count:
+        screen.line(f"{_amount(report.readable)} can be read")
+    if report.restoring.count:
+        screen.line(f"{_amount(report.restoring)} on the way")
+    if report.expected_s is not None:
+        low, high = map(seconds_text, report.expected_s)
+        screen.line(f"tier {report.tier} usually takes {low} to {high}")
+    if not report.dry_run:
+        screen.line(f"{name} cannot be loaded yet; look again, or add --wait")
+
+
+def _amount(tally: PackTally) -> str:
+    return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

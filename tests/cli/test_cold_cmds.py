@@ -1,0 +1,158 @@
+"""archive and thaw from the command line, on a server that refuses what is cold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import requests
+import torch
+from buckets import PREFIX, S3Bucket
+from local_servers import SECRET
+
+import ckptstore
+from ckptstore.errors import ColdObjectError
+from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def slow_restores(s3_bucket: S3Bucket) -> Iterator[None]:
+    """Let moto restore an object when it has been looked at twice."""
+    api = f"{s3_bucket.endpoint_url}/moto-api/state-manager"
+    model = {"model_name": "s3::keyrestore"}
+    manual = {"progression": "manual", "times": 2}
+    requests.post(f"{api}/set-transition", json={**model, "transition": manual}, timeout=30)
+    yield
+    requests.post(f"{api}/unset-transition", json=model, timeout=30)
+
+
+@pytest.fixture
+def options(s3_bucket: S3Bucket, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return storage options, without credentials: these are in the environment."""
+    given = s3_bucket.options()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "labaccess")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    return {name: given[name] for name in ("endpoint_url", "client_kwargs")}
+
+
+@pytest.fixture
+def store(s3_bucket: S3Bucket, options: dict[str, Any]) -> list[str]:
+    """Return the options of a store with three versions, the last two sharing a tensor."""
+    shared = torch.randn(60_000)
+    with ckptstore.open(s3_bucket.url, create=True, codec="raw", **options) as store:
+        run = store.run("gpt")
+        for step in (1, 2, 3):
+            model = {"w": torch.full((50_000,), float(step))}
+            if step > 1:
+                model["shared"] = shared
+            run.save({"model": model, "optimizer": {"m": torch.randn(50_000)}}, step=step)
+    return [
+        *("--store", s3_bucket.url),
+        *("--option", f"endpoint_url={options['endpoint_url']}"),
+        *("--option", 'client_kwargs:={"region_name": "us-east-1"}'),
+    ]
+
+
+def _classes(bucket: S3Bucket) -> dict[str, str]:
+    listed = bucket._client.list_objects_v2(Bucket=bucket.name)["Contents"]
+    return {item["Key"].removeprefix(PREFIX): item["StorageClass"] for item in listed}
+
+
+@pytest.mark.usefixtures("slow_restores")
+def test_there_and_back(
+    cli: Cli, s3_bucket: S3Bucket, store: list[str], options: dict[str, Any]
+) -> None:
+    """What is archived is refused with the command that thaws it, and loads after that."""
+    dry = cli("archive", "gpt@1", "gpt@2", "--class", "GLACIER", "-n", "--json", *store)
+    assert set(_classes(s3_bucket).values()) == {"STANDARD"}
+    done = cli("archive", "gpt@1", "gpt@2", "--class", "GLACIER", "--json", *store)
+    assert done.code == dry.code == 0
+    assert done.document["moved"] == dry.document["moved"]
+    assert (done.document["moved"]["count"], len(done.document["left"])) == (1, 1)
+    cold = {key for key, name in _classes(s3_bucket).items() if name == "GLACIER"}
+    assert len(cold) == 1
+    assert all(key.startswith("packs/") for key in cold)
+    again = cli("archive", "gpt@1", "gpt@2", "--class", "GLACIER", *store)
+    assert "1 pack of 391 KiB there already" in again.out
+    assert "stay, since others need them: gpt@3" in again.out
+
+    assert cli("ls", "gpt", *store).code == 0
+    with ckptstore.open(s3_bucket.url, **options) as opened:
+        with pytest.raises(ColdObjectError) as caught:
+            opened.load("gpt@1")
+        program, *words = caught.value.hint.split()
+        assert program == "ckptstore"
+        assert words[-2:] == store[:2]
+        shown = cli(*words[:-2], *store, "-n")
+        assert "would ask for 1 pack" in shown.out
+        asked = cli(*words[:-2], *store)
+        assert "asked for 1 pack" in asked.out
+        assert "180 min to 5 h" in asked.out or "3 h to 5 h" in asked.out
+        waited = cli("thaw", "gpt@1", "--wait", "--poll", "1s", "--json", *store)
+        assert waited.code == 0
+        assert waited.document["ready"] is True
+        assert waited.document["requested"]["count"] == 0
+        assert opened.load("gpt@1")["model"]["w"][0] == 1.0
+    ready = cli("thaw", "gpt@1", "--role", "weights", *store)
+    assert "can be loaded until" in ready.out
+    back = cli("archive", "gpt@1", "--class", "STANDARD", *store)
+    assert back.code == 0
+    assert set(_classes(s3_bucket).values()) == {"STANDARD"}
+
+
+def test_verify_says_what_it_did_not_read(cli: Cli, store: list[str]) -> None:
+    """Cold packs are no damage, and have their own count."""
+    cli("archive", "gpt@1", "--class", "DEEP_ARCHIVE", *store)
+    done = cli("verify", "--json", *store)
+    assert done.code == 0
+    assert done.document["cold_packs_count"] == 1
+    assert len(done.document["cold_versions"]) == 1
+    shown = cli("verify", *store)
+    assert "not read: cold" in shown.out
+
+
+def test_a_lifecycle_rule_is_taken_by_the_storage(
+    cli: Cli, s3_bucket: S3Bucket, store: list[str]
+) -> None:
+    """It names packs and nothing else, and S3 takes it as it is."""
+    rule = ("archive", "--lifecycle", "--class", "GLACIER", "--min-age", "30d")
+    printed = cli(*rule, *store)
+    wanted: dict[str, Any] = json.loads(printed.out)
+    assert cli(*rule, "--json", *store).document["lifecycle"] == wanted
+    client = s3_bucket._client
+    client.put_bucket_lifecycle_configuration(Bucket=s3_bucket.name, LifecycleConfiguration=wanted)
+    (kept,) = client.get_bucket_lifecycle_configuration(Bucket=s3_bucket.name)["Rules"]
+    assert kept["Filter"] == {"Prefix": f"{PREFIX}packs/"}
+    assert kept["Transitions"] == [{"Days": 30, "StorageClass": "GLACIER"}]
+    early = ("archive", "--lifecycle", "--class", "STANDARD_IA", "--min-age", "7d")
+    assert cli(*early, *store).code == 2
+
+
+def test_new_packs_can_be_written_in_a_class(
+    cli: Cli, s3_bucket: S3Bucket, store: list[str], options: dict[str, Any]
+) -> None:
+    """Packs, and nothing else; not in one that they could not be read back from."""
+    before = set(_classes(s3_bucket))
+    with ckptstore.open(s3_bucket.url, pack_class="STANDARD_IA", **options) as opened:
+        opened.run("new").save({"w": torch.randn(1000)}, step=1)
+    new = {key: name for key, name in _classes(s3_bucket).items() if key not in before}
+    assert {name for key, name in new.items() if key.startswith("packs/")} == {"STANDARD_IA"}
+    assert {name for key, name in new.items() if not key.startswith("packs/")} == {"STANDARD"}
+    assert cli("ls", *store, "--option", "pack_class=GLACIER").code == 2
+    assert cli("ls", *store, "--option", "pack_class=no class").code == 2
+
+
+def test_what_is_refused(cli: Cli, store: list[str], store_path: object) -> None:
+    """Neither class nor job; nothing named; both at once; storage without classes."""
+    assert cli("archive", "gpt@1", *store).code == 2
+    assert cli("archive", "--class", "GLACIER", *store).code == 2
+    assert cli("archive", "gpt@1", "--class", "GLACIER", "--report", "r.json", *store).code == 2
+    assert cli("archive", "gpt@1", "--class", "GLACIER", "--job", "j.toml").code == 2
+    assert cli("archive", "gpt@1", "--class", "NO_SUCH_CLASS", *store).code == 8
+    assert cli("archive", "gpt@9", "--class", "GLACIER", *store).code == 3
+    refused = cli("archive", "gpt@100", "--class", "GLACIER", "--store", store_path)
+    assert refused.code == 2
+    assert "no storage classes" in refused.err
+    assert cli("thaw", "gpt@100", "--store", store_path).code == 0
