@@ -35,6 +35,7 @@ from ckptstore.format.lifecycle import (
     Unpin,
     Verified,
 )
+from ckptstore.format.tiers import NameReplica, UnnameReplica
 from ckptstore.store import Store
 
 __all__ = ["log"]
@@ -228,6 +229,12 @@ def _directions(op: CreateRun | Declare, _: Catalog) -> str:
     return f"{op.run} ({known})" if known else op.run
 
 
+def _replica(op: NameReplica | UnnameReplica, _: Catalog) -> str:
+    return (
+        f"{op.name} is {op.url}, store {op.store[:8]}" if isinstance(op, NameReplica) else op.name
+    )
+
+
 def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
@@ -289,5 +296,7 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     Swept: _objects,
     Verified: _versions,
     Quarantine: _versions,
+    NameReplica: _replica,
+    UnnameReplica: _replica,
 }
 """What each operation did, in words; one that is missing here shows its name alone."""

@@ -208,9 +208,13 @@ class Tiers:
             wanted = [one for one in wanted if one.id not in kept]
 
         def missing(versions: Sequence[Version]) -> set[str]:
-            found = there.verify([f"#{one.id}" for one in versions], level="records")
-            return {problem.version for problem in found.problems}
+            now = there._repo.refresh()
+            gone = {one.id for one in versions if now.version(one.id).deleted}
+            left = [f"#{one.id}" for one in versions if one.id not in gone]
+            found = there.verify(left, level="records")
+            return gone.union(problem.version for problem in found.problems)
 
+        there._repo.refresh()
         return evict(
             self._repo,
             self._manifests,
