@@ -8,17 +8,22 @@ for. A local folder, where listing is work and not waiting, is read by one threa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.config import Environment
 from ckptstore.engine.calls import Shared
-from ckptstore.ops.spread import Spread
+from ckptstore.ops.spread import Spread, grouped
 
 __all__ = ["ListPart", "list_objects", "list_part"]
+
+# Folders that one task lists; each by itself where more tasks than this run at once.
+_WIDTH: Final = 4
+_MANY: Final = 16
 
 Listed = tuple[str, int, float]
 """Key, bytes, and time: an ``ObjectInfo`` as it travels."""
@@ -26,11 +31,11 @@ Listed = tuple[str, int, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListPart:
-    """A task: the objects below one prefix."""
+    """A task: the objects below some prefixes."""
 
     storage: Shared[Backend]
-    prefix: str
-    after: str
+    folders: tuple[tuple[str, str], ...]
+    """Each a prefix, and the key to begin after."""
 
 
 def list_part(task: ListPart) -> list[Listed]:
@@ -41,8 +46,11 @@ def list_part(task: ListPart) -> list[Listed]:
     StorageError
         The storage failed.
     """
-    found = task.storage.value.list(task.prefix, after=task.after)
-    return [(info.key, info.size_bytes, info.modified_at) for info in found]
+    return [
+        (info.key, info.size_bytes, info.modified_at)
+        for prefix, after in task.folders
+        for info in task.storage.value.list(prefix, after=after)
+    ]
 
 
 def list_objects(
@@ -70,16 +78,21 @@ def list_objects(
     if spread is None and not slow:
         yield from backend.list(prefix, after=last)
         return
-    parts = _parts(prefix, last)
-    storage = spread.storage if spread is not None else Shared(backend)
-    tasks = (ListPart(storage=storage, prefix=part, after=after) for part, after in parts)
-    found = spread.engine.map(list_part, tasks) if spread is not None else _threads(backend, tasks)
+    folders = list(_folders(prefix, last))
+    if spread is None:
+        found = _threads(backend, folders)
+    else:
+        # A task costs milliseconds; a listing of 16 million objects has results of 20 MB then.
+        width = 1 if spread.engine.workers > _MANY else _WIDTH
+        groups = grouped(folders, [1] * len(folders), size=width, count=width)
+        tasks = (ListPart(storage=spread.storage, folders=tuple(group)) for group in groups)
+        found = spread.engine.map(list_part, tasks)
     for part in found:
         for key, size, modified_at in part:
             yield ObjectInfo(key=key, size_bytes=size, modified_at=modified_at)
 
 
-def _parts(prefix: str, last: str) -> Iterator[tuple[str, str]]:
+def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:
     """Yield the prefixes that may hold keys after `last`, each with the key to begin after.
 
     Ids begin with two hex digits, which are their folder; nothing else is an object of the store.
@@ -92,7 +105,9 @@ def _parts(prefix: str, last: str) -> Iterator[tuple[str, str]]:
             yield part, last
 
 
-def _threads(backend: Backend, tasks: Iterable[ListPart]) -> Iterator[list[Listed]]:
+def _threads(backend: Backend, folders: Sequence[tuple[str, str]]) -> Iterator[list[Listed]]:
+    storage = Shared(backend)
+    tasks = [ListPart(storage=storage, folders=(folder,)) for folder in folders]
     with ThreadPoolExecutor(
         backend.capabilities.concurrency, thread_name_prefix="ckptstore-gc"
     ) as pool:

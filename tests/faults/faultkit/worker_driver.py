@@ -1,0 +1,298 @@
+"""Kills workers of a Dask cluster, or the whole coordinator, in the middle of maintenance.
+
+Run as ``python -m faultkit.worker_driver FOLDER ROUNDS SEED VICTIM`` with ``worker`` or
+``coordinator``; prints figures as JSON. Each round takes a copy of a store, begins one of the
+operations over a cluster of two worker processes, and sends SIGKILL at a random moment of the time
+that it usually takes. Where a worker was killed the operation must end as if nothing had happened;
+where the coordinator was, the next one, over the same cluster, must finish it. In either case all
+that shows loads bit by bit, and a last collection leaves what is needed and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import random  # noqa: TID251 - seeded
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import ckptstore
+from ckptstore import limits
+from ckptstore.store import Store
+from faultkit.gc_driver import same, state_of
+
+__all__ = ["OPERATIONS", "main"]
+
+_CHUNK_BYTES = 1 << 16
+_VERSIONS = 16
+_WORKERS = 2
+_PATIENCE_S = 120.0
+_SMALL: Final = {
+    "GC_LIST_TOGETHER": 5,
+    "GC_TASK_MANIFESTS": 3,
+    "GC_TASK_DELETES": 4,
+    "GC_TASK_COPY_BYTES_MIN": 1,
+    "GC_TASK_COPY_BYTES_MAX": 200_000,
+    "VERIFY_TASK_BYTES": 200_000,
+    "VERIFY_TASK_PACKS": 3,
+}
+"""Limits under which a small store is work for many tasks."""
+
+
+def _collect(store: Store, executor: str, *, below: float | None) -> bool:
+    report = store.gc(grace_s=0, orphan_age_s=0, repack_below=below, executor=executor)
+    return not report.repacked.skipped
+
+
+def _gc(store: Store, executor: str) -> bool:
+    return _collect(store, executor, below=None)
+
+
+def _repack(store: Store, executor: str) -> bool:
+    return _collect(store, executor, below=1.0)
+
+
+def _verify(store: Store, executor: str) -> bool:
+    return store.verify(executor=executor, record=True).ok
+
+
+OPERATIONS: Final[dict[str, Callable[[Store, str], bool]]] = {
+    "gc": _gc,
+    "repack": _repack,
+    "verify": _verify,
+}
+
+
+def make(folder: Path) -> None:
+    """Make a store in which every operation has much to do."""
+    with ckptstore.open(folder, create=True, chunk_bytes=_CHUNK_BYTES) as store:
+        run = store.run("a")
+        versions = [run.save(state_of(step), step=step) for step in range(_VERSIONS)]
+        gone = [f"#{version.id}" for version in versions[: _VERSIONS // 2]]
+        store.remove(gone, force=True)
+
+
+def operate(operation: str, folder: Path, executor: str) -> str:
+    """Do one operation on the store in a folder; return what is wrong with the outcome."""
+    for name, value in _SMALL.items():
+        setattr(limits, name, value)
+    with ckptstore.open(folder / "first") as store:
+        return "" if OPERATIONS[operation](store, executor) else f"{operation} was not content"
+
+
+def check(folder: Path) -> list[str]:
+    """Return what is wrong with the stores of a folder."""
+    problems: list[str] = []
+    for place in sorted(path.parent for path in folder.glob("*/store.json")):
+        with ckptstore.open(place) as store:
+            problems += [f"{place.name}: {one.message}" for one in store.verify().problems]
+            versions = store.versions()
+            whole = [version for version in versions if version.level != "record"]
+            if place.name == "first" and len(whole) != _VERSIONS - _VERSIONS // 2:
+                problems.append(f"{len(whole)} versions are there")
+            problems += [
+                f"{place.name} {version.step} is not what it was"
+                for version in whole
+                if not same(store.load(f"#{version.id}"), version.step)
+            ]
+            for _ in range(2):  # what dead workers left, and what that made dead
+                store.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+            report = store.gc(grace_s=0, orphan_age_s=0, dry_run=True)
+            if report.stored != report.live:
+                problems.append(f"{place.name}: {report.stored} stored, {report.live} needed")
+    return problems
+
+
+class Cluster:
+    """A scheduler and two worker processes, each on its own, as a batch system starts them."""
+
+    def __init__(self, folder: Path) -> None:
+        from distributed import Client
+
+        self.folder = folder
+        self.file = folder / "scheduler.json"
+        quiet = ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
+        told = ["--host", "127.0.0.1", "--port", "0", "--scheduler-file", str(self.file)]
+        self.scheduler = self._begin("scheduler", *told, *quiet)
+        end = time.monotonic() + _PATIENCE_S
+        while not self.file.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+        self.workers = [self._worker() for _ in range(_WORKERS)]
+        self.client = Client(scheduler_file=str(self.file), set_as_default=False)
+
+    def _begin(self, *command: str) -> subprocess.Popen[bytes]:
+        with (self.folder / "dask.log").open("ab") as log:
+            return subprocess.Popen([sys.executable, "-m", "dask", *command], stderr=log)
+
+    def _worker(self) -> subprocess.Popen[bytes]:
+        told = ["--scheduler-file", str(self.file), "--nthreads", "1", "--memory-limit", "0"]
+        here = ["--host", "127.0.0.1", "--no-nanny", "--no-dashboard"]
+        return self._begin("worker", *told, *here, "--local-directory", str(self.folder))
+
+    @property
+    def executor(self) -> str:
+        """The engine, as a user names it."""
+        address: str = json.loads(self.file.read_text())["address"]
+        return address.replace("tcp://", "dask://")
+
+    def wait(self) -> None:
+        """Return when all workers are there."""
+        self.client.wait_for_workers(_WORKERS, timeout=_PATIENCE_S)
+
+    def kill(self, number: int) -> None:
+        """Kill a worker, and start another one."""
+        self.workers[number].kill()
+        self.workers[number].wait()
+        self.workers[number] = self._worker()
+
+    def close(self) -> None:
+        """Stop everything."""
+        self.client.close()
+        for process in (*self.workers, self.scheduler):
+            process.kill()
+            process.wait()
+
+
+@dataclass(slots=True, kw_only=True)
+class Campaign:
+    """Rounds of kills; collects figures and problems."""
+
+    folder: Path
+    victim: str
+    chance: random.Random
+    cluster: Cluster
+    usual_s: dict[str, float] = field(default_factory=dict)
+    figures: Counter[str] = field(default_factory=Counter)
+    problems: list[str] = field(default_factory=list)
+
+    def fresh(self) -> Path:
+        """Return a folder with a copy of the store."""
+        place = self.folder / "round"
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(self.folder / "template", place / "first")
+        return place
+
+    def measure(self, operation: str) -> None:
+        """Find out how long an operation takes that nobody disturbs; the last call counts."""
+        place = self.fresh()
+        began = time.monotonic()
+        if self.victim == "worker":
+            said = operate(operation, place, self.cluster.executor)
+        else:
+            with self._child(operation, place) as child:
+                began = self._begins(child) or began
+                said = "" if child.wait(_PATIENCE_S) == 0 else "it failed"
+        self.usual_s[operation] = time.monotonic() - began
+        self.problems += [said] * bool(said) + check(place)
+
+    def round(self, operation: str) -> None:
+        """Disturb an operation once, and look at what came of it."""
+        place = self.fresh()
+        self.cluster.wait()
+        delay = self.usual_s[operation] * self.chance.random()
+        if self.victim == "worker":
+            self._kill_worker(operation, place, self.chance.randrange(_WORKERS), delay)
+        else:
+            self._kill_coordinator(operation, place, delay)
+        self.figures["rounds"] += 1
+        self.problems += [f"{operation}: {problem}" for problem in check(place)]
+
+    def _kill_worker(self, operation: str, place: Path, number: int, delay: float) -> None:
+        ended = threading.Event()
+
+        def kill() -> None:
+            in_time = not ended.wait(delay)
+            self.cluster.kill(number)
+            self.figures[f"{operation}: {'at work' if in_time else 'after the end'}"] += 1
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            said = operate(operation, place, self.cluster.executor)
+            self.problems += [said] * bool(said)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is what was looked for
+            self.problems.append(f"{operation}: {type(error).__name__}: {error}")
+        finally:
+            ended.set()
+            killer.join()
+
+    def _kill_coordinator(self, operation: str, place: Path, delay: float) -> None:
+        with self._child(operation, place) as child:
+            self._begins(child)
+            try:
+                status = child.wait(delay)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                status = child.wait()
+        self.figures[f"{operation}: {'at work' if status < 0 else 'after the end'}"] += 1
+        if status > 0:
+            self.problems.append(f"{operation}: it failed by itself")
+        self.problems += [f"{operation}, killed: {problem}" for problem in seen(place)]
+        said = operate(operation, place, self.cluster.executor)
+        self.problems += [said] * bool(said)
+
+    def _child(self, operation: str, place: Path) -> subprocess.Popen[bytes]:
+        command = ["operate", operation, str(place), self.cluster.executor]
+        return subprocess.Popen(
+            [sys.executable, "-m", "faultkit.worker_driver", *command], stdout=subprocess.PIPE
+        )
+
+    @staticmethod
+    def _begins(child: subprocess.Popen[bytes]) -> float:
+        assert child.stdout is not None
+        child.stdout.readline()
+        return time.monotonic()
+
+
+def seen(place: Path) -> list[str]:
+    """Return the versions of the second store that do not load: what shows there must be whole."""
+    if not (place / "second" / "store.json").exists():
+        return []
+    with ckptstore.open(place / "second", read_only=True) as store:
+        return [
+            f"second {version.step} is not what it was"
+            for version in store.versions()
+            if version.level != "record" and not same(store.load(f"#{version.id}"), version.step)
+        ]
+
+
+def main() -> None:
+    """Run a campaign, or one operation."""
+    if sys.argv[1] == "operate":
+        operation, place, executor = sys.argv[2:]
+        print("begins", flush=True)  # noqa: T201 - for the one who kills
+        said = operate(operation, Path(place), executor)
+        sys.exit(said or 0)
+    folder, rounds, seed, victim = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
+    folder.mkdir(exist_ok=True)
+    make(folder / "template")
+    cluster = Cluster(folder)
+    try:
+        campaign = Campaign(
+            folder=folder, victim=victim, chance=random.Random(seed), cluster=cluster
+        )
+        for operation in (*OPERATIONS, *OPERATIONS):  # the first time the workers import
+            campaign.measure(operation)
+        for number in range(rounds):
+            if campaign.problems:
+                break
+            campaign.round(list(OPERATIONS)[number % len(OPERATIONS)])
+    finally:
+        cluster.close()
+    found = {
+        "problems": campaign.problems,
+        "figures": dict(sorted(campaign.figures.items())),
+        "usual_s": {name: round(value, 2) for name, value in campaign.usual_s.items()},
+    }
+    print(json.dumps(found))  # noqa: T201 - what the test reads
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""SIGKILL of Dask workers, and of the coordinator, in the middle of what runs over a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("distributed")
+
+HERE = Path(__file__).parent
+OPERATIONS = ("gc", "repack", "verify")
+
+
+def campaign(folder: Path, *, rounds: int, seed: int, victim: str) -> dict[str, Any]:
+    """Return the figures of a campaign of kills."""
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    numbers = [str(rounds), str(seed), victim]
+    done = subprocess.run(
+        [sys.executable, "-m", "faultkit.worker_driver", str(folder), *numbers],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        check=False,
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("victim", ["worker", "coordinator"])
+def test_who_dies_loses_nothing(tmp_path: Path, victim: str) -> None:
+    """A dead worker's tasks are run again; a dead coordinator's work is finished by the next."""
+    found = campaign(tmp_path / "campaign", rounds=3, seed=7, victim=victim)
+
+    assert found["problems"] == []
+    assert found["figures"]["rounds"] == 3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("victim", ["worker", "coordinator"])
+def test_who_dies_a_hundred_times_loses_nothing(
+    tmp_path: Path, victim: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The long form: 100 kills at random moments, every operation hit at work."""
+    found = campaign(tmp_path / "campaign", rounds=100, seed=2026, victim=victim)
+
+    with capsys.disabled():
+        print(json.dumps(found, indent=1))  # noqa: T201 - the figures of a campaign
+    assert found["problems"] == []
+    assert found["figures"]["rounds"] == 100
+    for operation in OPERATIONS:
+        assert found["figures"].get(f"{operation}: at work", 0) > 0, operation
