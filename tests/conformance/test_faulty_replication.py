@@ -1,8 +1,11 @@
-"""Replication to S3 behind a network that resets, loses and cuts: a repetition finishes it."""
+"""Replication to S3 behind a network that resets, loses, cuts and is slow: a repetition ends it."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SystemEnvironment
 from ckptstore.errors import CkptStoreError
-from ckptstore.repo import create_on
+from ckptstore.jobs import read_job, run_job
+from ckptstore.repo import create_on, open_on
 
 STEPS = (1, 2, 3)
 KINDS = [
@@ -29,6 +33,9 @@ KINDS = [
     Fault(kind=Kind.STATUS_AFTER),
     Fault(kind=Kind.STATUS_AFTER, status=500, code="InternalError"),
 ]
+OFTEN = [fault for fault in KINDS if fault.status != 403]
+"""What a single retry overcomes."""
+SLOW = Fault(kind=Kind.DELAY, seconds=2.0)
 
 
 class _Hasty(SystemEnvironment):
@@ -63,7 +70,143 @@ def reaching(s3_bucket: S3Bucket, s3_proxy: FaultProxy) -> Iterator[Backend]:
     backend.close()
 
 
-@pytest.mark.parametrize("fault", KINDS, ids=lambda fault: f"{fault.kind}-{fault.status}")
+def _named(fault: Fault) -> str:
+    return f"{fault.kind}-{fault.status}"
+
+
+def _assert_all_loads(store: ckptstore.Store) -> int:
+    """Load all that a store shows; return how many versions."""
+    versions = [version for version in store.versions() if version.level != "record"]
+    for version in versions:
+        loaded, meant = store.load(f"#{version.id}")["model"], _state(version.step)["model"]
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in meant.items())
+    return len(versions)
+
+
+def _opened(bucket: S3Bucket) -> ckptstore.Store:
+    """Open the target past the proxy."""
+    return ckptstore.Store(open_on(open_backend(bucket.url, **bucket.options())))
+
+
+@contextmanager
+def _watched(bucket: S3Bucket) -> Iterator[None]:
+    """Look at the target meanwhile, past the proxy: all that it shows at any moment loads."""
+    done = threading.Event()
+    failures: list[BaseException] = []
+    looks: list[int] = []
+
+    def look() -> None:
+        try:
+            with _opened(bucket) as store:
+                while not done.is_set():
+                    looks.append(_assert_all_loads(store))
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failures.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert not failures, failures
+    assert looks
+
+
+@pytest.mark.parametrize("every", [3, pytest.param(5, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("fault", OFTEN, ids=_named)
+def test_every_few_requests(
+    source: ckptstore.Store,
+    reaching: Backend,
+    s3_bucket: S3Bucket,
+    s3_proxy: FaultProxy,
+    fault: Fault,
+    every: int,
+) -> None:
+    """A third of all requests, or a fifth, hit from first to last: retries overcome it all."""
+    target = ckptstore.Store(create_on(reaching, environment=_Hasty(), chunk_bytes=1 << 16))
+    hitting = Fault(kind=fault.kind, status=fault.status, code=fault.code, every=every, times=0)
+    s3_proxy.set(hitting)
+    with _watched(s3_bucket):
+        report = source.replicate(target)
+    s3_proxy.set()
+    assert hitting.hits > 3
+    assert len(report.copied) == len(STEPS)
+    assert report.noted
+    assert _assert_all_loads(target) == len(STEPS)
+    assert target.verify().ok
+
+
+@pytest.mark.parametrize(
+    "every", [7, pytest.param(3, marks=pytest.mark.soak), pytest.param(1, marks=pytest.mark.soak)]
+)
+def test_requests_that_take_two_seconds(
+    source: ckptstore.Store,
+    reaching: Backend,
+    s3_bucket: S3Bucket,
+    s3_proxy: FaultProxy,
+    every: int,
+) -> None:
+    """Latency is no fault: nothing is sent twice, and nothing fails."""
+    target = ckptstore.Store(create_on(reaching, environment=_Hasty(), chunk_bytes=1 << 16))
+    late = Fault(kind=SLOW.kind, seconds=SLOW.seconds, every=every, times=0)
+    uploads = Fault(kind=SLOW.kind, method="PUT", path="/packs/", skip=1 << 60)
+    s3_proxy.set(late)
+    with _watched(s3_bucket):
+        report = source.replicate(target)
+    assert late.hits >= 3
+    s3_proxy.set(uploads, late)
+    again = source.replicate(target)
+    s3_proxy.set()
+    assert len(report.copied) == len(STEPS)
+    assert (again.copied, uploads.seen) == ((), 0)
+    assert _assert_all_loads(target) == len(STEPS)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", [*OFTEN, SLOW], ids=_named)
+def test_a_job_behind_a_bad_network(
+    tmp_path: Path, s3_bucket: S3Bucket, s3_proxy: FaultProxy, fault: Fault
+) -> None:
+    """The whole command, with its own retries and waits: every third request hit, and it ends well.
+
+    What it evicted from the source is whole in the target.
+    """
+    with ckptstore.open(tmp_path / "hot", create=True, chunk_bytes=1 << 16) as hot:
+        run = hot.run("gpt", metrics={"loss": "min"})
+        for step in STEPS:
+            run.save(_state(step), step=step, metrics={"loss": 1 / step})
+    file = tmp_path / "job.toml"
+    file.write_text(
+        f'[source]\nurl = "{tmp_path}/hot"\n[target]\nurl = "{s3_bucket.url}"\n'
+        f'options = {{ endpoint_url = "http://127.0.0.1:{s3_proxy.port}" }}\n'
+        '[retain]\nevict = "last 1"\n[gc]\nsource = true\ngrace = "0s"\n'
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3_bucket.chain().items():
+            patch.setenv(name, value)
+        s3_proxy.set(
+            Fault(
+                kind=fault.kind,
+                status=fault.status,
+                code=fault.code,
+                seconds=fault.seconds,
+                every=3,
+                times=0,
+            )
+        )
+        report = run_job(read_job(file))
+        s3_proxy.set()
+    assert report.ok, [step.error for step in report.steps]
+    with ckptstore.open(tmp_path / "hot") as hot:
+        assert [version.level for version in hot.versions()] == ["record", "record", "full"]
+    with _opened(s3_bucket) as cold:
+        assert _assert_all_loads(cold) == len(STEPS)
+
+
+@pytest.mark.parametrize("fault", KINDS, ids=_named)
 def test_a_repetition_finishes(
     source: ckptstore.Store, reaching: Backend, s3_proxy: FaultProxy, fault: Fault
 ) -> None:
@@ -82,11 +225,7 @@ def test_a_repetition_finishes(
         except CkptStoreError:
             s3_proxy.set()
         s3_proxy.set()
-        for version in target.versions():
-            if version.level != "record":
-                loaded = target.load(f"#{version.id}")["model"]
-                meant = _state(version.step)["model"]
-                assert all(torch.equal(loaded[name], tensor) for name, tensor in meant.items())
+        _assert_all_loads(target)
         assert {v.id: v.content for v in source.versions()} == before
 
     source.replicate(target)

@@ -47,6 +47,8 @@ class Fault:
     """How many matching requests go undisturbed first."""
     times: int = 1
     """How many are hit then; 0 for all."""
+    every: int = 1
+    """Only each so many-th of these."""
     status: int = 503
     code: str = "SlowDown"
     """Of S3; what it is with GCS does not matter, which knows only the status."""
@@ -117,7 +119,7 @@ class FaultProxy:
             for fault in self._faults:
                 if fault.method in {"", method} and fault.path in path:
                     fault.seen += 1
-                    late = fault.seen > fault.skip
+                    late = fault.seen > fault.skip and not (fault.seen - fault.skip) % fault.every
                     if late and (not fault.times or fault.hits < fault.times):
                         fault.hits += 1
                         return fault
