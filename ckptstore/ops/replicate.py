@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.catalog import replica_changes
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import ConflictError, IntegrityError
+from ckptstore.errors import ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.model import Version
 from ckptstore.ops import replicate_catalog
@@ -224,10 +224,16 @@ class _Replication:
 
         return progress
 
-    def _failed(self, version: Version, error: IntegrityError) -> None:
+    def _failed(self, version: Version, error: IntegrityError | ColdObjectError) -> None:
         _log.warning("%s@%s was not replicated: %s", version.run, version.step, error)
         self.failures.append(
-            Failure(version=version.id, run=version.run, step=version.step, message=str(error))
+            Failure(
+                version=version.id,
+                run=version.run,
+                step=version.step,
+                message=str(error),
+                kind=error.kind,
+            )
         )
 
     def follow(self) -> None:

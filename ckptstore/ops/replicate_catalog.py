@@ -80,7 +80,7 @@ def note(sides: Sides, copied: Iterable[str], present: Iterable[str]) -> str:
     there, is not damaged, and of which the target keeps as much.
     """
     source, store = sides.source, sides.target.superblock.store_id
-    ids = [*copied, *(one for one in present if _is_sound(sides, one))]
+    ids = [one for one in (*copied, *present) if _is_sound(sides, one)]
     if not replica_changes.replicated(source.catalog, ids, store):
         return ""
     try:

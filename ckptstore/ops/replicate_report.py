@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptstore.errors import ColdObjectError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 
 __all__ = ["Failure", "LeftOut", "ReplicateReport", "ReplicateRequest", "Why"]
@@ -37,6 +38,8 @@ class Failure:
     run: str
     step: int
     message: str
+    kind: str = IntegrityError.kind
+    """Code of the error: it is damaged, or cold and must be thawed first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,3 +88,11 @@ class ReplicateReport:
     """Values of metrics that the target had no room for, beside those of its own."""
     failures: tuple[Failure, ...] = ()
     seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """5 if a version is damaged, 8 if some are only cold, 0 if nothing failed."""
+        if not self.failures:
+            return 0
+        cold = all(failure.kind == ColdObjectError.kind for failure in self.failures)
+        return ColdObjectError.exit_code if cold else IntegrityError.exit_code

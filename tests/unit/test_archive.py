@@ -321,7 +321,7 @@ def test_a_restore_that_ends_too_early_is_told(store: Store, shelf: Shelf, clock
     shelf.after = 1
     store.thaw("gpt@1", wait=True, days=2)
     asked = len(shelf.asked)
-    shelf.until = clock.now_ms() / 1000 + 86_400.0
+    shelf.until = clock.now_ms() / 1000 + 90_000.0
     store.thaw("gpt@1", days=2)
     assert len(shelf.asked) == asked
     store.thaw("gpt@1", days=5)
@@ -390,3 +390,51 @@ def test_collections_leave_cold_packs_alone(store: Store, shelf: Shelf) -> None:
     assert store.gc(grace_s=0, repack_below=0.9).repacked.packs_count == 1
     assert store.verify().ok
     assert torch.equal(store.load("part")["model"]["w"], _state(1)["model"]["w"])  # type: ignore[index]
+
+
+def test_replication_from_cold_versions_fails_for_each(store: Store, shelf: Shelf) -> None:
+    """With the command that thaws it; the others are copied."""
+    _three(store)
+    store.archive(["gpt@1"], storage_class="GLACIER")
+    target = create_on(MemoryBackend(f"to-{uuid.uuid4().hex}"), prober=_known)
+    with Store(target) as other:
+        report = store.replicate(other)
+        assert len(report.copied) == 2
+        (failure,) = report.failures
+        assert (failure.kind, report.exit_code) == ("storage_cold", 8)
+        found = store.resolve("gpt@1").id
+        assert f"ckptstore thaw {found[:12]} --store {store.url}" in failure.message
+        shelf.after = 1
+        store.thaw("gpt@1", wait=True)
+        assert store.replicate(other).copied == (found,)
+        assert other.verify().ok
+
+
+def test_a_replica_with_cold_packs_takes_more(shelf: Shelf, clock: Clock) -> None:
+    """What refers to chunks that are cold there comes, and does not count as read back."""
+    with (
+        Store(create_on(MemoryBackend(f"a-{uuid.uuid4().hex}"), prober=_known)) as source,
+        Store(
+            create_on(
+                ColdBackend(MemoryBackend(f"b-{uuid.uuid4().hex}"), shelf),
+                environment=clock,
+                prober=_known,
+            )
+        ) as target,
+    ):
+        run = source.run("gpt")
+        weights = torch.randn(300_000)
+        with_delta = Store(open_on(source.repo.backend, options=Options(codec="delta")))
+        run.save({"w": weights}, step=1)
+        source.replicate(target)
+        target.archive(["gpt@1"], storage_class="GLACIER")
+        with_delta.run("gpt").save({"w": weights + 1e-6 * torch.randn(300_000)}, step=2)
+        table = source._manifests.load(source.resolve("gpt@2")).pieces
+        assert table.base is not None
+        report = source.replicate(target)
+        assert len(report.copied) == 1
+        there = target._manifests.load(target.resolve("gpt@2")).pieces
+        assert not set(map(pack_key, there.packs)).isdisjoint(shelf.classes)
+        assert not source.resolve("gpt@2").replicas
+        shelf.restored.update(shelf.classes)
+        assert torch.equal(target.load("gpt@2")["w"], source.load("gpt@2")["w"])
