@@ -29,7 +29,7 @@ from ckptstore.backends.sealing import KEY_BYTES, UserKey
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import EncryptionKeyError
 
-__all__ = ["KEY_HINT", "KeyInput", "make_key_file", "read_key"]
+__all__ = ["KEY_HINT", "KeyInput", "is_key_spec", "make_key_file", "read_key"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -67,6 +67,13 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
     if source == "env":
         return UserKey(_parse(_from_variable(rest), key, text=True))
     return UserKey(_parse(_from_command(rest, environment), f"command:{_name(rest)} ..."))
+
+
+def is_key_spec(value: object) -> bool:
+    """Return whether something is surely meant as a key: a spec, bytes, or a key that was read."""
+    if isinstance(value, str):
+        return value.startswith(("file:", "env:", "command:"))
+    return isinstance(value, bytes | bytearray | UserKey)
 
 
 def make_key_file(path: str | os.PathLike[str]) -> UserKey:
@@ -148,7 +155,7 @@ def _from_command(command: str, environment: Environment) -> bytes:
     if data is None:
         msg = f"the command {name!r} said no key within {limits.KEY_COMMAND_S:.0f} s"
         raise EncryptionKeyError(msg)
-    if child.returncode:
+    if child.returncode and len(data) <= limits.KEY_TEXT_BYTES_MAX:
         msg = f"the command {name!r}, which is to say the key, failed with {child.returncode}"
         raise EncryptionKeyError(msg, hint="its own message is on stderr")
     return data

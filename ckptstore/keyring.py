@@ -88,8 +88,8 @@ def unlocked(
             return backend
         msg = f"{backend.url} is not encrypted, but a key was given"
         hint = (
-            "leave the key out (key=, --key, CKPTSTORE_KEY) if that is the store you mean; if it "
-            f"was encrypted once, somebody has replaced its {STORE_KEY}"
+            "leave the key out (encryption_key=, --key, CKPTSTORE_KEY) if that is the store you mean; "
+            f"if it was encrypted once, somebody has replaced its {STORE_KEY}"
         )
         raise EncryptionKeyError(msg, hint=hint)
     if user_key is None:
@@ -109,8 +109,8 @@ def missing_key(url: str) -> MissingKeyError:
     """Return the error for an encrypted store without a key, with the ways to give one."""
     msg = f"{url} is encrypted, and no key was given"
     hint = (
-        "give key='file:PATH', 'env:NAME' or 'command:CMD' to ckptstore.open, --key to a command, "
-        "or set CKPTSTORE_KEY for it"
+        "give encryption_key='file:PATH', 'env:NAME' or 'command:CMD' to ckptstore.open, --key to "
+        "a command, or set CKPTSTORE_KEY for it"
     )
     return MissingKeyError(msg, hint=hint)
 

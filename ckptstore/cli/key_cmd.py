@@ -91,7 +91,7 @@ def key(
     with vouching():
         done = rotate_key(
             location(store),
-            key=key,
+            encryption_key=key,
             new_key=new_key,
             keep_old=keep_old,
             single_writer=single_writer,

@@ -78,7 +78,7 @@ def repair(
                 source=other,
                 single_writer=single_writer,
                 dry_run=dry_run,
-                key=key,
+                encryption_key=key,
                 **parse_storage_options(option or ()),
             )
         if superblock is not None and (dry_run or not superblock.mended):

@@ -60,7 +60,7 @@ def opened(
             location(url),
             read_only=not writing,
             single_writer=single_writer,
-            key=key,
+            encryption_key=key,
             **storage_options,
         ) as store,
     ):

@@ -143,7 +143,8 @@ class Checking:
         dry_run
             Say what would be done; write nothing.
         source_key
-            Opens the second store if it is encrypted; as ``key`` of :func:`ckptstore.open`.
+            Opens the second store if it is encrypted; as ``encryption_key`` of
+            :func:`ckptstore.open`.
 
         Returns
         -------

@@ -23,7 +23,7 @@ def mend_superblock(
     source: Store | None = None,
     single_writer: bool = False,
     dry_run: bool = False,
-    key: KeyInput | None = None,
+    encryption_key: KeyInput | None = None,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> SuperblockFinding | None:
     """Put the ``store.json`` of a store back, without which it cannot be opened.
@@ -42,7 +42,7 @@ def mend_superblock(
         and on storage that cannot create an object conditionally.
     dry_run
         Say what would be done; write nothing.
-    key
+    encryption_key
         Of an encrypted store, whose records of keys have all that is needed, its id too.
     storage_options
         As for :func:`ckptstore.open`.
@@ -65,7 +65,7 @@ def mend_superblock(
     """
     from ckptstore.ops import mend_superblock as ops
 
-    user_key = read_key(key) if key else None
+    user_key = read_key(encryption_key) if encryption_key else None
     backend = open_backend(url, environment=SYSTEM, **storage_options)
     try:
         return ops.mend_superblock(
@@ -82,7 +82,7 @@ def mend_superblock(
 def rotate_key(
     url: str | os.PathLike[str],
     *,
-    key: KeyInput,
+    encryption_key: KeyInput,
     new_key: KeyInput,
     keep_old: bool = False,
     single_writer: bool = False,
@@ -99,7 +99,7 @@ def rotate_key(
     ----------
     url
         As for :func:`ckptstore.open`.
-    key
+    encryption_key
         One that opens the store.
     new_key
         The one that is to.
@@ -114,15 +114,16 @@ def rotate_key(
     Raises
     ------
     WrongKeyError, EncryptionKeyError
-        `key` does not open the store; one of the keys cannot be read; the store is not encrypted.
+        `encryption_key` does not open the store; one of the keys cannot be read; the store is not
+        encrypted.
     UnsafeBackendError, StorageError
-        The storage cannot be written to. The store then opens with `key` or with `new_key`.
+        The storage cannot be written to. The store then opens with the one or the other.
     """
     from ckptstore import keyring
     from ckptstore.backends.base import PutIfAbsent
     from ckptstore.repo import open_repo
 
-    old, new = read_key(key), read_key(new_key)
+    old, new = read_key(encryption_key), read_key(new_key)
     options = Options(single_writer=single_writer)
     with open_repo(url, key=old, options=options, storage_options=storage_options) as repo:
         repo.check_writable()

@@ -77,8 +77,8 @@ class Replicating:
         bytes_per_s
             Bandwidth limit, both directions together; 0 for none.
         to_key
-            Opens the other store if it is encrypted, and makes a new one such; as ``key`` of
-            :func:`ckptstore.open`. Only where `to` is a place.
+            Opens the other store if it is encrypted, and makes a new one such; as
+            ``encryption_key`` of :func:`ckptstore.open`. Only where `to` is a place.
         again
             Whether versions come that the other store has deleted, or of which it keeps but the
             record. None: those that `refs` name, no others. Other ones are ``left`` in the report.
@@ -136,7 +136,7 @@ class Replicating:
                         to,
                         chunk_bytes=size,
                         dry_run=dry_run,
-                        key=to_key,
+                        encryption_key=to_key,
                         secret=self._repo.superblock.encryption is not None,
                     )
                 )
@@ -150,7 +150,7 @@ def open_target(
     chunk_bytes: int,
     dry_run: bool,
     single_writer: bool = False,
-    key: KeyInput | None = None,
+    encryption_key: KeyInput | None = None,
     secret: bool = False,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Iterator[Store]:
@@ -176,15 +176,15 @@ def open_target(
         try:
             store = open_store(
                 url,
-                create=not dry_run and not (secret and not key),
+                create=not dry_run and not (secret and not encryption_key),
                 read_only=dry_run,
                 chunk_bytes=chunk_bytes,
                 single_writer=single_writer,
-                key=key,
+                encryption_key=encryption_key,
                 **storage_options,
             )
         except StoreNotFoundError as error:
-            if secret and not key:
+            if secret and not encryption_key:
                 msg = f"{error.message}, and what is to come is encrypted where it is"
                 hint = (
                     "give the new store a key: to_key=, --to-key, key in a job's file; or make one "

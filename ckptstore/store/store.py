@@ -9,11 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
+from ckptstore.backends.key_sources import is_key_spec
 from ckptstore.catalog import changes
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.config import Options, workers_default
-from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
+from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, InvalidInputError
 from ckptstore.events import Events, ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import Ref, RunInfo, Version
@@ -69,7 +70,7 @@ def open_store(
     engine: str = "auto",
     staging_bytes: int | None = None,
     in_flight: int = limits.IN_FLIGHT_DEFAULT,
-    key: KeyInput | None = None,
+    encryption_key: KeyInput | None = None,
     replicas: ReplicaOptions | None = None,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Store:
@@ -109,7 +110,7 @@ def open_store(
         background, and no more than its state needs.
     in_flight
         Saves in the background that may be under way at once.
-    key
+    encryption_key
         Opens an encrypted store, and makes a new one such: ``"file:PATH"``, ``"env:NAME"``,
         ``"command:CMD"``, or 32 bytes. See docs/howto/encryption.md.
     replicas
@@ -134,6 +135,9 @@ def open_store(
     StorageError
         The storage failed, or refused the credentials.
     """
+    if is_key_spec(storage_options.get("key")):
+        msg = "key is an option of the storage library, and not the key of an encrypted store"
+        raise InvalidInputError(msg, hint="give encryption_key=")
     options = Options(
         host_bytes=host_bytes,
         workers=workers_default() if workers is None else workers,
@@ -151,7 +155,7 @@ def open_store(
         create=create,
         options=options,
         chunk_bytes=chunk_bytes,
-        key=key,
+        key=encryption_key,
         storage_options=storage_options,
     )
     return Store(repo, replicas=replicas)

@@ -134,7 +134,7 @@ def test_a_plain_object_is_not_taken() -> None:
 @pytest.fixture
 def place(tmp_path: Path, key: bytes) -> Path:
     """Return an encrypted store with three versions, closed."""
-    with ckptstore.open(tmp_path / "s", create=True, key=key) as store:
+    with ckptstore.open(tmp_path / "s", create=True, encryption_key=key) as store:
         for step in (1, 2, 3):
             store.run("r").save({"x": torch.full((300_000,), float(step))}, step=step)
     return tmp_path / "s"
@@ -145,7 +145,7 @@ def test_an_old_commit_under_another_number_is_noticed(place: Path, key: bytes) 
     folder = place / "commits" / "000000"
     shutil.copy(folder / "000000000001.json", folder / "000000000003.json")
     with (
-        ckptstore.open(place, key=key) as store,
+        ckptstore.open(place, encryption_key=key) as store,
         pytest.raises(CorruptObjectError, match=r"000000000003\.json does not decrypt"),
     ):
         store.runs()
@@ -155,7 +155,7 @@ def test_packs_cannot_be_exchanged(place: Path, key: bytes) -> None:
     """One pack's bytes under another's name are damage, and verify says so."""
     one, two, _ = sorted(place.glob("packs/*/*.pack"))
     shutil.copy(one, two)
-    with ckptstore.open(place, key=key) as store:
+    with ckptstore.open(place, encryption_key=key) as store:
         (damaged,) = store.verify().damaged_versions
         with pytest.raises(IntegrityError, match="does not decrypt"):
             store.load(f"#{damaged}")
@@ -163,7 +163,9 @@ def test_packs_cannot_be_exchanged(place: Path, key: bytes) -> None:
 
 def test_damage_costs_what_it_hits(tmp_path: Path, key: bytes) -> None:
     """A flipped bit in a pack of several chunks costs those of its segment; repair has the rest."""
-    with ckptstore.open(tmp_path / "s", create=True, key=key, chunk_bytes=1 << 16) as store:
+    with ckptstore.open(
+        tmp_path / "s", create=True, encryption_key=key, chunk_bytes=1 << 16
+    ) as store:
         state = {f"t{i}": torch.randn(16_384) for i in range(64)}
         store.run("r").save(state, step=1)
         with ckptstore.open(tmp_path / "copy", create=True) as copy:
@@ -172,7 +174,7 @@ def test_damage_costs_what_it_hits(tmp_path: Path, key: bytes) -> None:
     data = bytearray(pack.read_bytes())
     data[len(data) // 2] ^= 1
     pack.write_bytes(bytes(data))
-    with ckptstore.open(tmp_path / "s", key=key) as store:
+    with ckptstore.open(tmp_path / "s", encryption_key=key) as store:
         report = store.verify()
         hit = {problem.tensor for problem in report.problems if problem.tensor}
         assert 1 <= len(hit) <= 3
@@ -186,10 +188,10 @@ def test_rollback_of_the_log_is_not_noticed_by_those_who_know_nothing(
     place: Path, key: bytes
 ) -> None:
     """What cannot be noticed is said: the newest commits may be withheld from whoever is new."""
-    with ckptstore.open(place, key=key, read_only=True) as knowing:
+    with ckptstore.open(place, encryption_key=key, read_only=True) as knowing:
         assert len(knowing.versions()) == 3
         (place / "commits" / "000000" / "000000000003.json").unlink()
-        with ckptstore.open(place, key=key, read_only=True) as new:
+        with ckptstore.open(place, encryption_key=key, read_only=True) as new:
             assert len(new.versions()) == 2
 
 
@@ -209,7 +211,7 @@ def test_hostile_sizes_of_segments_are_refused(place: Path, key: bytes, size: in
     """No store makes its reader take memory for a segment beyond the limits."""
     change_superblock(place, lambda body: body["encryption"].update(segment_bytes=size))  # type: ignore[attr-defined]
     with pytest.raises(CorruptObjectError, match="segment_bytes"):
-        ckptstore.open(place, key=key)
+        ckptstore.open(place, encryption_key=key)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +230,7 @@ def test_what_the_superblock_says_is_bound_to_the_key(
     """Parameters that the key's owner did not choose are noticed before anything is read."""
     change_superblock(place, change)
     with pytest.raises(CorruptObjectError, match="contradict"):
-        ckptstore.open(place, key=key)
+        ckptstore.open(place, encryption_key=key)
 
 
 @pytest.mark.parametrize("field", ["store_id", "chunk_bytes", "created_at_ms", "encryption"])
@@ -250,7 +252,7 @@ def test_both_clear_objects_together_are_bound_to_the_key(
         encode_superblock(msgspec.structs.replace(said, **{field: new}))
     )
     with pytest.raises(CorruptObjectError, match="was changed"):
-        ckptstore.open(place, key=key)
+        ckptstore.open(place, encryption_key=key)
 
 
 def test_a_store_cannot_be_passed_off_as_a_plain_one(place: Path, key: bytes) -> None:
@@ -262,7 +264,7 @@ def test_a_store_cannot_be_passed_off_as_a_plain_one(place: Path, key: bytes) ->
 
     change_superblock(place, plain)
     with pytest.raises(EncryptionKeyError, match="is not encrypted, but a key was given"):
-        ckptstore.open(place, key=key)
+        ckptstore.open(place, encryption_key=key)
 
 
 @pytest.mark.parametrize("part", ["features", "encryption"])
@@ -277,7 +279,7 @@ def test_half_a_feature_is_refused(place: Path, key: bytes, part: str) -> None:
 
     change_superblock(place, without)
     with pytest.raises(CorruptObjectError, match="contradicts itself"):
-        ckptstore.open(place, key=key)
+        ckptstore.open(place, encryption_key=key)
 
 
 def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: bytes) -> None:
@@ -302,14 +304,14 @@ def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: byt
     for data in hostile:
         where.write_bytes(data)
         with pytest.raises(CkptStoreError) as caught:
-            ckptstore.open(place, key=key)
+            ckptstore.open(place, encryption_key=key)
         assert caught.value.kind in {"corrupt_object", "format", "unsupported_feature"}
     where.write_bytes(bytes(limits.KEY_RECORD_BYTES_MAX + 1))
     with pytest.raises(CorruptObjectError):
-        ckptstore.open(place, key=key)
+        ckptstore.open(place, encryption_key=key)
     where.unlink()
     with pytest.raises(CorruptObjectError, match="no record of its keys"):
-        ckptstore.open(place, key=key)
+        ckptstore.open(place, encryption_key=key)
     where.write_bytes(good)
     with pytest.raises(WrongKeyError):
-        ckptstore.open(place, key=other)
+        ckptstore.open(place, encryption_key=other)

@@ -1,0 +1,362 @@
+"""Records of keys: one data key whoever creates, and a rotation that may die anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore import keyring, limits
+from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.sealing import UserKey
+from ckptstore.config import Environment, Options
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CkptStoreError,
+    CorruptObjectError,
+    EncryptionKeyError,
+    LimitError,
+    MissingKeyError,
+    StorageError,
+    StoreExistsError,
+    WrongKeyError,
+)
+from ckptstore.format.keys import STORE_KEY, key_record_key
+from ckptstore.repo import Finding, Repo, create_on, open_on
+from ckptstore.testing.faulty import CALLS, Fault, FaultyBackend, When
+
+A, B, C = (UserKey(bytes([n]) * 31 + b"x") for n in (1, 2, 3))
+
+
+def atomic(_: Backend, __: Environment) -> Finding:
+    """Find that the storage is safe."""
+    return Finding(put_if_absent=PutIfAbsent.ATOMIC, report={})
+
+
+def create(backend: Backend, key: UserKey | None = A, *, exist_ok: bool = False) -> Repo:
+    """Create a store without a probe."""
+    return create_on(backend, key=key, exist_ok=exist_ok, prober=atomic)
+
+
+def opens(backend: Backend, key: UserKey) -> bool:
+    """Return whether a key opens the store."""
+    try:
+        open_on(backend, key=key, prober=atomic)
+    except WrongKeyError:
+        return False
+    return True
+
+
+class Killed(BaseException):
+    """The process ended."""
+
+
+# --- creating -----------------------------------------------------------------------------------
+
+
+def test_creating_and_opening(memory: MemoryBackend) -> None:
+    """A store opens with its key alone, and a plain one with none."""
+    made = create(memory)
+    assert open_on(memory, key=A, prober=atomic).superblock == made.superblock
+    with pytest.raises(MissingKeyError, match="no key was given") as caught:
+        open_on(memory, prober=atomic)
+    for way in ("file:PATH", "env:NAME", "command:CMD", "--key", "CKPTSTORE_KEY"):
+        assert way in caught.value.hint
+    with pytest.raises(WrongKeyError, match=f"wants {A.id}, not {B.id}"):
+        open_on(memory, key=B, prober=atomic)
+    with pytest.raises(StoreExistsError):
+        create(memory)
+    with pytest.raises(WrongKeyError):
+        create(memory, B, exist_ok=True)
+
+
+def test_of_many_creators_of_one_key_one_wins(memory: MemoryBackend) -> None:
+    """All others find the same store and the same data key."""
+    gate = threading.Barrier(8)
+
+    def work(_: int) -> Repo:
+        gate.wait(30)
+        return create(memory, exist_ok=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        repos = list(pool.map(work, range(8)))
+    assert len({repo.superblock.store_id for repo in repos}) == 1
+    assert len([key for key in memory.objects if key.startswith("keys/")]) == 1
+    for number, repo in enumerate(repos):
+        repo.backend.put(f"packs/ab/{number}", b"written by one")
+        assert repos[-1].backend.get(f"packs/ab/{number}", bytes_max=99) == b"written by one"
+
+
+def test_creators_of_two_keys_do_not_mix(memory: MemoryBackend) -> None:
+    """The store is one's, and the other is told that its key is wrong."""
+    gate = threading.Barrier(2)
+
+    def work(key: UserKey) -> bool:
+        gate.wait(30)
+        try:
+            create(memory, key, exist_ok=True)
+        except WrongKeyError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(2) as pool:
+        won = list(pool.map(work, [A, B]))
+    assert sorted(won) == [False, True]
+    assert [opens(memory, A), opens(memory, B)] == won
+
+
+@pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
+def test_a_creator_that_dies_leaves_nothing_that_locks_out(when: When) -> None:
+    """After a death at any call the same key creates the store, or opens it; no key is lost."""
+    for at in range(1, 40):
+        memory = MemoryBackend(f"dying-creator-{when}-{at}")
+        fault = Fault(calls=CALLS, at=at, when=when, error=Killed)
+        with contextlib.suppress(Killed):
+            create(FaultyBackend(memory, fault))
+        if not fault.hits:
+            break
+        if key_record_key(1) in memory.objects and STORE_KEY not in memory.objects:
+            with pytest.raises(StoreExistsError, match="began to create an encrypted store"):
+                create(memory, None)
+            with pytest.raises(WrongKeyError):
+                create(memory, B)
+        assert STORE_KEY not in memory.objects or key_record_key(1) in memory.objects
+        create(memory, exist_ok=True)
+        assert opens(memory, A)
+    else:
+        pytest.fail("creating takes fewer calls than that")
+    assert at > 5
+
+
+@pytest.mark.parametrize("error", [AmbiguousWriteError, StorageError])
+def test_lost_replies_while_creating(error: type[CkptStoreError]) -> None:
+    """Whatever reply is lost: a store is made and opens, or an error says that it is not known."""
+    for at in range(1, 3):
+        memory = MemoryBackend(f"lost-creator-{error.__name__}-{at}")
+        fault = Fault(
+            calls=frozenset({"put_if_absent"}), at=at, when=When.AFTER, error=lambda: error("lost")
+        )
+        with contextlib.suppress(CkptStoreError):
+            create(FaultyBackend(memory, fault))
+        create(memory, exist_ok=True)
+        assert opens(memory, A)
+
+
+def test_a_plain_creator_between_the_two_objects(memory: MemoryBackend) -> None:
+    """The one that comes second is told, and takes its record of keys away again."""
+
+    def create_plain(call: str, key: str) -> None:
+        if key == STORE_KEY and STORE_KEY not in memory.objects:
+            record = memory.objects[key_record_key(1)]
+            memory.delete(key_record_key(1))
+            create(memory, None)
+            memory.put(key_record_key(1), record.data)
+
+    race = Fault(
+        calls=frozenset({"put_if_absent"}),
+        at=2,
+        when=When.CALLBACK,
+        callback=create_plain,
+    )
+    with pytest.raises(EncryptionKeyError, match="is not encrypted"):
+        create(FaultyBackend(memory, race), exist_ok=True)
+    assert set(memory.objects) == {STORE_KEY}
+    open_on(memory, prober=atomic)
+
+
+# --- rotating -----------------------------------------------------------------------------------
+
+
+def test_rotation(memory: MemoryBackend) -> None:
+    """The new key opens, the old one does not, and no object of the store was touched."""
+    repo = create(memory)
+    repo.backend.put("packs/ab/x", b"data")
+    before = memory.objects["packs/ab/x"], memory.objects[STORE_KEY]
+    done = keyring.rotate(memory, A, B)
+    assert (done.record, done.keys, done.dropped) == (2, (B.id,), (A.id,))
+    assert done.deleted == (key_record_key(1),)
+    assert not opens(memory, A)
+    again = open_on(memory, key=B, prober=atomic)
+    assert again.backend.get("packs/ab/x", bytes_max=9) == b"data"
+    assert (memory.objects["packs/ab/x"], memory.objects[STORE_KEY]) == before
+    repo.backend.put("packs/ab/y", b"by who had it open")
+    assert again.backend.get("packs/ab/y", bytes_max=99) == b"by who had it open"
+    with pytest.raises(WrongKeyError):
+        keyring.rotate(memory, A, C)
+
+
+def test_rotation_little_by_little(memory: MemoryBackend) -> None:
+    """Old keys are kept on request, and dropped by the next rotation; both are bounded."""
+    create(memory)
+    keyring.rotate(memory, A, B, keep_old=True)
+    assert opens(memory, A)
+    assert opens(memory, B)
+    assert keyring.rotate(memory, A, B, keep_old=True).keys == (A.id, B.id)
+    assert keyring.rotate(memory, B, B).dropped == (A.id,)
+    assert not opens(memory, A)
+    for number in range(limits.KEY_SLOTS_MAX - 1):
+        keyring.rotate(memory, B, UserKey(bytes([number]) + b"y" * 31), keep_old=True)
+    with pytest.raises(LimitError, match="1 to 16 keys"):
+        keyring.rotate(memory, B, C, keep_old=True)
+    assert opens(memory, B)
+
+
+@pytest.mark.parametrize("keep_old", [False, True])
+@pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
+def test_a_rotation_that_dies_leaves_a_store_that_opens(when: When, keep_old: bool) -> None:
+    """At every call: one of the two keys opens; finishing needs only another rotation."""
+    for at in range(1, 40):
+        memory = MemoryBackend(f"dying-rotation-{when}-{keep_old}-{at}")
+        create(memory)
+        keyring.rotate(memory, A, A)
+        fault = Fault(calls=CALLS, at=at, when=when, error=Killed)
+        with contextlib.suppress(Killed):
+            keyring.rotate(FaultyBackend(memory, fault), A, B, keep_old=keep_old)
+        if not fault.hits:
+            break
+        now = A if opens(memory, A) else B
+        assert opens(memory, now)
+        keyring.rotate(memory, now, C)
+        assert opens(memory, C)
+        assert len([key for key in memory.objects if key.startswith("keys/")]) == 1
+    else:
+        pytest.fail("a rotation takes fewer calls than that")
+    assert at > 4
+
+
+@pytest.mark.parametrize("error", [AmbiguousWriteError, StorageError])
+@pytest.mark.parametrize("when", [When.BEFORE, When.AFTER, When.TRUNCATED])
+def test_a_rotation_on_failing_storage(when: When, error: type[CkptStoreError]) -> None:
+    """Each call fails once: the rotation is done, or raises, and the store opens."""
+    for at in range(1, 40):
+        memory = MemoryBackend(f"failing-rotation-{when}-{error.__name__}-{at}")
+        create(memory)
+        calls = CALLS if when is not When.TRUNCATED else frozenset({"get", "list"})
+        fault = Fault(calls=calls, at=at, when=when, error=lambda: error("failed"))
+        try:
+            keyring.rotate(FaultyBackend(memory, fault), A, B)
+        except CkptStoreError:
+            assert opens(memory, A) or opens(memory, B)
+        else:
+            assert opens(memory, B)
+        if not fault.hits:
+            break
+
+
+def test_rotations_at_once(memory: MemoryBackend) -> None:
+    """Of many at once each builds on the one before, or is told that its key opens no more."""
+    create(memory)
+    keys = [UserKey(bytes([n]) * 31 + b"z") for n in range(10, 18)]
+    gate = threading.Barrier(len(keys))
+
+    def work(key: UserKey) -> bool:
+        gate.wait(30)
+        try:
+            keyring.rotate(memory, A, key)
+        except WrongKeyError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(len(keys)) as pool:
+        won = list(pool.map(work, keys))
+    assert sum(won) == 1
+    assert [opens(memory, key) for key in keys] == won
+
+
+def test_rotations_there_and_back_at_once(memory: MemoryBackend) -> None:
+    """The record that counts is never deleted, however rotations to and fro interleave."""
+    create(memory)
+    gate = threading.Barrier(4)
+
+    def work(pair: tuple[UserKey, UserKey]) -> None:
+        gate.wait(30)
+        for _ in range(20):
+            with contextlib.suppress(WrongKeyError, AmbiguousWriteError):
+                keyring.rotate(memory, *pair)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, [(A, B), (B, A), (A, B), (B, A)]))
+    assert opens(memory, A) or opens(memory, B)
+
+
+def test_the_command_of_python(tmp_path: Path, key: bytes, other: bytes) -> None:
+    """``ckptstore.rotate_key`` does it for a location; a plain store has nothing to rotate."""
+    with ckptstore.open(tmp_path / "s", create=True, encryption_key=key) as store:
+        store.run("r").save({"x": torch.ones(5)}, step=1)
+    ckptstore.rotate_key(tmp_path / "s", encryption_key=key, new_key=other)
+    with pytest.raises(WrongKeyError):
+        ckptstore.open(tmp_path / "s", encryption_key=key)
+    with ckptstore.open(tmp_path / "s", encryption_key=other) as store:
+        assert store.load("r@1")["x"].sum() == 5
+    ckptstore.open(tmp_path / "plain", create=True).close()
+    with pytest.raises(EncryptionKeyError):
+        ckptstore.rotate_key(tmp_path / "plain", encryption_key=key, new_key=other)
+
+
+# --- store.json is lost -------------------------------------------------------------------------
+
+
+def test_a_lost_superblock_comes_back_from_the_keys(
+    tmp_path: Path, key: bytes, other: bytes
+) -> None:
+    """Whole, with the store's own id; never without the key."""
+    place = tmp_path / "s"
+    with ckptstore.open(place, create=True, encryption_key=key, chunk_bytes=1 << 17) as store:
+        before = store.info
+        store.run("r").save({"x": torch.ones(5)}, step=1)
+    for damage in (None, b"garbage"):
+        (place / STORE_KEY).unlink()
+        if damage is not None:
+            (place / STORE_KEY).write_bytes(damage)
+        with pytest.raises(MissingKeyError):
+            ckptstore.mend_superblock(place)
+        with pytest.raises(WrongKeyError):
+            ckptstore.mend_superblock(place, encryption_key=other)
+        found = ckptstore.mend_superblock(
+            place, encryption_key=key, single_writer=damage is not None
+        )
+        assert found is not None
+        assert (found.source, found.new, found.mended) == ("keys", ("by",), True)
+        with ckptstore.open(place, encryption_key=key) as store:
+            told = store.info
+            assert told.encryption == before.encryption
+            assert (told.store_id, told.chunk_bytes) == (before.store_id, before.chunk_bytes)
+            assert told.created_at_ms == before.created_at_ms
+            assert store.verify().ok
+    with ckptstore.open(tmp_path / "plain", create=True) as store:
+        store.run("r").save({"x": torch.ones(5)}, step=1)
+    (tmp_path / "plain" / STORE_KEY).unlink()
+    with pytest.raises(EncryptionKeyError, match="nothing at"):
+        ckptstore.mend_superblock(tmp_path / "plain", encryption_key=key)
+
+
+def test_without_its_keys_a_store_is_lost_and_says_so(tmp_path: Path, key: bytes) -> None:
+    """The record of keys must be backed up; a copy of it opens the store again."""
+    place = tmp_path / "s"
+    with ckptstore.open(place, create=True, encryption_key=key) as store:
+        store.run("r").save({"x": torch.ones(5)}, step=1)
+    record = place / key_record_key(1)
+    saved = record.read_bytes()
+    record.unlink()
+    with pytest.raises(CorruptObjectError, match="restore keys/ from a backup"):
+        ckptstore.open(place, encryption_key=key)
+    record.write_bytes(saved)
+    with ckptstore.open(place, encryption_key=key, read_only=True) as store:
+        assert store.verify().ok
+
+
+def test_a_single_writer_rotates_without_conditions(memory: MemoryBackend) -> None:
+    """Where storage has no put-if-absent, whoever is alone creates and rotates all the same."""
+
+    def ignored(_: Backend, __: Environment) -> Finding:
+        return Finding(put_if_absent=PutIfAbsent.IGNORED, report={})
+
+    create_on(memory, key=A, options=Options(single_writer=True), prober=ignored)
+    keyring.rotate(memory, A, B, conditional=False)
+    assert opens(memory, B)
