@@ -88,8 +88,8 @@ def unlocked(
             return backend
         msg = f"{backend.url} is not encrypted, but a key was given"
         hint = (
-            "leave the key out (encryption_key=, --key, CKPTSTORE_KEY) if that is the store you mean; "
-            f"if it was encrypted once, somebody has replaced its {STORE_KEY}"
+            "leave the key out (encryption_key=, --key, CKPTSTORE_KEY) if that is the store you "
+            f"mean; if it was encrypted once, somebody has replaced its {STORE_KEY}"
         )
         raise EncryptionKeyError(msg, hint=hint)
     if user_key is None:

@@ -366,6 +366,13 @@ def test_plain_stores_never_load_cryptography(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
+def test_the_key_of_an_access_is_not_the_key_of_a_store(tmp_path: Path) -> None:
+    """s3fs has an option ``key``: a spec given there is refused with the right name."""
+    with pytest.raises(InvalidInputError, match="option of the storage library") as caught:
+        ckptstore.open(tmp_path / "s", create=True, key="env:X")
+    assert "encryption_key=" in caught.value.hint
+
+
 def test_opening_costs_two_requests_more(tmp_path: Path, key: bytes) -> None:
     """``store.json``, a listing of ``keys/`` and one record."""
     ckptstore.open(tmp_path / "s", create=True, encryption_key=key).close()
