@@ -7,6 +7,7 @@ coordinator, decides anything on them: tasks never commit.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.config import SYSTEM, Environment, workers_default
+from ckptstore.config import SYSTEM, Environment, Options, workers_default
 from ckptstore.engine import dask_client, pools
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.dask_client import DaskWorkers
@@ -77,6 +78,15 @@ class Engine:
         What a task may hold is the budget of the store divided by this.
         """
         return max(1, self._pool.sharing())
+
+    def options_of_tasks(self, options: Options) -> Options:
+        """Return the options of one task: its share of memory and threads."""
+        sharing = self.sharing
+        return dataclasses.replace(
+            options,
+            host_bytes=max(1, options.host_bytes // sharing),
+            workers=max(1, options.workers // sharing),
+        )
 
     def share(self, value: T, what: str) -> Shared[T]:
         """Wrap what many tasks hold, so that each process makes it once.

@@ -15,7 +15,7 @@ from ckptstore.backends.base import Capabilities
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 
-__all__ = ["ChunkRead", "Span", "Want", "plan_spans"]
+__all__ = ["ChunkRead", "Span", "Want", "cut_rows", "plan_spans"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,3 +111,21 @@ def _by_chunk(
         members.append(want)
     if current is not None:
         yield (*current, members)
+
+
+def cut_rows(
+    table: PieceTable, rows: npt.NDArray[np.int64], size_bytes: int
+) -> Iterator[npt.NDArray[np.int64]]:
+    """Cut rows into parts of about so many stored bytes each, in the order of packs and offsets.
+
+    No chunk is cut into two.
+    """
+    if not len(rows):
+        return
+    order = rows[np.lexsort((table.offset[rows], table.pack[rows]))]
+    pack, offset, stored = table.pack[order], table.offset[order], table.stored[order]
+    first = np.ones(len(order), bool)
+    first[1:] = (pack[1:] != pack[:-1]) | (offset[1:] != offset[:-1])
+    begins = np.where(first, stored, 0).cumsum(dtype=np.uint64) - stored
+    parts = begins // np.uint64(size_bytes)
+    yield from np.split(order, np.flatnonzero(np.diff(parts)) + 1)

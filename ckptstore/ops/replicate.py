@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckptstore.catalog import replica_changes
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.engine.engine import THREADS, EngineSpec, open_engine
 from ckptstore.errors import ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.model import Version
@@ -46,10 +48,21 @@ def replicate(
     target: Repo,
     versions: Sequence[Version],
     request: ReplicateRequest,
+    *,
+    executor: EngineSpec | None = None,
+    workers: int | None = None,
 ) -> ReplicateReport:
     """Make versions of a store versions of another; return what was done.
 
     Two replications at once, and savers or collections on either side, do each other no harm.
+
+    Parameters
+    ----------
+    executor
+        Who copies and reads back; manifests and commits are written here. None, or ``threads``
+        without `workers`: this process, without tasks.
+    workers
+        Tasks at once; None for what the engine has.
 
     Raises
     ------
@@ -68,20 +81,29 @@ def replicate(
         raise ConflictError(msg, hint="replicate to a store of its own: ckptstore init URL")
     if not request.dry_run:
         target.check_writable()
-    sides = Sides.of(source, cache, target, request)
+    with ExitStack() as stack:
+        engine = None
+        if not (executor is None or request.dry_run or (executor == THREADS and workers is None)):
+            opening = open_engine(executor, workers=workers, environment=target.environment)
+            engine = stack.enter_context(opening)
+        sides = Sides.of(source, cache, target, request, engine)
+        return _replicate(sides, versions, began)
+
+
+def _replicate(sides: Sides, versions: Sequence[Version], began: float) -> ReplicateReport:
     work = _Replication(
         sides=sides,
         near=Near(sides=sides),
         wanted=[version for version in versions if version.level != "record"],
     )
     work.look()
-    if request.dry_run:
+    if sides.request.dry_run:
         work.foresee()
     else:
         work.copy()
         work.follow()
         work.note()
-    return work.report(target.environment.monotonic() - began)
+    return work.report(sides.target.environment.monotonic() - began)
 
 
 @dataclass(slots=True, kw_only=True)

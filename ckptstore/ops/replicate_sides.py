@@ -8,8 +8,11 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.catalog.replica_changes import CHECKED_KEY
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.engine.engine import Engine
 from ckptstore.model import Version
+from ckptstore.objects.copy_tasks import SpreadCopy
 from ckptstore.ops.replicate_report import ReplicateRequest
+from ckptstore.ops.transplant import Copier, copier_between
 from ckptstore.repo import Repo
 
 __all__ = ["Near", "Sides", "read_back"]
@@ -33,17 +36,48 @@ class Sides:
     target: Repo
     target_cache: Manifests
     request: ReplicateRequest
+    spread: SpreadCopy | None = None
+    """Who copies by tasks of an engine; None: threads of this process, without tasks."""
 
     @classmethod
-    def of(cls, source: Repo, cache: Manifests, target: Repo, request: ReplicateRequest) -> Sides:
-        """Return both sides, with a memory for manifests of the target."""
+    def of(
+        cls,
+        source: Repo,
+        cache: Manifests,
+        target: Repo,
+        request: ReplicateRequest,
+        engine: Engine | None = None,
+    ) -> Sides:
+        """Return both sides, with a memory for manifests of the target.
+
+        Raises
+        ------
+        InvalidInputError
+            Processes of the engine cannot reach one of the storages.
+        """
         return cls(
             source=source,
             cache=cache,
             target=target,
             target_cache=Manifests(target, kept=_KEPT),
             request=request,
+            spread=None
+            if engine is None
+            else SpreadCopy(
+                engine=engine,
+                source=engine.share_storage(source.backend),
+                target=engine.share_storage(target.backend),
+                options=target.options,
+                bytes_per_s=request.bytes_per_s,
+                check=request.check,
+            ),
         )
+
+    def copier(self) -> Copier:
+        """Return who copies chunks to the target."""
+        if self.spread is not None:
+            return self.spread.copy
+        return copier_between(self.source.backend, self.backend(), self.target)
 
     def backend(self) -> Backend:
         """Return what chunks reach the target through: at the bandwidth that is allowed."""

@@ -15,7 +15,9 @@ from ckptstore import limits
 from ckptstore.catalog import replica_changes
 from ckptstore.catalog.replica_changes import CHECKED_KEY, Arrival
 from ckptstore.checkpoint.content import content_digest, read_content
+from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.errors import (
+    ColdObjectError,
     CondemnedError,
     CorruptObjectError,
     IntegrityError,
@@ -28,6 +30,7 @@ from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
+from ckptstore.objects.copy_tasks import altered
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.ops.remove import undelete
 from ckptstore.ops.replicate_sides import Sides
@@ -47,7 +50,7 @@ class Outcome:
     fate: Fate
     chunks_count: int = 0
     chunk_bytes: int = 0
-    error: IntegrityError | None = None
+    error: IntegrityError | ColdObjectError | None = None
     """Why it could not be copied."""
 
     @property
@@ -78,6 +81,8 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
     for tries in count(1):
         try:
             landed = _land(sides, version, near(version), without, progress)
+        except ColdObjectError as error:  # of the source: the others are not held up
+            return Outcome(fate="failed", error=error)
         except IntegrityError as error:
             now = sides.source.refresh().version(version.id)
             if now.deleted or now.level == "record":
@@ -128,43 +133,50 @@ def _land(
     if content_digest(manifest) != version.content:
         msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
         raise CorruptObjectError(msg, hint="run ckptstore verify")
-    landed = transplant(
-        manifest,
-        source=sides.source,
-        target=sides.target,
-        target_backend=sides.backend(),
-        target_cache=sides.target_cache,
-        source_id=version.id,
-        only=near,
-        without=without,
-        progress=progress,
-    )
+    shown = f"{version.run}@{version.step}"
+    with naming_cold(version.id, sides.source.url, shown=shown):
+        landed = transplant(
+            manifest,
+            source=sides.source,
+            target=sides.target,
+            copier=sides.copier(),
+            target_cache=sides.target_cache,
+            source_id=version.id,
+            only=near,
+            without=without,
+            progress=progress,
+        )
     if not sides.request.check:
         return landed
     began = sides.target.environment.monotonic()
-    _read_back(sides, landed)
+    try:
+        _read_back(sides, landed)
+    except ColdObjectError:  # it refers to what is cold there: it came, and does not count as read
+        return landed
     seconds = sides.target.environment.monotonic() - began
     return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
 
 
 def _read_back(sides: Sides, landed: Landed) -> None:
     """Read from the target what was written there."""
+    table = landed.manifest.pieces
     labels = read_content(landed.manifest).labels
-    wants = [
-        Want(row=row, out=None, label=labels[owner])
-        for row, owner in zip(landed.rows, landed.owners, strict=True)
-    ]
+    pairs = zip(landed.rows, landed.owners, strict=True)
+    wants = [Want(row=row, out=None, label=labels[owner]) for row, owner in pairs]
+    if sides.spread is not None:  # its tasks have read back what does not refer to others
+        wants = [want for want in wants if table.base_of(want.row) is not None]
+        sides.spread.read_back(table, wants)
+        return
     try:
         read_pieces(
-            landed.manifest.pieces,
+            table,
             wants,
             backend=sides.backend(),
             options=sides.target.options,
             progress=silent,
         )
     except IntegrityError as error:
-        msg = f"{sides.target.url} does not hold what was written there: {error.message}"
-        raise CorruptObjectError(msg, hint="examine the target: ckptstore doctor") from error
+        raise altered(sides.target.url, error) from error
 
 
 def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:

@@ -8,7 +8,7 @@ that is missed costs its bytes, nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -26,16 +26,29 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.model import RoleBytes, Version
-from ckptstore.objects.copying import copy_chunks
+from ckptstore.objects.copying import Copied, copy_chunks
 from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder
 from ckptstore.objects.packs import Placed
 from ckptstore.objects.reader import Want
 from ckptstore.repo import Repo
 
-__all__ = ["ORIGIN_KEY", "Foreseen", "Landed", "foresee", "transplant"]
+__all__ = [
+    "ORIGIN_KEY",
+    "Copier",
+    "Foreseen",
+    "Landed",
+    "copier_between",
+    "foresee",
+    "transplant",
+]
 
 ORIGIN_KEY: Final = "forked_from"
 """Where the metadata of a version that came from another store says which one it was."""
+
+
+Copier = Callable[[PieceTable, Sequence[Want], ProgressCallback], Copied]
+"""Copies the chunks of pieces into new packs of the target; see
+:func:`ckptstore.objects.copying.copy_chunks`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +86,7 @@ def transplant(
     without: Collection[str],
     progress: ProgressCallback,
     only: Sequence[str] | None = None,
-    target_backend: Backend | None = None,
+    copier: Copier | None = None,
 ) -> Landed:
     """Bring what `manifest` needs to `target`; return the manifest as it is to be written there.
 
@@ -85,8 +98,8 @@ def transplant(
         Packs of `target` that may not be shared.
     only
         Versions of `target` that are looked at, in this order; None for all, the likeliest first.
-    target_backend
-        What chunks are written through, in place of the target's own backend.
+    copier
+        Who copies chunks, in place of threads of this process from one backend to the other.
 
     Raises
     ------
@@ -103,15 +116,9 @@ def transplant(
     owners = np.zeros(len(manifest.pieces), np.int64)
     owners[:own] = np.repeat(np.arange(len(manifest.tensors)), np.diff(manifest.first))
     owners[[*bases]] = owners[[*bases.values()]]
-    copied = copy_chunks(
-        manifest.pieces,
-        [Want(row=row, out=None, label=labels[int(owners[row])]) for row in missing],
-        source=source.backend,
-        target=target_backend or target.backend,
-        environment=target.environment,
-        options=target.options,
-        progress=progress,
-    )
+    wants = [Want(row=row, out=None, label=labels[int(owners[row])]) for row in missing]
+    copier = copier or copier_between(source.backend, target.backend, target)
+    copied = copier(manifest.pieces, wants, progress)
     arrived = [row for row in missing if row < own]
     table = _placed(manifest.pieces, own, found, copied.places)
     return Landed(
@@ -129,6 +136,29 @@ def transplant(
             CHUNK_HEADER_BYTES + place.stored_bytes for place in copied.places.values()
         ),
     )
+
+
+def copier_between(source: Backend, target: Backend, repo: Repo) -> Copier:
+    """Return who copies by threads of this process.
+
+    Parameters
+    ----------
+    target
+        What chunks are written through: the backend of `repo`, or one around it.
+    """
+
+    def copy(table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
+        return copy_chunks(
+            table,
+            wants,
+            source=source,
+            target=target,
+            environment=repo.environment,
+            options=repo.options,
+            progress=progress,
+        )
+
+    return copy
 
 
 def foresee(

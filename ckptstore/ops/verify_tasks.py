@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -28,6 +27,7 @@ from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
 from ckptstore.events import silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.model import Version
+from ckptstore.objects.plan import cut_rows
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.ops.piece_checks import PieceKey, batches, frame_problem, piece_key, why_lost
 from ckptstore.ops.recipes_followed import problems_of, recipe_key, row_of_recipe
@@ -171,12 +171,7 @@ class _Spread:
         self._survey = survey
         self._engine = engine
         self._storage = engine.share_storage(survey.repo.backend)
-        whole, sharing = survey.repo.options, engine.sharing
-        self._options = dataclasses.replace(
-            whole,
-            host_bytes=max(1, whole.host_bytes // sharing),
-            workers=max(1, whole.workers // sharing),
-        )
+        self._options = engine.options_of_tasks(survey.repo.options)
         self._stages: deque[_Stage] = deque()
         self._sent: deque[_Sent] = deque()
         self._planned: set[bytes] = set()
@@ -224,7 +219,7 @@ class _Spread:
                 continue
             batch = _Batch(rows=rows, keys=keys)
             stage.batches.append(batch)
-            for part in _cut(table, np.array(chosen, np.int64)):
+            for part in cut_rows(table, np.array(chosen, np.int64), limits.VERIFY_TASK_BYTES):
                 batch.left += 1
                 task = dataclasses.replace(self._task(), table=table.take(part), count=len(part))
                 size = int(table.raw[part].sum(dtype=np.uint64))
@@ -307,17 +302,3 @@ class _Spread:
             sound = survey.report(stage.version, content)
         counted = stage.counted_bytes
         return survey.conclude(stage.version, content, sound=sound, counted_bytes=counted)
-
-
-def _cut(table: PieceTable, rows: npt.NDArray[np.int64]) -> Iterator[npt.NDArray[np.int64]]:
-    """Cut rows into parts of about ``VERIFY_TASK_BYTES`` stored each, no chunk into two."""
-    if not len(rows):
-        return
-    order = rows[np.lexsort((table.offset[rows], table.pack[rows]))]
-    pack, offset = table.pack[order], table.offset[order]
-    first = np.ones(len(order), bool)
-    first[1:] = (pack[1:] != pack[:-1]) | (offset[1:] != offset[:-1])
-    starts = np.where(first, table.stored[order], 0).cumsum(dtype=np.uint64)
-    starts -= table.stored[order]
-    parts = starts // np.uint64(limits.VERIFY_TASK_BYTES)
-    yield from np.split(order, np.nonzero(np.diff(parts))[0] + 1)

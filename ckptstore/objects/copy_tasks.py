@@ -1,0 +1,214 @@
+"""Chunks copied by tasks: each fills packs of its own in the target, and reads them back.
+
+A task that runs twice leaves packs that nobody names, for a collection; which of the two is used
+says its result. Deltas are not read back here, since what they refer to may lie elsewhere: that is
+for whoever knows the whole table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.backends.throttled import ThrottledBackend
+from ckptstore.config import SYSTEM, Options
+from ckptstore.engine.calls import Shared
+from ckptstore.engine.engine import Engine
+from ckptstore.errors import CorruptObjectError, IntegrityError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.bases import NO_BASE
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.objects.copying import Copied, copy_chunks
+from ckptstore.objects.plan import cut_rows
+from ckptstore.objects.reader import Want, read_pieces
+
+__all__ = ["CopyTask", "SpreadCopy", "altered", "copy_part", "read_part"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTask:
+    """Chunks that one task copies."""
+
+    source: Shared[Backend]
+    target: Shared[Backend]
+    options: Options
+    bytes_per_s: float
+    """Of its own; 0 for no limit."""
+    check: bool
+    """Read back what was written, but for deltas."""
+    table: PieceTable
+    """What is copied, and behind it what deltas refer to."""
+    labels: tuple[str, ...]
+    """Of the tensors to which the pieces belong that are copied: the table's first rows."""
+
+
+def copy_part(task: CopyTask) -> Copied:
+    """Do a task; it may be done any number of times.
+
+    Raises
+    ------
+    CorruptTensorError
+        A chunk of the source is damaged.
+    CorruptObjectError
+        The target does not hold what was written there.
+    StorageError
+        One of the storages failed.
+    """
+    target = _target(task)
+    copied = copy_chunks(
+        task.table,
+        [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
+        source=task.source.value,
+        target=target,
+        environment=SYSTEM,
+        options=task.options,
+        progress=silent,
+    )
+    if task.check:
+        _read_back(task, copied, target)
+    return copied
+
+
+def read_part(task: CopyTask) -> None:
+    """Read pieces from the target, where the task's table says that they lie.
+
+    Raises
+    ------
+    CorruptObjectError
+        The target does not hold what was written there.
+    StorageError
+        The storage failed.
+    """
+    _read(task, task.table, task.labels, _target(task))
+
+
+def altered(url: str, error: IntegrityError) -> CorruptObjectError:
+    """Return the error for a target that gives back something else than was written."""
+    msg = f"{url} does not hold what was written there: {error.message}"
+    return CorruptObjectError(msg, hint="examine the target: ckptstore doctor")
+
+
+def _read_back(task: CopyTask, copied: Copied, target: Backend) -> None:
+    """Read what was copied from where it went."""
+    whole, count = task.table, len(task.labels)
+    own = np.arange(count)
+    if whole.base is not None:
+        own = own[whole.base[:count] == NO_BASE]
+    table = whole.take(own)
+    packs = table.packs
+    sources = zip(table.pack.tolist(), table.offset.tolist(), strict=True)
+    places = [copied.places[packs[pack], offset] for pack, offset in sources]
+    names = sorted({place.pack for place in places})
+    number = {name: at for at, name in enumerate(names)}
+    moved = PieceTable(
+        ids=table.ids,
+        raw=table.raw,
+        pack=np.array([number[place.pack] for place in places], np.uint32),
+        offset=np.array([place.offset for place in places], np.uint64),
+        stored=np.array([place.stored_bytes for place in places], np.uint32),
+        inner=table.inner,
+        slab=table.slab,
+        packs=names,
+    )
+    _read(task, moved, [task.labels[row] for row in own.tolist()], target)
+
+
+def _read(task: CopyTask, table: PieceTable, labels: Sequence[str], target: Backend) -> None:
+    """Read the first rows of a table, one for each label."""
+    wants = [Want(row=row, out=None, label=label) for row, label in enumerate(labels)]
+    try:
+        read_pieces(table, wants, backend=target, options=task.options, progress=silent)
+    except IntegrityError as error:
+        raise altered(target.url, error) from error
+
+
+def _target(task: CopyTask) -> Backend:
+    """Return the target at the task's share of the bandwidth."""
+    if not task.bytes_per_s:
+        return task.target.value
+    return ThrottledBackend(task.target.value, bytes_per_s=task.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpreadCopy:
+    """Copies chunks from one storage to another by tasks of an engine."""
+
+    engine: Engine
+    source: Shared[Backend]
+    target: Shared[Backend]
+    options: Options
+    """Of the target, whole: tasks that share a machine share its budget."""
+    bytes_per_s: float = 0.0
+    """Of all tasks together; 0 for no limit."""
+    check: bool = True
+
+    def copy(self, table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
+        """Do as :func:`ckptstore.objects.copying.copy_chunks`, and read back what was written.
+
+        Raises
+        ------
+        CorruptTensorError, CorruptObjectError, StorageError
+            As :func:`copy_part`, of the first task that failed; WorkerDiedError of the engine.
+        """
+        copied = Copied()
+        tasks, total = self._plan(table, wants)
+        done = 0
+        for _, part in self.engine.map_unordered(copy_part, tasks):
+            copied.places.update(part.places)
+            copied.pack_bytes += part.pack_bytes
+            copied.packs_count += part.packs_count
+            done += sum(CHUNK_HEADER_BYTES + p.stored_bytes for p in part.places.values())
+            progress(Progress(stage="copy", done=min(done, total), total=total))
+        return copied
+
+    def read_back(self, table: PieceTable, wants: Sequence[Want]) -> None:
+        """Read pieces from the target, where `table` says that they lie.
+
+        Raises
+        ------
+        CorruptObjectError
+            The target does not hold what was written there.
+        StorageError
+            The storage failed; WorkerDiedError of the engine.
+        """
+        labels = {want.row: want.label for want in wants}
+        rows = np.fromiter(labels, np.int64, len(labels))
+        parts = cut_rows(table, rows, limits.COPY_TASK_BYTES_MIN)
+        tasks = (self._task(table, part, labels) for part in parts)
+        for _ in self.engine.map_unordered(read_part, tasks):
+            pass
+
+    def _task(
+        self, table: PieceTable, rows: npt.NDArray[np.int64], labels: Mapping[int, str]
+    ) -> CopyTask:
+        return CopyTask(
+            source=self.source,
+            target=self.target,
+            options=self.engine.options_of_tasks(self.options),
+            bytes_per_s=self.bytes_per_s / self.engine.workers,
+            check=self.check,
+            table=table.take(rows),
+            labels=tuple(labels[row] for row in rows.tolist()),
+        )
+
+    def _plan(self, table: PieceTable, wants: Sequence[Want]) -> tuple[Iterator[CopyTask], int]:
+        """Return the tasks, and the stored bytes of them all."""
+        labels = {want.row: want.label for want in wants}
+        rows = np.fromiter(labels, np.int64, len(labels))
+        sizes = dict(
+            zip(
+                zip(table.pack[rows].tolist(), table.offset[rows].tolist(), strict=True),
+                table.stored[rows].tolist(),
+                strict=True,
+            )
+        )
+        total = sum(sizes.values()) + CHUNK_HEADER_BYTES * len(sizes)
+        most = max(self.target.value.capabilities.pack_bytes, limits.COPY_TASK_BYTES)
+        size = max(limits.COPY_TASK_BYTES_MIN, min(most, -(-total // self.engine.workers)))
+        return (self._task(table, part, labels) for part in cut_rows(table, rows, size)), total
