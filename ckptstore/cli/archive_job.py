@@ -133,6 +133,10 @@ def _outcome(step: StepReport) -> str:
         mended = f"; {counted(result['mended'], 'version')} mended" if "mended" in result else ""
         problems = counted(result["problems"], "problem")
         return f"{counted(result['chunks'], 'chunk')} read, {problems}{mended}"
+    if step.name == "archive-target":
+        packs = f"{counted(result['moved'], 'pack')} of {bytes_text(result['moved_bytes'])}"
+        left = f"; {counted(result['left'], 'pack')} stay for others" if result["left"] else ""
+        return f"{packs} to {result['class']}{left}"
     if step.name == "evict":
         count = counted(result["evicted"], "version")
         return f"{count} kept as records; {bytes_text(result['reclaimable_bytes'])} to reclaim"

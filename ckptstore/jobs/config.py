@@ -34,6 +34,7 @@ from typing import Annotated, Any, Final, TypeAlias
 import msgspec
 
 from ckptstore import limits
+from ckptstore.backends.storage_classes import check_class
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.errors import InvalidInputError, NotFoundError
@@ -41,6 +42,8 @@ from ckptstore.store.store import open_store
 
 __all__ = [
     "Alert",
+    "Archive",
+    "ClassPrices",
     "Collect",
     "Copy",
     "Job",
@@ -129,6 +132,25 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """A version of the selection that is older than this, and that the target does not have."""
 
 
+class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What of the target moves to a colder storage class."""
+
+    storage_class: str = msgspec.field(name="class")
+    """As the storage calls it: ``GLACIER``, ``DEEP_ARCHIVE``, ``STANDARD_IA``, ``COLDLINE`` ..."""
+    min_age: str | None = None
+    """Only versions that were saved so long ago, such as ``30d``."""
+    keep_hot: _Texts | None = None
+    """Rules for versions that stay as they are; heads of runs do in any case."""
+
+
+class ClassPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one storage class of the target costs."""
+
+    put_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Of packs that move there."""
+    stored_per_gb_month: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
 class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the target's provider charges, in one currency; for estimates only."""
 
@@ -138,6 +160,8 @@ class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """For 10^9 bytes."""
     moved_per_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     currency: str = "USD"
+    classes: dict[str, ClassPrices] = {}
+    """By the name of a storage class."""
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -153,6 +177,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     gc: Collect = Collect()
     scrub: Scrub = Scrub()
     alert: Alert = Alert()
+    archive: Archive | None = None
     prices: Prices | None = None
 
 
@@ -209,11 +234,14 @@ def _check(job: Job) -> None:
         job.select.since,
         job.alert.not_replicated_after,
         job.gc.grace,
+        job.archive and job.archive.min_age,
     ):
         if text is not None:
             parse_duration(text)
     parse_bytes(str(job.copy.rate))
-    for rules in (job.select.keep, job.retain.evict):
+    if job.archive is not None:
+        check_class(job.archive.storage_class)
+    for rules in (job.select.keep, job.retain.evict, job.archive and job.archive.keep_hot):
         if rules is not None:
             Policy.from_json({"full": rules}).check()
     for policy in (job.retain.source, job.retain.target):

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ckptstore.errors import CkptStoreError, PolicyError
+from ckptstore.errors import CkptStoreError, ColdObjectError, IntegrityError, PolicyError
 from ckptstore.ops.exposition import metric
 
-__all__ = ["JobReport", "Overdue", "StepName", "StepReport", "exposition"]
+__all__ = ["JobReport", "Overdue", "StepName", "StepReport", "exposition", "problem_of"]
 
 
 StepName: TypeAlias = Literal[
@@ -17,6 +17,7 @@ StepName: TypeAlias = Literal[
     "replicate",
     "scrub-target",
     "retain-target",
+    "archive-target",
     "evict",
     "retain-source",
     "gc-target",
@@ -125,3 +126,15 @@ def exposition(report: JobReport, *, now_s: float) -> str:
         ),
     ]
     return "".join(parts)
+
+
+def problem_of(result: Mapping[str, Any]) -> tuple[str, int]:
+    """Return what a step that ended says was not done, and the exit code of it."""
+    failures, skipped = result.get("failures"), result.get("skipped")
+    if failures and all(one.get("kind") == ColdObjectError.kind for one in failures):
+        return f"{len(failures)} versions are cold: thaw them", ColdObjectError.exit_code
+    if failures:
+        return f"{len(failures)} versions are damaged", IntegrityError.exit_code
+    if skipped:
+        return f"{len(skipped)} packs could not be moved", PolicyError.exit_code
+    return "", 0

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from ckptstore import limits
@@ -19,10 +20,12 @@ from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.replica_changes import had_content
 from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
-from ckptstore.errors import CkptStoreError, ConflictError, IntegrityError
+from ckptstore.errors import CkptStoreError, ConflictError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.jobs.config import Job
-from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport
+from ckptstore.jobs.classes import archive_target
+from ckptstore.jobs.config import Archive, Job
+from ckptstore.jobs.costs import estimate_of
+from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
 from ckptstore.model import Version
 from ckptstore.ops.evict import evict
 from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
@@ -78,7 +81,7 @@ def run_job(
                 job.source.url,
                 read_only=dry_run,
                 single_writer=job.source.single_writer,
-                key=job.source.key,
+                encryption_key=job.source.key,
                 workers=job.copy.workers or workers_default(),
                 **job.source.options,
             )
@@ -89,7 +92,7 @@ def run_job(
                 job.target.url,
                 dry_run=dry_run,
                 single_writer=job.target.single_writer,
-                key=job.target.key,
+                encryption_key=job.target.key,
                 **job.target.options,
             )
         )
@@ -168,6 +171,8 @@ class _Run:
             copied = False
         if retain.target:
             self._step("retain-target", lambda: self._retain(self.target, retain.target))
+        if self.job.archive is not None:
+            self._step("archive-target", partial(self._archive, self.job.archive))
         if copied:
             if retain.evict is not None:
                 self._step("evict", self._evict)
@@ -211,11 +216,8 @@ class _Run:
         except CkptStoreError as failure:
             error, code = str(failure), failure.exit_code
             _log.warning("job %s: %s: %s", self.job.name, name, failure)
-        if result.get("failures"):
-            error, code = (
-                f"{len(result['failures'])} versions are damaged",
-                IntegrityError.exit_code,
-            )
+        else:
+            error, code = problem_of(result)
         seconds = self.environment.monotonic() - began
         self.steps.append(
             StepReport(
@@ -329,6 +331,16 @@ class _Run:
         found = self.target.verify([f"#{one.id}" for one in versions], level="records")
         return {problem.version for problem in found.problems}
 
+    def _archive(self, wanted: Archive) -> Mapping[str, Any]:
+        return archive_target(
+            self.target,
+            wanted,
+            checked=self.job.copy.check,
+            prices=self.job.prices,
+            dry_run=self.dry_run,
+            progress=self.progress,
+        )
+
     def _collect(self, store: Store) -> Mapping[str, Any]:
         grace = self.job.gc.grace
         report = store.gc(
@@ -355,23 +367,9 @@ class _Run:
         return late
 
     def estimate(self) -> dict[str, float | str]:
-        """Return requests and costs of the copies; rough, since parts and retries vary."""
-        prices, report = self.job.prices, self.replicated
-        if prices is None or report is None:
-            return {}
+        """Return requests and costs of the copies; empty without a table of prices."""
         part = max(_PART_BYTES_MIN, self.target.repo.backend.capabilities.part_bytes)
-        versions = len(report.copied)
-        puts = -(-report.chunk_bytes // part) + 3 * versions
-        gets = (report.chunks_count if report.checked or self.job.copy.check else 0) + 2 * versions
-        gb = report.chunk_bytes / 1e9
-        once = puts * prices.put_per_1000 / 1000 + gets * prices.get_per_1000 / 1000
-        return {
-            "puts": puts,
-            "gets_at_most": gets,
-            "once": round(once + gb * prices.moved_per_gb, 6),
-            "a_month": round(gb * prices.stored_per_gb_month, 6),
-            "currency": prices.currency,
-        }
+        return estimate_of(self.job, self.replicated, part_bytes=part)
 
 
 def _has(there: Catalog, version: Version) -> bool:

@@ -91,7 +91,7 @@ class ArchiveReport:
 
     dry_run: bool
     storage_class: str
-    versions: tuple[str, ...]
+    versions: tuple[str, ...] = ()
     """Ids of the versions that were named, without those of which there is a record only."""
     moved: PackTally = PackTally()
     """With `dry_run`, what would be."""
