@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Annotated
 
@@ -20,10 +20,11 @@ from ckptstore.cli.options import (
 from ckptstore.cli.output import Output
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, draw_superblock, repair_document
-from ckptstore.cli.session import location, opened, vouching
+from ckptstore.cli.session import location, opened, opened_for, vouching
 from ckptstore.cli.verify_cmd import VerifyLevel
 from ckptstore.errors import IntegrityError
-from ckptstore.store import mend_superblock
+from ckptstore.store import Store, mend_superblock
+from ckptstore.store.tiers import PREFIX
 
 __all__ = ["repair"]
 
@@ -71,7 +72,11 @@ def repair(
     makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
     """
     output = Output("repair", as_json=json, quiet=quiet)
-    with opened(source, from_option, key=from_key) if source else nullcontext() as other:
+    named = source is not None and source.startswith(PREFIX)
+    with ExitStack() as stack:
+        other: Store | None = None
+        if source and not named:
+            other = stack.enter_context(opened(source, from_option, key=from_key))
         with vouching():
             superblock = mend_superblock(
                 location(store),
@@ -89,6 +94,8 @@ def repair(
         with opened(
             store, option, key=key, writing=not dry_run, single_writer=single_writer
         ) as opening:
+            if source and named:
+                other = stack.enter_context(opened_for(opening, source, from_option, from_key))
             with progress_bars(output) as progress:
                 report = opening.repair(
                     other, level=level.value, dry_run=dry_run, progress=progress

@@ -15,8 +15,17 @@ from ckptstore.errors import (
 )
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
+from ckptstore.store.tiers import PREFIX
 
-__all__ = ["find_version", "full_ref", "is_run_name", "location", "opened", "vouching"]
+__all__ = [
+    "find_version",
+    "full_ref",
+    "is_run_name",
+    "location",
+    "opened",
+    "opened_for",
+    "vouching",
+]
 
 _BARE_ID = re.compile(r"[0-9a-fA-F]{4,32}\Z")
 
@@ -65,6 +74,30 @@ def opened(
         ) as store,
     ):
         yield store
+
+
+@contextmanager
+def opened_for(
+    store: Store, url: str, options: Sequence[str] | None, key: str | None
+) -> Iterator[Store]:
+    """Open another store for the length of a block, to read: a place, or ``replica:NAME``.
+
+    Raises
+    ------
+    NotFoundError
+        The store has no replica of this name.
+    CkptStoreError
+        As :func:`ckptstore.store.open_store`.
+    """
+    if not url.startswith(PREFIX):
+        with opened(url, options, key=key) as other:
+            yield other
+        return
+    name = url.removeprefix(PREFIX)
+    given = {**parse_storage_options(options or ()), **({"key": key} if key else {})}
+    if given:
+        store.give_options(name, given)
+    yield store.replica(name)
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from ckptstore.cli.options import (
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
-from ckptstore.cli.session import find_version, is_run_name, opened
+from ckptstore.cli.session import find_version, is_run_name, opened, opened_for
 from ckptstore.cli.text import bytes_text, count_text, counted, seconds_text
 from ckptstore.errors import IntegrityError, InvalidInputError
 from ckptstore.model import Version
@@ -175,7 +175,7 @@ def _heal(
     """Bring back what is damaged from one store after another, until nothing is lost."""
     done: list[tuple[str, RepairReport]] = []
     for url in urls:
-        with opened(url, options, key=key) as other, progress_bars(output) as progress:
+        with opened_for(store, url, options, key) as other, progress_bars(output) as progress:
             done.append((url, store.repair(other, progress=progress)))
         if done[-1][1].ok:
             break

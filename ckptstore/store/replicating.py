@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.config import SYSTEM
+from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError, MissingKeyError, StoreNotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed
@@ -51,6 +52,8 @@ class Replicating:
         to_key: KeyInput | None = None,
         again: bool | None = None,
         dry_run: bool = False,
+        executor: EngineSpec | None = None,
+        workers: int | None = None,
         progress: ProgressCallback = silent,
     ) -> ReplicateReport:
         """Make versions of this store versions of another, under the same ids.
@@ -84,6 +87,12 @@ class Replicating:
             record. None: those that `refs` name, no others. Other ones are ``left`` in the report.
         dry_run
             Change nothing; the report says what would travel.
+        executor
+            Who copies chunks and reads them back: ``threads`` of this process, which None means
+            too, ``processes``, ``dask:local``, ``dask://HOST:PORT``, or any executor of
+            ``concurrent.futures``. This process alone writes manifests and commits.
+        workers
+            How many tasks run at once; by default what the engine has.
         progress
             Called with the bytes (in memory) of the versions that are done.
 
@@ -99,6 +108,8 @@ class Replicating:
         ConflictError
             Both are one store; or the other has a run of the same name with other versions.
             Nothing was written.
+        WorkerDiedError, MissingDependencyError
+            Of the engine. What was committed stays.
         ReadOnlyError, UnsafeBackendError, StorageError
             The other store cannot be written to, or a storage failed. What was committed stays.
         """
@@ -140,7 +151,15 @@ class Replicating:
                         secret=self._repo.superblock.encryption is not None,
                     )
                 )
-            return replicate(self._repo, self._manifests, to._repo, chosen, request)
+            return replicate(
+                self._repo,
+                self._manifests,
+                to._repo,
+                chosen,
+                request,
+                executor=executor,
+                workers=workers,
+            )
 
 
 @contextmanager
@@ -221,7 +240,7 @@ def open_target_of(
         name = url.removeprefix(PREFIX)
         given = {key: value for key, value in options.items() if value}
         if given:
-            source._opened.give(name, given)
+            source.give_options(name, given)
         yield source.replica(name)
         return
     size = source.info.chunk_bytes

@@ -137,6 +137,16 @@ class Tiers:
         """Return the stores that have a name here, in the order in which they were named."""
         return list(self._repo.refresh().replicas.values())
 
+    def give_options(self, name: str, options: Mapping[str, Any]) -> None:
+        """Open a replica with these options from now on, through this object alone.
+
+        Parameters
+        ----------
+        options
+            As for :func:`ckptstore.open`. Never stored.
+        """
+        self._opened.give(check_replica_name(name), options)
+
     def replica(self, name: str) -> Store:
         """Return a replica, opened; it is closed with this store.
 

@@ -6,10 +6,11 @@
     python tests/compat/make_golden.py tests/compat/golden/v1-delta
     python tests/compat/make_golden.py tests/compat/golden/v1-aged
     python tests/compat/make_golden.py tests/compat/golden/v1-replica
+    python tests/compat/make_golden.py tests/compat/golden/v1-tiers
 
 The later ones hold what came to the format later: tensors in blocks, tensors that follow from
 others, pieces that are differences to those of older versions, versions whose weights were rounded,
-versions that came from another store.
+versions that came from another store, names of replicas.
 The golden stores are committed. Later versions of ckptstore must read them as they are, so a store
 that is there is never made again; ``test_golden_v1.py`` and its like hold what every value must be,
 as literals.
@@ -33,6 +34,7 @@ import torch
 from ckptstore import limits, repo
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.registry import open_backend
+from ckptstore.catalog.tier_changes import name_replica, unname_replica
 from ckptstore.checkpoint.assemble import commit_parts
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.shards import Shard, write_part
@@ -346,6 +348,32 @@ def make_replica(folder: pathlib.Path) -> None:
         limits.SNAPSHOT_COMMITS_MIN = least  # type: ignore[misc]
 
 
+def make_tiers(folder: pathlib.Path) -> None:
+    """Make the golden store that has names for replicas: in a snapshot, and in the log after it."""
+    least = limits.SNAPSHOT_COMMITS_MIN
+    limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]  # so that a snapshot holds names
+    try:
+        with Store(create(folder, SimulatedEnvironment(8))) as store:
+            log = store.repo.log
+
+            def name(called: str, url: str, number: int) -> None:
+                log.append_any(
+                    lambda now: name_replica(now, name=called, url=url, store=f"{number:032x}")
+                )
+
+            name("cold", "s3://bucket/größe", 1)
+            name("tape-2", "/mnt/tape/ckpts", 2)
+            run = store.run("gpt")
+            run.save({"model": {"w": torch.arange(500.0)}}, step=1, codec="planes")
+            name("gone", "gs://other/x", 3)
+            name("cold", "s3://bucket/moved", 1)
+            log.append_any(lambda now: unname_replica(now, "gone"))
+            name("near", "file:///mnt/near", 4)
+            run.save({"model": {"w": torch.arange(500.0) + 1}}, step=2, codec="planes")
+    finally:
+        limits.SNAPSHOT_COMMITS_MIN = least  # type: ignore[misc]
+
+
 def make(folder: pathlib.Path) -> None:
     """Make the golden store in a folder that is not there yet."""
     environment = SimulatedEnvironment(1)
@@ -381,4 +409,5 @@ if __name__ == "__main__":
     kinds["v1-delta"] = make_delta
     kinds["v1-aged"] = make_aged
     kinds["v1-replica"] = make_replica
+    kinds["v1-tiers"] = make_tiers
     kinds[place.name](place)

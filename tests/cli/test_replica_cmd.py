@@ -1,0 +1,86 @@
+"""replica and evict from the command line, and ``replica:NAME`` where a place may stand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ckptstore
+from tests.cli.conftest import Cli
+
+
+def test_names_are_added_listed_and_forgotten(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """As text and as JSON; the log says what was done."""
+    assert "no replica has a name" in cli("replica", "ls", "-s", store_path).out
+    refused = cli("replica", "add", "cold", tmp_path / "cold", "-s", store_path)
+    assert refused.code == 3
+    added = cli("replica", "add", "cold", tmp_path / "cold", "--create", "--json", "-s", store_path)
+    assert added.document["replica"]["url"] == str(tmp_path / "cold")
+    (listed,) = cli("replica", "ls", "--json", "-s", store_path).document["replicas"]
+    assert (listed["name"], listed["versions"], listed["missing"]) == ("cold", 0, 6)
+    assert cli("replicate", "--to", "replica:cold", "-s", store_path).code == 0
+    (listed,) = cli("replica", "ls", "--json", "-s", store_path).document["replicas"]
+    assert (listed["versions"], listed["missing"]) == (6, 0)
+    assert "6 versions noted, 0 missing" in cli("replica", "ls", "-s", store_path).out
+    assert f"cold is {tmp_path / 'cold'}" in cli("log", "-s", store_path).out
+    assert "is forgotten" in cli("replica", "rm", "cold", "-s", store_path).out
+    assert cli("replica", "rm", "cold", "-s", store_path).code == 3
+    assert (tmp_path / "cold" / "store.json").exists()
+
+
+@pytest.mark.parametrize(
+    "words", [["add"], ["add", "cold"], ["rm"], ["rm", "a", "b"], ["ls", "a"], ["list"]]
+)
+def test_wrong_words_are_refused(cli: Cli, store_path: Path, words: list[str]) -> None:
+    """With the usage, and nothing done."""
+    assert cli("replica", *words, "-s", store_path).code == 2
+
+
+def test_evict_and_what_comes_after(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """Evicted versions show as records, and are exported from the replica all the same."""
+    cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
+    assert cli("evict", "--replica", "cold", "-s", store_path).code == 2
+    assert cli("evict", "--replica", "tape", "--run", "gpt", "-s", store_path).code == 3
+    none = cli("evict", "--replica", "cold", "--run", "gpt", "--json", "-s", store_path)
+    assert none.document["evicted"] == []
+    cli("replicate", "--to", "replica:cold", "-s", store_path)
+    dry = cli("evict", "--replica", "cold", "--run", "gpt", "-n", "-s", store_path)
+    assert dry.out.startswith("would keep only the record of")
+    done = cli("evict", "--replica", "cold", "--run", "gpt", "--json", "-s", store_path)
+    steps = [one["step"] for one in done.document["evicted"]]
+    assert steps
+    assert cli("gc", "--grace", "0s", "--orphan-age", "0s", "-s", store_path).code == 0
+    with ckptstore.open(store_path) as store:
+        for step in steps:
+            assert store.resolve(f"gpt@{step}").level == "record"
+            assert store.load(f"gpt@{step}")
+
+
+def test_a_job_finds_its_target_by_name(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """``url = "replica:cold"``, with a dry run before; a name that is none fails."""
+    cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
+    job = tmp_path / "job.toml"
+    text = f'[source]\nurl = "{store_path}"\n[target]\nurl = "replica:NAME"\n'
+    text += '[retain]\nevict = "last 1"\n'
+    job.write_text(text.replace("NAME", "tape"))
+    assert cli("archive", "--job", job).code == 3
+    job.write_text(text.replace("NAME", "cold"))
+    assert cli("archive", "--job", job, "--dry-run").code == 0
+    done = cli("archive", "--job", job, "--json")
+    assert done.code == 0, done.err
+    steps = {step["name"]: step for step in done.document["steps"]}
+    assert steps["replicate"]["result"]["copied"] == 6
+    assert steps["evict"]["result"]["evicted"] > 0
+    assert json.dumps(done.document).count("replica:cold") == 0  # it is told where that is
+
+
+def test_repair_from_a_replica_by_name(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """``repair --from replica:NAME`` brings back what is lost."""
+    cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
+    cli("replicate", "--to", "replica:cold", "-s", store_path)
+    next((store_path / "packs").rglob("*.pack")).unlink()
+    assert cli("verify", "-s", store_path).code == 5
+    assert cli("repair", "--from", "replica:cold", "-s", store_path).code == 0
+    assert cli("verify", "-s", store_path).code == 0
