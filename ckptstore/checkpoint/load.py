@@ -8,12 +8,14 @@ from typing import Any
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.encodings.casts import offer_rounding
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.format.skeleton import Node, prune
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.restore import MapLocation, Restorer
+from ckptstore.tensors.rounding import to_bfloat16
 
 __all__ = ["LoadRequest", "load_state"]
 
@@ -47,6 +49,7 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
     StorageError
         The storage failed.
     """
+    offer_rounding(to_bfloat16)
     wanted = PathFilter(request.include, request.exclude)
     node: Node = content.node
     if request.include is not None or request.exclude is not None:

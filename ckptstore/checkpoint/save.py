@@ -9,6 +9,7 @@ from typing import Any
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.write import Content, WriteRequest, write_version
 from ckptstore.codecs.registry import check_choice
+from ckptstore.encodings.casts import offer_rounding
 from ckptstore.encodings.rules import EncodingRules, Target
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
@@ -19,6 +20,7 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.flatten import FlatState, flatten
+from ckptstore.tensors.rounding import to_bfloat16
 from ckptstore.tensors.source import settle
 
 __all__ = ["SaveRequest", "content_of", "save_version"]
@@ -108,6 +110,7 @@ def content_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: Encodin
     UnsafeEncodingError
         A rule would spoil a tensor; it is named.
     """
+    offer_rounding(to_bfloat16)
     records = _records(flat, roles)
     wishes = {}
     if encodings:

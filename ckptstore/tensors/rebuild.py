@@ -191,6 +191,8 @@ class Builder:
     def _tensor(self, node: list[Any], path: Path) -> torch.Tensor:
         target = self._targets.get(path)
         if target is not None:
+            if node[0] == "T" and self._tensors[node[1]] is target:
+                return target  # it was read right into it
             source = self._plain_tensor(node)
             mine, theirs = as_integers(target), as_integers(source)
             if target.is_conj() or target.is_neg():

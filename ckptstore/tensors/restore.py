@@ -31,7 +31,6 @@ from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.memory import (
-    as_integers,
     dtype_named,
     dtype_text,
     memory_of,
@@ -402,11 +401,10 @@ def _check_apart(
     for path, target in targets.items():
         leaf = leaves[path]
         if leaf.index in direct and target.numel():
-            integers = as_integers(target)
-            start = integers.data_ptr()
-            pairs = zip(integers.shape, integers.stride(), strict=True)
+            start = target.data_ptr()
+            pairs = zip(target.shape, target.stride(), strict=True)
             reach = 1 + sum((size - 1) * step for size, step in pairs)
-            stop = start + reach * integers.element_size()
+            stop = start + reach * target.element_size()
             spans.append((str(target.device), start, stop, leaf.index, path))
     spans.sort(key=lambda span: span[:3])
     for before, after in itertools.pairwise(spans):
