@@ -66,7 +66,7 @@ def evict(
     pinned, nor the head of a run. The next collection frees the space.
     """
     output = Output("evict", as_json=json, quiet=quiet)
-    options: dict[str, Any] = {**parse_storage_options(to_option or ()), "key": to_key}
+    options: dict[str, Any] = {**parse_storage_options(to_option or ()), "encryption_key": to_key}
     with (
         opened(store, option, key=key, writing=not dry_run, single_writer=single_writer) as here,
         open_target_of(here, f"replica:{to}", dry_run=dry_run, **options),

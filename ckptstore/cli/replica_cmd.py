@@ -71,16 +71,14 @@ def replica(
         if action is Action.ADD:
             options: dict[str, Any] = parse_storage_options(to_option or ())
             if to_key is not None:
-                options["key"] = to_key
+                options["encryption_key"] = to_key
             added = found.add_replica(str(name), str(url), create=create, **options)
             _show_one(output, found, added, f"{added.name} is {added.url}, store {added.store[:8]}")
         elif action is Action.RM:
             gone = found.repo.refresh().replicas.get(str(name))
             found.remove_replica(str(name))
             if gone is not None:
-                _show_one(
-                    output, found, gone, f"{gone.name} is forgotten, not deleted: {gone.url}"
-                )
+                _show_one(output, found, gone, f"{gone.name} is forgotten, not deleted: {gone.url}")
         else:
             _list(output, found)
 

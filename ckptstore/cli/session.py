@@ -94,7 +94,7 @@ def opened_for(
             yield other
         return
     name = url.removeprefix(PREFIX)
-    given = {**parse_storage_options(options or ()), **({"key": key} if key else {})}
+    given = {**parse_storage_options(options or ()), **({"encryption_key": key} if key else {})}
     if given:
         store.give_options(name, given)
     yield store.replica(name)
