@@ -10,6 +10,8 @@ import typer
 
 from ckptstore.cli.options import (
     AsJson,
+    EngineName,
+    EngineWorkers,
     Key,
     Quiet,
     SingleWriter,
@@ -23,7 +25,6 @@ from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened, vouching
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text
-from ckptstore.errors import IntegrityError
 from ckptstore.store.replicating import open_target_of
 
 if TYPE_CHECKING:
@@ -76,6 +77,8 @@ def replicate(
             "named by a REF comes in any case.",
         ),
     ] = False,
+    engine: EngineName = None,
+    workers: EngineWorkers = None,
     to_option: ToOptions = None,
     to_key: ToKey = None,
     single_writer: SingleWriter = False,
@@ -102,7 +105,7 @@ def replicate(
             to,
             dry_run=dry_run,
             single_writer=single_writer,
-            key=to_key,
+            encryption_key=to_key,
             **parse_storage_options(to_option or ()),
         ) as target,
     ):
@@ -116,12 +119,14 @@ def replicate(
                 bytes_per_s=rate,
                 again=True if again else None,
                 dry_run=dry_run,
+                executor=engine,
+                workers=workers,
                 progress=progress,
             )
         document = {"store": source.url, **msgspec.to_builtins(report), "target": to}
         output.show(document, lambda screen: _draw(screen, report, to))
-    if report.failures:
-        raise typer.Exit(IntegrityError.exit_code)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)
 
 
 def _draw(screen: Screen, report: ReplicateReport, to: str) -> None:

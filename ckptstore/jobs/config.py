@@ -37,6 +37,7 @@ from ckptstore import limits
 from ckptstore.backends.storage_classes import check_class
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.rules import parse_bytes, parse_duration
+from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError
 from ckptstore.store.store import open_store
 
@@ -95,6 +96,12 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Bytes a second, such as ``50MiB``; 0: no limit."""
     workers: Annotated[int, msgspec.Meta(ge=1, le=limits.WORKERS_MAX)] | None = None
     """Threads on either side; by default the usable processors."""
+    engine: str = THREADS
+    """Who copies, and who reads for ``scrub``: ``threads`` of the job, ``processes``,
+    ``dask:local`` or ``dask://HOST:PORT``."""
+    tasks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """How many tasks run at once, where the engine is not ``threads``; by default as many as the
+    engine has workers."""
 
 
 class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -239,6 +246,9 @@ def _check(job: Job) -> None:
         if text is not None:
             parse_duration(text)
     parse_bytes(str(job.copy.rate))
+    if check_spec(job.copy.engine) == THREADS and job.copy.tasks is not None:
+        msg = "tasks are for an engine other than threads"
+        raise InvalidInputError(msg, hint="name one in [copy], or say workers for threads")
     if job.archive is not None:
         check_class(job.archive.storage_class)
     for rules in (job.select.keep, job.retain.evict, job.archive and job.archive.keep_hot):

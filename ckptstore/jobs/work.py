@@ -233,7 +233,10 @@ class _Run:
 
     def _scrub(self, store: Store, other: Store, share: float) -> Mapping[str, Any]:
         """Read a part of a store; if anything is damaged, mend all of it from the other."""
-        found = store.verify(sample=share, progress=self.progress)
+        copy = self.job.copy
+        found = store.verify(
+            sample=share, executor=copy.engine, workers=copy.tasks, progress=self.progress
+        )
         result: dict[str, Any] = {"chunks": found.chunks_count, "problems": len(found.problems)}
         if found.ok or self.dry_run:
             return result
@@ -252,7 +255,15 @@ class _Run:
             progress=self.progress,
         )
         source, target = self.source, self.target
-        report = replicate(source.repo, source._manifests, target.repo, versions, request)
+        report = replicate(
+            source.repo,
+            source._manifests,
+            target.repo,
+            versions,
+            request,
+            executor=self.job.copy.engine,
+            workers=self.job.copy.tasks,
+        )
         self.replicated = report
         return {
             "selected": len(versions),
