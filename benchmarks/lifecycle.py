@@ -41,7 +41,7 @@ from ckptstore.hashing import blake3_hex
 from ckptstore.repo import Finding, create_on, open_on
 from ckptstore.store import Store
 
-__all__ = ["cold_ls", "collections", "fork_of_a_terabyte"]
+__all__ = ["cold_ls", "collections", "commit_manifests", "fork_of_a_terabyte", "terabyte"]
 
 _CHUNK = 4 << 20
 _STORED = 3 << 20
@@ -94,9 +94,9 @@ def fork_of_a_terabyte(space: Workspace, *, chunks: int, rounds: int) -> list[Me
     """
     folder = space.fresh()
     version = "ab" * 16
-    data = manifests.encode(_terabyte(version, chunks))
+    data = manifests.encode(terabyte(version, chunks))
     with Store(create_on(open_backend(folder), prober=_trusting)) as store:
-        _commit_manifests(store, "big", {version: data})
+        commit_manifests(store, "big", {version: data})
     kinds: dict[str, dict[str, Any]] = {
         "fork everything": {},
         "fork the weights": {"roles": ["weights"]},
@@ -130,22 +130,25 @@ def _of_fork(asked: Mapping[str, Meter]) -> dict[str, float]:
     }
 
 
-def _terabyte(version: str, chunks: int) -> Manifest:
-    """Return the manifest of a state of up to 2,000 tensors, a third of them weights."""
+def terabyte(version: str, chunks: int, *, per_pack: int = _PER_PACK, seed: int = 0) -> Manifest:
+    """Return the manifest of a state of up to 2,000 tensors, a third of them weights.
+
+    Its chunks have 4 MiB, and lie in packs that do not exist.
+    """
     tensors = min(2000, chunks)
     each = chunks // tensors
     count = each * tensors
     rows = np.arange(count)
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     table = PieceTable(
         ids=generator.integers(0, 256, (count, 32), dtype=np.uint8),
         raw=np.full(count, _CHUNK, np.uint32),
-        pack=(rows // _PER_PACK).astype(np.uint32),
-        offset=(HEADER_BYTES + rows % _PER_PACK * (_STORED + CHUNK_HEADER_BYTES)).astype(np.uint64),
+        pack=(rows // per_pack).astype(np.uint32),
+        offset=(HEADER_BYTES + rows % per_pack * (_STORED + CHUNK_HEADER_BYTES)).astype(np.uint64),
         stored=np.full(count, _STORED, np.uint32),
         inner=np.zeros(count, np.uint32),
         slab=np.full(count, _CHUNK, np.uint32),
-        packs=[generator.bytes(16).hex() for _ in range(-(-count // _PER_PACK))],
+        packs=[generator.bytes(16).hex() for _ in range(-(-count // per_pack))],
     )
     weights = [place for place in range(tensors) if place % 3 == 0]
     moments = [place for place in range(tensors) if place % 3]
@@ -249,7 +252,7 @@ def _old_store(history: int, live: int) -> MemoryBackend:
     backend = MemoryBackend(f"benchmark/{next(_numbers)}")
     with Store(create_on(backend, prober=_trusting)) as store:
         old = [f"{number:032x}" for number in range(history - live)]
-        _commit_manifests(store, "r", dict.fromkeys(old, b""))
+        commit_manifests(store, "r", dict.fromkeys(old, b""))
         for ids in _parts(old, limits.VERSIONS_PER_OP_MAX // 4):
             keys = [key(one) for one in ids for key in (manifest_key, pack_key)]
             log = store.repo.log
@@ -278,7 +281,7 @@ def _save_small(store: Store, numbers: range) -> None:
         version = f"{number:032x}"
         made[version] = manifests.encode(_small(version))
         store.repo.backend.put(pack_key(version), pack)
-    _commit_manifests(store, "r", made)
+    commit_manifests(store, "r", made)
 
 
 def _small(version: str) -> Manifest:
@@ -313,7 +316,7 @@ def _small(version: str) -> Manifest:
 # --- both -------------------------------------------------------------------------------------
 
 
-def _commit_manifests(store: Store, run: str, made: Mapping[str, bytes]) -> None:
+def commit_manifests(store: Store, run: str, made: Mapping[str, bytes]) -> None:
     """Write manifests, those of no bytes left out, and the commits that name them."""
     for version, data in made.items():
         if data:
