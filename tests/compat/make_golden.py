@@ -6,11 +6,12 @@
     python tests/compat/make_golden.py tests/compat/golden/v1-delta
     python tests/compat/make_golden.py tests/compat/golden/v1-aged
     python tests/compat/make_golden.py tests/compat/golden/v1-replica
+    python tests/compat/make_golden.py tests/compat/golden/v1-encrypted
     python tests/compat/make_golden.py tests/compat/golden/v1-tiers
 
 The later ones hold what came to the format later: tensors in blocks, tensors that follow from
 others, pieces that are differences to those of older versions, versions whose weights were rounded,
-versions that came from another store, names of replicas.
+versions that came from another store, encrypted objects, names of replicas.
 The golden stores are committed. Later versions of ckptstore must read them as they are, so a store
 that is there is never made again; ``test_golden_v1.py`` and its like hold what every value must be,
 as literals.
@@ -31,9 +32,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckptstore import limits, repo
+from ckptstore import keyring, limits, repo
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.registry import open_backend
+from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.tier_changes import name_replica, unname_replica
 from ckptstore.checkpoint.assemble import commit_parts
 from ckptstore.checkpoint.manifests import Manifests
@@ -146,9 +148,12 @@ def others() -> dict[str, Any]:
     }
 
 
-def create(folder: pathlib.Path, environment: SimulatedEnvironment) -> Repo:
+def create(
+    folder: pathlib.Path, environment: SimulatedEnvironment, key: UserKey | None = None
+) -> Repo:
     """Create a store in a folder that is not there yet."""
-    repo.writer_identity = lambda: "golden@example 1"  # type: ignore[attr-defined]
+    for module in (repo, keyring):
+        module.writer_identity = lambda: "golden@example 1"  # type: ignore[attr-defined]
     limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]
     torch.set_num_threads(1)
     finding = Finding(put_if_absent=PutIfAbsent.ATOMIC, report={"made by": "make_golden.py"})
@@ -156,6 +161,7 @@ def create(folder: pathlib.Path, environment: SimulatedEnvironment) -> Repo:
         open_backend(folder, kind="local"),
         prober=lambda _backend, _environment: finding,
         chunk_bytes=limits.CHUNK_BYTES_MIN,
+        key=key,
         environment=environment,
         options=Options(workers=1),
     )
@@ -374,6 +380,24 @@ def make_tiers(folder: pathlib.Path) -> None:
         limits.SNAPSHOT_COMMITS_MIN = least  # type: ignore[misc]
 
 
+def make_encrypted(folder: pathlib.Path) -> None:
+    """Make the golden store of encrypted objects: of one segment and of several; a rotated key.
+
+    What users keep are 32 times 7 and a one, then bytes from 0 on.
+    """
+    environment = SimulatedEnvironment(9)
+    first, second = UserKey(b"\7" * 31 + b"\1"), UserKey(bytes(range(32)))
+    noise = np.random.default_rng(9).integers(0, 256, 150_000, np.uint8)
+    with Store(create(folder, environment, first)) as store:
+        run = store.run("sealed", metrics={"loss": "min"})
+        state = {"model": {"noise": torch.from_numpy(noise), "w": torch.arange(300.0)}, "epoch": 1}
+        run.save(state, step=1, metrics={"loss": 0.5}, codec="raw")
+        state["model"]["w"] += 1  # type: ignore[index]
+        run.save(state, step=2, tags=["good"], codec="planes")
+        environment.sleep(60)
+        keyring.rotate(store.repo.backend, first, second, environment=environment)
+
+
 def make(folder: pathlib.Path) -> None:
     """Make the golden store in a folder that is not there yet."""
     environment = SimulatedEnvironment(1)
@@ -409,5 +433,6 @@ if __name__ == "__main__":
     kinds["v1-delta"] = make_delta
     kinds["v1-aged"] = make_aged
     kinds["v1-replica"] = make_replica
+    kinds["v1-encrypted"] = make_encrypted
     kinds["v1-tiers"] = make_tiers
     kinds[place.name](place)

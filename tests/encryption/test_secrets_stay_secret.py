@@ -6,8 +6,6 @@ import base64
 import json
 import logging
 import pickle
-import subprocess
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +17,7 @@ from local_servers import SECRET
 import ckptstore
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.cli.main import COMMANDS
+from ckptstore.cli.main import run as run_program
 from ckptstore.errors import CkptStoreError
 from ckptstore.store import Store
 
@@ -48,36 +47,30 @@ def data_key(place: Path, key: bytes) -> bytes:
 class Program:
     """Runs commands, and keeps all that they print."""
 
-    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self.folder = folder
-        self.environment = environment
-        self.said = b""
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self._capfd = capfd
+        self.said = ""
 
-    def run(self, *words: str, code: int = 0) -> bytes:
-        """Run one command, and return what it printed."""
-        done = subprocess.run(
-            [sys.executable, "-c", "from ckptstore.cli.main import main; main()", *words],
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            check=False,
-            timeout=300,
-        )
-        self.said += done.stdout + done.stderr
-        assert done.returncode == code, done.stderr.decode()
-        return done.stdout
+    def run(self, *words: str, code: int = 0) -> None:
+        """Run one command, which ends as it should."""
+        found = run_program(words)
+        printed = self._capfd.readouterr()
+        self.said += printed.out + printed.err
+        assert found == code, printed.err
 
 
 @pytest.fixture
-def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Program:
-    """Return the program in a folder with two key files, outside of what is searched."""
-    import os
-
+def program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Program:
+    """Return the program in a folder below two key files, which are not searched."""
     for name, material in (("one.key", KEY), ("two.key", NEW)):
         (tmp_path / name).write_bytes(material.hex().encode())
         (tmp_path / name).chmod(0o600)
     (tmp_path / "work").mkdir()
-    return Program(tmp_path / "work", {**os.environ, "KEY_OF_TEST": KEY.hex()})
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("KEY_OF_TEST", KEY.hex())
+    return Program(capfd)
 
 
 def searched(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -124,7 +117,7 @@ def test_keys_show_nowhere_in_a_run(program: Program, tmp_path: Path) -> None:
     program.run("verify", *at, "--json", code=5)
     rotated = ("-s", "s", "--key", "env:KEY_OF_TEST", "--new-key", "file:../two.key")
     program.run("key", "rotate", *rotated, "--json")
-    everything = [("the output", program.said), *searched(work)]
+    everything = [("the output", program.said.encode()), *searched(work)]
     for material in (KEY, NEW, secret, bytes.fromhex(made.decode())):
         for form in forms(material):
             # A wrong variable is named, which is where somebody may put a key by mistake.
@@ -197,8 +190,6 @@ def test_credentials_of_storage_options_show_nowhere(
         with pytest.raises(CkptStoreError) as refused:
             ckptstore.open(s3_bucket.url + "-not-there", **wrong)
         texts += [*traceback.format_exception(refused.value), repr(pickle.dumps(refused.value))]
-    from ckptstore.cli.main import run as run_program
-
     words = [f"{name}={value}" for name, value in options.items() if isinstance(value, str)]
     given = [part for word in words for part in ("--option", word)]
     for command in ("ls", "stats", "verify", "doctor"):
