@@ -5,6 +5,7 @@
 #   ceph.sh install
 #   ceph.sh up rgw [fs] [mgr]      a new, empty cluster with these parts
 #   ceph.sh env                    endpoint and keys, NAME=VALUE a line
+#   ceph.sh collect                let the gateway delete at once what it would in some hours
 #   ceph.sh kill9 PART             PART: mon osd rgw mds mgr fuse1 fuse2
 #   ceph.sh start PART             start it again after kill9
 #   ceph.sh down                   end everything that `up` and `start` started, and remove $LAB
@@ -144,6 +145,10 @@ osd_is_up() {
 start_gateway() {
   # the first call makes the default zone as well
   gateway_admin user create --uid=lab --display-name=lab --access-key="$ACCESS" --secret="$SECRET"
+  # a second storage class, in a pool of its own
+  local class=(--placement-id default-placement --storage-class STANDARD_IA)
+  gateway_admin zonegroup placement add --rgw-zonegroup default "${class[@]}"
+  gateway_admin zone placement add --rgw-zone default "${class[@]}" --data-pool default.rgw.ia.data
   start rgw
   wait_until 60 curl -sf -o /dev/null "http://$ADDRESS:$RGW_PORT/"
 }
@@ -189,8 +194,9 @@ case ${1:-} in
   install) install ;;
   up) shift; up "${@:-rgw}" ;;
   env) printf '%s\n' "endpoint_url=http://$ADDRESS:$RGW_PORT" "key=$ACCESS" "secret=$SECRET" ;;
+  collect) gateway_admin gc process --include-all ;;
   kill9) kill_process "$2" ;;
   start) start "$2" ;;
   down) down ;;
-  *) sed -n '2,15p' "$0"; exit 2 ;;
+  *) sed -n '2,16p' "$0"; exit 2 ;;
 esac
