@@ -133,6 +133,8 @@ def _draw(screen: Screen, report: GcReport, *, holders: bool) -> None:
         screen.line(f"oldest object without a version: {age_text(report.orphan_age_s_max)}")
     for skipped in report.repacked.skipped:
         screen.line(skipped, "yellow")
+    for cost in report.early:
+        screen.line(cost, "yellow")
     if holders:
         screen.line()
         _draw_holders(screen, report)

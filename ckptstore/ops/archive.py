@@ -39,7 +39,7 @@ from ckptstore.errors import (
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.model import Version
-from ckptstore.ops.cold_packs import in_parallel, states_of
+from ckptstore.ops.cold_packs import early, in_parallel, states_of
 from ckptstore.ops.reach import Footprint, Reach
 from ckptstore.ops.select_versions import select_versions
 from ckptstore.repo import Repo
@@ -52,10 +52,7 @@ __all__ = [
     "archivable",
     "archive",
     "cold_storage_of",
-    "early",
 ]
-
-_DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,29 +366,6 @@ class _Archiving:
                     f"a head is among them, that of {info.name}: what is saved after it may share"
                     " its packs, and is then cold from the beginning"
                 )
-
-
-def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
-    """Yield a sentence for each class that objects would leave too early to be free of charge.
-
-    Parameters
-    ----------
-    infos
-        Of objects that are to be deleted, or moved to another class.
-    now_s
-        The time, in seconds since 1970.
-    """
-    found: dict[str, list[int]] = {}
-    for info in infos:
-        known = class_named(info.storage_class)
-        if now_s - info.modified_at < known.min_days * _DAY_S:
-            found.setdefault(known.name, []).append(info.size_bytes)
-    for name, sizes in sorted(found.items()):
-        days = class_named(name).min_days
-        yield (
-            f"{len(sizes)} packs of {sum(sizes)} bytes leave {name} before {days} days have"
-            " passed, and are charged for all of them"
-        )
 
 
 def _infos(repo: Repo, cold: ColdStorage, packs: Sequence[str]) -> dict[str, ObjectInfo]:

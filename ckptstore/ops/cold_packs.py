@@ -6,7 +6,7 @@ request each. On storage without classes nothing is asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -16,12 +16,13 @@ from ckptstore.backends.storage_classes import class_named
 from ckptstore.errors import ObjectNotFoundError
 from ckptstore.format.keys import pack_key
 
-__all__ = ["cold_packs", "in_parallel", "states_of"]
+__all__ = ["cold_packs", "early", "in_parallel", "states_of"]
 
 T = TypeVar("T")
 
 # Keys that wait for a thread at once: bounds memory where there are millions.
 _AT_ONCE = 4096
+_DAY_S = 86_400.0
 
 
 def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set[str]:
@@ -63,6 +64,29 @@ def states_of(
             return None
 
     return dict(zip(packs, in_parallel(backend, ask, packs), strict=True))
+
+
+def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
+    """Yield a sentence for each class that objects would leave too early to be free of charge.
+
+    Parameters
+    ----------
+    infos
+        Of objects that are to be deleted, or moved to another class.
+    now_s
+        The time, in seconds since 1970.
+    """
+    found: dict[str, list[int]] = {}
+    for info in infos:
+        known = class_named(info.storage_class)
+        if now_s - info.modified_at < known.min_days * _DAY_S:
+            found.setdefault(known.name, []).append(info.size_bytes)
+    for name, sizes in sorted(found.items()):
+        days = class_named(name).min_days
+        yield (
+            f"{len(sizes)} packs of {sum(sizes)} bytes leave {name} before {days} days have"
+            " passed, and are charged for all of them"
+        )
 
 
 def in_parallel(backend: Backend, work: Callable[[str], T], packs: Sequence[str]) -> Iterable[T]:

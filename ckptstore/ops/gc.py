@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptstore import limits
+from ckptstore.backends.base import ObjectInfo
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
@@ -21,6 +22,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_key, version_id_of
 from ckptstore.ops.candidates import Candidates, condemnable, find_candidates, storage_now
+from ckptstore.ops.cold_packs import early
 from ckptstore.ops.holders import Holder, holders_of
 from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.reach import Reach
@@ -83,6 +85,9 @@ class GcReport:
     leftovers: Tally
     """Temporary files of writers that died, removed (a dry run: found)."""
     seconds: float
+    early: tuple[str, ...] = ()
+    """What of `condemned` and `swept` is charged for longer, since it leaves its storage class
+    before the days that this asks for; a sentence a class."""
     holders: tuple[Holder, ...] = ()
     """Who holds what, if it was asked for: the most bytes first."""
 
@@ -129,6 +134,10 @@ class _Collection:
         keys = due(self.repo, catalog, grace_s=grace_s, now_s=now_s)
         sweep(self.repo, keys, progress=self.progress, spread=self.spread)
         self.swept += keys
+
+    def listed(self, keys: Iterable[str]) -> list[ObjectInfo]:
+        """Return what the listing told of those of `keys` that were in it."""
+        return [info for key in keys if (info := self.found.objects.get(key)) is not None]
 
     def tally(self, keys: Iterable[str]) -> dict[str, Tally]:
         """Return count and bytes by kind of those of `keys` that were listed."""
@@ -248,7 +257,7 @@ def _collect(
             found.dead.update(dead_keys(rebased) & found.objects.keys())
     chunks = reach.chunks(repo.catalog if rebased.versions_count else catalog)
     below = plan.repack_below if plan.repack_below is not None else 0.0
-    victims = choose(chunks, found.objects, below=below)
+    victims, live_bytes = choose(chunks, found.objects, below=below)
     repacked = Repacked(
         packs_count=len(victims),
         packs_bytes=sum(victim.size_bytes for victim in victims),
@@ -274,7 +283,7 @@ def _collect(
         logical_bytes=sum(logical for each in contents for logical, _, _ in each.roles.values()),
         stored=run.tally(found.objects),
         live=run.tally(figures["live"]),
-        live_chunk_bytes=sum(table.size_bytes for table in chunks.values()),
+        live_chunk_bytes=live_bytes,
         reclaimable_now=run.tally(figures["now"]),
         reclaimable_later=run.tally(figures["later"]),
         orphans=run.tally(figures["orphans"]),
@@ -286,6 +295,7 @@ def _collect(
         swept=run.tally(swept),
         leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
         seconds=repo.environment.monotonic() - began,
+        early=tuple(early(run.listed({*condemned, *swept}), now_s=found.now_s)),
         holders=holders_of(catalog, reach, found.objects) if plan.holders else (),
     )
 

@@ -383,11 +383,16 @@ def test_collections_leave_cold_packs_alone(store: Store, shelf: Shelf) -> None:
     store.remove(["gpt@1"])
     report = store.gc(grace_s=0, repack_below=0.9)
     assert _packs(store, "part") == cold
+    assert report.early == ()
     assert all("InvalidObjectState" in why for why in report.repacked.skipped)
     assert report.repacked.packs_count == 0
     shelf.after = 1
     store.thaw("part", wait=True)
-    assert store.gc(grace_s=0, repack_below=0.9).repacked.packs_count == 1
+    planned = store.gc(grace_s=0, repack_below=0.9, dry_run=True)
+    assert planned.repacked.packs_count == 1
+    report = store.gc(grace_s=0, repack_below=0.9)
+    assert report.repacked.packs_count == 1
+    assert any("leave GLACIER before 90 days" in text for text in report.early)
     assert store.verify().ok
     assert torch.equal(store.load("part")["model"]["w"], _state(1)["model"]["w"])  # type: ignore[index]
 
