@@ -1,0 +1,84 @@
+"""A Dask scheduler and workers as programs of their own, as on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+__all__ = ["Cluster"]
+
+_HERE = Path(__file__).parent
+
+
+class Cluster:
+    """A context manager; `address` is ``dask://HOST:PORT``.
+
+    Parameters
+    ----------
+    workers
+        Programs, each a nanny with one worker process of one thread.
+    """
+
+    def __init__(self, *, workers: int) -> None:
+        self._count = workers
+        self._programs: list[subprocess.Popen[str]] = []
+
+    def __enter__(self) -> Self:
+        """Start the programs; a scheduler prints its address when it is there."""
+        scheduler = self._start("scheduler", "--host=127.0.0.1", "--port=0", "--no-dashboard")
+        assert scheduler.stderr is not None
+        for line in scheduler.stderr:
+            if found := re.search(r"Scheduler at:\s+tcp://(\S+)", line):
+                self.address = f"dask://{found[1]}"
+                break
+        else:
+            raise AssertionError(scheduler.wait())
+        for _ in range(self._count):
+            self._start(
+                "worker",
+                self.address.replace("dask", "tcp", 1),
+                "--nthreads=1",
+                "--no-dashboard",
+                "--memory-limit=0",
+                quiet=True,
+            )
+        return self
+
+    def _start(self, what: str, *arguments: str, quiet: bool = False) -> subprocess.Popen[str]:
+        path = os.pathsep.join(filter(None, [str(_HERE), os.environ.get("PYTHONPATH")]))
+        program = subprocess.Popen(
+            [sys.executable, "-m", f"distributed.cli.dask_{what}", *arguments],
+            env={**os.environ, "PYTHONPATH": path},
+            stderr=subprocess.DEVNULL if quiet else subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        self._programs.append(program)
+        return program
+
+    def kill_scheduler(self) -> None:
+        """End the scheduler at once, as a machine that fails does."""
+        self._programs[0].kill()
+        self._programs[0].wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End everything, workers of nannies too."""
+        for program in reversed(self._programs):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(program.pid, signal.SIGKILL)
+            program.wait()
+            if program.stderr is not None:
+                program.stderr.close()
