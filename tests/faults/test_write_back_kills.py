@@ -1,0 +1,103 @@
+"""SIGKILL of a training that writes back: nothing durable is lost, and the next one catches up."""
+
+from __future__ import annotations
+
+import random  # noqa: TID251 - seeded
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+
+TRAIN = """
+import sys, torch, ckptstore
+folder = sys.argv[1]
+hot = ckptstore.open(folder + "/hot")
+run = hot.run("gpt", write_back="cold")
+head = run.head
+step = head.step + 1 if head else 0
+hot.observe(lambda event: print(event.kind, event.step, flush=True))
+print("begins", step, flush=True)
+while True:
+    state = {"w": torch.full((40_000,), float(step)), "same": torch.arange(40_000.0)}
+    if step % 2:
+        run.save_async(state, step=step).result()
+    else:
+        run.save(state, step=step)
+    step += 1
+"""
+_PATIENCE_S = 120.0
+
+
+def _until(child: subprocess.Popen[str], count: int) -> list[str]:
+    """Return what a child has told, once it has told of some saves that are durable."""
+    told: list[str] = []
+    assert child.stdout is not None
+    for line in child.stdout:
+        told.append(line.strip())
+        if sum(one.startswith("durable") for one in told) >= count:
+            return told
+    raise AssertionError((told, child.stderr and child.stderr.read()))
+
+
+def _check(place: Path) -> dict[int, str]:
+    """Load all that a store shows, bit by bit; return the states of its versions by step."""
+    found = {}
+    with ckptstore.open(place, read_only=True) as store:
+        assert store.verify().ok
+        for version in store.versions():
+            if version.level == "record":
+                continue
+            state = store.load(f"#{version.id}", fall_through=False)
+            assert torch.equal(state["w"], torch.full((40_000,), float(version.step)))
+            found[version.step] = version.state
+    return found
+
+
+def _campaign(folder: Path, *, rounds: int, seed: int) -> int:
+    """Kill again and again, then catch up; return how many versions there are."""
+    chance = random.Random(seed)
+    with ckptstore.open(folder / "hot", create=True) as hot:
+        hot.add_replica("cold", folder / "cold", create=True)
+    durable: set[int] = set()
+    for _ in range(rounds):
+        with subprocess.Popen(
+            [sys.executable, "-c", TRAIN, str(folder)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as child:
+            told = _until(child, chance.randint(1, 4))
+            time.sleep(chance.random() * 0.05)
+            child.send_signal(signal.SIGKILL)
+            child.wait()
+        durable.update(int(line.split()[1]) for line in told if line.startswith("durable"))
+        there = _check(folder / "cold")
+        here = _check(folder / "hot")
+        assert durable <= set(here)
+        noted = {step for step, state in here.items() if state == "replicated"}
+        assert noted <= set(there), (noted, there)
+    with ckptstore.open(folder / "hot") as hot:
+        hot.write_back("cold")
+        for version in hot.versions():
+            assert hot.wait_replicated(version, _PATIENCE_S).state == "replicated"
+    assert set(_check(folder / "cold")) == set(_check(folder / "hot"))
+    return len(_check(folder / "cold"))
+
+
+@pytest.mark.timeout(600)
+def test_killed_trainings_are_caught_up_with(tmp_path: Path) -> None:
+    """What is noted as replicated is there, whole; in the end the replica has everything."""
+    assert _campaign(tmp_path, rounds=3, seed=1) >= 3
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_killed_trainings(tmp_path: Path) -> None:
+    """The long form."""
+    assert _campaign(tmp_path, rounds=100, seed=2026) >= 100
