@@ -143,9 +143,9 @@ def _draw(screen: Screen, report: ReplicateReport, to: str) -> None:
         screen.line(f"{counted(len(report.present), 'version')} there already")
     if report.records_count:
         screen.line(f"{counted(report.records_count, 'ancestor')} came as a record")
-    for why, count in Counter(one.why for one in report.left).items():
+    for why, many in Counter(one.why for one in report.left).items():
         hint = "" if why == "deleted in the source" else "; --again brings it back"
-        screen.line(f"{counted(count, 'version')} left out: {why}{hint}")
+        screen.line(f"{counted(many, 'version')} left out: {why}{hint}")
     for run in report.heads_kept:
         screen.line(f"the head of {run} stays where {to} has put it: it went on, or rolled back")
     if report.metrics_left_count:
