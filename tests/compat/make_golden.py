@@ -6,12 +6,14 @@
     python tests/compat/make_golden.py tests/compat/golden/v1-delta
     python tests/compat/make_golden.py tests/compat/golden/v1-aged
     python tests/compat/make_golden.py tests/compat/golden/v1-replica
+    python tests/compat/make_golden.py tests/compat/golden/v1-again
     python tests/compat/make_golden.py tests/compat/golden/v1-encrypted
     python tests/compat/make_golden.py tests/compat/golden/v1-tiers
+    python tests/compat/make_golden.py tests/compat/golden/v1-arranged
 
 The later ones hold what came to the format later: tensors in blocks, tensors that follow from
 others, pieces that are differences to those of older versions, versions whose weights were rounded,
-versions that came from another store, encrypted objects, names of replicas.
+versions that came from another store, or came back, encrypted objects, names of replicas, and differences that were put in order.
 The golden stores are committed. Later versions of ckptstore must read them as they are, so a store
 that is there is never made again; ``test_golden_v1.py`` and its like hold what every value must be,
 as literals.
@@ -31,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from arranged_state import arranged_state
 
 from ckptstore import keyring, limits, repo
 from ckptstore.backends.base import PutIfAbsent
@@ -300,6 +303,13 @@ def delta_state(step: int) -> dict[str, Any]:
     return state
 
 
+def make_arranged(folder: pathlib.Path) -> None:
+    """Make the golden store of deltas in all forms: a keyframe, and two versions of deltas."""
+    with Store(create(folder, SimulatedEnvironment(10))) as store:
+        for step in range(3):
+            store.run("moving").save(arranged_state(step), step=step, codec="delta")
+
+
 def make_delta(folder: pathlib.Path) -> None:
     """Make the golden store of deltas: a keyframe, two versions of deltas, and one of both."""
     with Store(create(folder, SimulatedEnvironment(4))) as store:
@@ -350,6 +360,34 @@ def make_replica(folder: pathlib.Path) -> None:
             store.replicate(first)
             first.replicate(store, ["gpt@2"])
             store.age(["gpt@3"], "record")
+    finally:
+        limits.SNAPSHOT_COMMITS_MIN = least  # type: ignore[misc]
+
+
+def make_again(folder: pathlib.Path) -> None:
+    """Make the golden store of a replica that decided for itself, and took some of it back.
+
+    A deleted and collected version that came again, a rollback that follows, and one that does not.
+    """
+    least = limits.SNAPSHOT_COMMITS_MIN
+    limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]  # so that snapshots hold who decided
+    try:
+        with (
+            tempfile.TemporaryDirectory() as place,
+            Store(create(pathlib.Path(place) / "first", SimulatedEnvironment(10))) as first,
+            Store(create(folder, SimulatedEnvironment(11))) as store,
+        ):
+            for name in ("gpt", "vit"):
+                for step in range(4):
+                    state = {"model": {"w": torch.arange(700.0) + step}}
+                    first.run(name).save(state, step=step, tags=[f"t{step}"], codec="planes")
+            first.replicate(store)
+            store.remove(["gpt@1"], force=True)
+            store.gc(grace_s=0.0, orphan_age_s=0.0)
+            first.replicate(store, ["gpt@1"])
+            store.rollback("gpt@2")
+            first.rollback("vit@1")
+            first.replicate(store)
     finally:
         limits.SNAPSHOT_COMMITS_MIN = least  # type: ignore[misc]
 
@@ -433,6 +471,8 @@ if __name__ == "__main__":
     kinds["v1-delta"] = make_delta
     kinds["v1-aged"] = make_aged
     kinds["v1-replica"] = make_replica
+    kinds["v1-again"] = make_again
     kinds["v1-encrypted"] = make_encrypted
     kinds["v1-tiers"] = make_tiers
+    kinds["v1-arranged"] = make_arranged
     kinds[place.name](place)
