@@ -1,0 +1,309 @@
+"""Storage classes as backends reach them: S3 by either client, GCS; through every wrapper."""
+
+from __future__ import annotations
+
+import pickle
+import uuid
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from buckets import PREFIX, GcsBucket, S3Bucket
+from coldbackend import ColdBackend, Shelf
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.cold import ColdStorage, check_pack_class, cold_storage, is_classed
+from ckptstore.backends.gcs_cold import GcsColdStorage
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.metered import MeteredBackend
+from ckptstore.backends.object_url import parse_bucket_url
+from ckptstore.backends.readonly import ReadOnlyBackend
+from ckptstore.backends.registry import open_backend
+from ckptstore.backends.retrying import RetryingBackend
+from ckptstore.backends.s3_cold import S3ColdStorage
+from ckptstore.backends.storage_classes import CLASSES, STANDARD, class_named
+from ckptstore.errors import (
+    ColdObjectError,
+    InvalidInputError,
+    LimitError,
+    ObjectNotFoundError,
+    ReadOnlyError,
+    StorageError,
+    TransientStorageError,
+)
+from ckptstore.format.keys import OBJECT_PREFIXES, PACKS_PREFIX, STORE_KEY, pack_key
+
+KEY = pack_key("a" * 32)
+
+
+@pytest.fixture(params=["direct", "s3fs"])
+def backend(s3_bucket: S3Bucket, request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Return a backend of S3 by either client, without retries, with a pack in it."""
+    backend = open_backend(s3_bucket.url, retry=False, client=request.param, **s3_bucket.options())
+    s3_bucket.write(KEY, b"chunks")
+    yield backend
+    backend.close()
+
+
+def _cold(backend: Backend) -> ColdStorage:
+    cold = cold_storage(backend)
+    assert cold is not None
+    return cold
+
+
+def test_an_object_changes_class(backend: Backend, s3_bucket: S3Bucket) -> None:
+    """The listing and the state tell it, the bytes are what they were, and once is enough."""
+    cold = _cold(backend)
+    assert cold.class_of(KEY) == STANDARD
+    assert cold.set_class(KEY, "STANDARD_IA")
+    assert not cold.set_class(KEY, "STANDARD_IA")
+    assert cold.class_of(KEY) == backend.stat(KEY).storage_class == "STANDARD_IA"
+    assert [info.storage_class for info in backend.list(PACKS_PREFIX)] == ["STANDARD_IA"]
+    assert s3_bucket.read(KEY) == b"chunks"
+
+
+def test_what_is_cold_is_refused_until_it_is_restored(backend: Backend) -> None:
+    """By an error that no retry takes for one that passes; a second request is no failure."""
+    cold = _cold(backend)
+    cold.set_class(KEY, "GLACIER")
+    assert cold.restore_state(KEY).access == "cold"
+    for read in (
+        lambda: backend.get(KEY, bytes_max=100),
+        lambda: backend.read_into(KEY, 0, [memoryview(bytearray(3))]),
+        lambda: cold.set_class(KEY, STANDARD),
+    ):
+        with pytest.raises(ColdObjectError) as caught:
+            read()
+        assert not isinstance(caught.value, TransientStorageError)
+    assert cold.request_restore(KEY, days=3, tier="Bulk")
+    state = cold.restore_state(KEY)
+    assert state.is_readable
+    assert state.storage_class == "GLACIER"
+    assert state.restored_until is not None
+    assert backend.get(KEY, bytes_max=100) == b"chunks"
+    cold.request_restore(KEY, days=3, tier="Bulk")
+    assert cold.set_class(KEY, STANDARD)
+    assert cold.restore_state(KEY).access == "readable"
+
+
+def test_what_is_not_there_is_told(backend: Backend) -> None:
+    """Neither a state nor a class of it, and nothing to restore."""
+    cold = _cold(backend)
+    gone = pack_key("b" * 32)
+    for ask in (
+        lambda: cold.class_of(gone),
+        lambda: cold.set_class(gone, "GLACIER"),
+        lambda: cold.request_restore(gone, days=1, tier="Bulk"),
+    ):
+        with pytest.raises(ObjectNotFoundError):
+            ask()
+    with pytest.raises(StorageError, match="no such class"):
+        cold.set_class(KEY, "NO_CLASS")
+
+
+def test_only_packs_are_written_in_a_class(s3_bucket: S3Bucket) -> None:
+    """Whatever key a writer or a put has: the superblock and all records stay where they belong."""
+    backend = open_backend(s3_bucket.url, pack_class="ONEZONE_IA", **s3_bucket.options())
+    names = [STORE_KEY, *(f"{prefix}aa/x" for prefix in OBJECT_PREFIXES)]
+    for name in names:
+        with backend.open_writer(name) as writer:
+            writer.write(b"bytes")
+            writer.commit()
+    backend.put("manifests/aa/y", b"bytes")
+    backend.put_if_absent("commits/000000/y", b"bytes")
+    classes = {info.key: info.storage_class for info in backend.list("")}
+    assert classes.pop(f"{PACKS_PREFIX}aa/x") == "ONEZONE_IA"
+    assert set(classes.values()) == {STANDARD}
+    again: Backend = pickle.loads(pickle.dumps(backend))  # noqa: S301 - as a saver has it
+    with again.open_writer(KEY) as writer:
+        writer.write(b"bytes")
+        writer.commit()
+    assert backend.stat(KEY).storage_class == "ONEZONE_IA"
+    for opened in (backend, again):
+        opened.close()
+
+
+def test_classes_of_new_packs_can_be_read_at_once() -> None:
+    """One that needs a restore is refused, and so is a name that is none."""
+    assert check_pack_class(None) == check_pack_class("") == ""
+    assert check_pack_class("GLACIER_IR") == "GLACIER_IR"
+    assert check_pack_class("EC_COLD") == "EC_COLD"  # of an administrator
+    for wrong in ("GLACIER", "DEEP_ARCHIVE", "no class", 3):
+        with pytest.raises(InvalidInputError):
+            check_pack_class(wrong)
+
+
+def test_the_only_prefix_of_classes_is_that_of_packs() -> None:
+    """What backends take for packs is what the format calls so."""
+    assert [prefix for prefix in OBJECT_PREFIXES if is_classed(prefix)] == [PACKS_PREFIX]
+    assert not is_classed(STORE_KEY)
+
+
+def test_the_table_of_classes_holds_together() -> None:
+    """Tiers have times from and to; what is not known is readable and free to leave."""
+    for name, known in CLASSES.items():
+        assert known.name == name
+        assert all(0 < low < high for low, high in known.tiers.values())
+        assert known.is_archive == (name in {"GLACIER", "DEEP_ARCHIVE"})
+    assert class_named("").name == STANDARD
+    other = class_named("EC_COLD")
+    assert (other.is_archive, other.min_days, other.min_bytes) == (False, 0, 0)
+
+
+class _Calls:
+    """A client of S3 that answers what it is told."""
+
+    def __init__(self, head: Mapping[str, Any]) -> None:
+        self.head = dict(head)
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+
+    def call(self, method: str, request: dict[str, Any]) -> Any:  # noqa: ANN401
+        self.sent.append((method, request))
+        return self.head if method == "head_object" else {}
+
+
+def _s3(head: Mapping[str, Any]) -> tuple[S3ColdStorage, _Calls]:
+    from datetime import UTC, datetime
+
+    whole = {"ContentLength": 10, "LastModified": datetime(2026, 3, 1, tzinfo=UTC), **head}
+    calls = _Calls(whole)
+    location = parse_bucket_url("s3://bucket/place")
+    return S3ColdStorage(location, lambda _what, work: work(calls)), calls  # type: ignore[arg-type]
+
+
+def test_a_copy_is_conditional_on_what_was_seen() -> None:
+    """So that a second one, sent after a lost answer, is no copy within the new class."""
+    cold, calls = _s3({})
+    with pytest.raises(StorageError, match="does this storage have the class"):
+        cold.set_class(KEY, "STANDARD_IA")  # and a server that forgets the class is noticed
+    (copy,) = [request for method, request in calls.sent if method == "copy_object"]
+    assert copy["CopySourceIfUnmodifiedSince"] == calls.head["LastModified"]
+    assert "CopySourceIfMatch" not in copy  # with both, S3 would copy all the same
+    assert copy["CopySource"] == {"Bucket": "bucket", "Key": f"place/{KEY}"}
+
+
+def test_an_object_too_large_for_a_copy_is_refused() -> None:
+    """With what can move it; and no pack is so large."""
+    cold, calls = _s3({"ContentLength": limits.S3_COPY_BYTES_MAX + 1})
+    with pytest.raises(LimitError, match="lifecycle"):
+        cold.set_class(KEY, "STANDARD_IA")
+    assert [method for method, _ in calls.sent] == ["head_object"]
+    assert limits.PACK_BYTES_MAX < limits.S3_COPY_BYTES_MAX
+
+
+@pytest.mark.parametrize(
+    ("head", "access"),
+    [
+        ({}, "readable"),
+        ({"StorageClass": "STANDARD_IA"}, "readable"),
+        ({"StorageClass": "GLACIER_IR"}, "readable"),
+        ({"StorageClass": "GLACIER"}, "cold"),
+        ({"StorageClass": "GLACIER", "Restore": 'ongoing-request="true"'}, "restoring"),
+        ({"StorageClass": "DEEP_ARCHIVE", "Restore": 'ongoing-request="false"'}, "restored"),
+        ({"StorageClass": "INTELLIGENT_TIERING"}, "readable"),
+        ({"StorageClass": "INTELLIGENT_TIERING", "ArchiveStatus": "ARCHIVE_ACCESS"}, "cold"),
+    ],
+)
+def test_states_are_read_from_a_head(head: dict[str, str], access: str) -> None:
+    """As AWS documents them, the archive tiers of intelligent tiering included."""
+    assert _s3(head)[0].restore_state(KEY).access == access
+
+
+def test_intelligent_tiering_is_asked_without_days() -> None:
+    """S3 refuses days there: the object comes back for good."""
+    cold, calls = _s3({"StorageClass": "INTELLIGENT_TIERING", "ArchiveStatus": "ARCHIVE_ACCESS"})
+    cold.request_restore(KEY, days=7, tier="Standard")
+    assert calls.sent[-1][1]["RestoreRequest"] == {"GlacierJobParameters": {"Tier": "Standard"}}
+    cold, calls = _s3({"StorageClass": "GLACIER"})
+    cold.request_restore(KEY, days=7, tier="Bulk")
+    assert calls.sent[-1][1]["RestoreRequest"]["Days"] == 7
+
+
+def test_gcs_writes_packs_in_a_class(gcs_bucket: GcsBucket) -> None:
+    """And tells it; a server that rewrites without the class is noticed."""
+    backend = open_backend(gcs_bucket.url, pack_class="NEARLINE", **gcs_bucket.options())
+    with backend.open_writer(KEY) as writer:
+        writer.write(b"chunks")
+        writer.commit()
+    backend.put("manifests/aa/x", b"bytes")
+    backend.put_if_absent("commits/000000/x", b"bytes")
+    classes = {info.key: info.storage_class for info in backend.list("")}
+    assert classes.pop(KEY) == "NEARLINE"
+    assert set(classes.values()) == {STANDARD}
+    cold = _cold(backend)
+    state = cold.restore_state(KEY)
+    assert (state.storage_class, state.access) == ("NEARLINE", "readable")
+    assert not cold.request_restore(KEY, days=1, tier="Standard")
+    with pytest.raises(StorageError, match="afterwards"):  # fake-gcs-server forgets it
+        cold.set_class(KEY, "COLDLINE")
+    assert backend.get(KEY, bytes_max=100) == b"chunks"
+    backend.close()
+
+
+def test_gcs_rewrites_large_objects_in_several_requests() -> None:
+    """With the token of the answer before, until the storage says that it is done."""
+    tokens: list[str] = []
+    found = {"class": STANDARD}
+
+    def stat(key: str) -> ObjectInfo:
+        name = found["class"]
+        return ObjectInfo(key=key, size_bytes=1, modified_at=0.0, storage_class=name)
+
+    def rewrite(_key: str, name: str, token: str) -> Mapping[str, Any]:
+        tokens.append(token)
+        if len(tokens) < 3:
+            return {"done": False, "rewriteToken": f"t{len(tokens)}"}
+        found["class"] = name
+        return {"done": True}
+
+    cold = GcsColdStorage(parse_bucket_url("gs://bucket/place"), stat, rewrite)
+    assert cold.set_class(KEY, "ARCHIVE")
+    assert tokens == ["", "t1", "t2"]
+    assert not cold.set_class(KEY, "ARCHIVE")
+    (rule,) = cold.lifecycle("ARCHIVE", 90)["rule"]
+    assert rule["condition"] == {"age": 90, "matchesPrefix": ["place/packs/"]}
+
+
+def test_wrappers_pass_classes_on() -> None:
+    """With their own behaviour: retries are tried again, and a read-only store moves nothing."""
+    shelf = Shelf()
+    inner = ColdBackend(MemoryBackend(f"m-{uuid.uuid4().hex}"), shelf)
+    inner.put(KEY, b"chunks")
+    failed: list[str] = []
+
+    def fail_once(key: str) -> None:
+        if not failed:
+            failed.append(key)
+            msg = "busy"
+            raise TransientStorageError(msg)
+
+    shelf.before_move = fail_once
+    wrapped = _cold(MeteredBackend(RetryingBackend(inner, base_s=0.001)))
+    assert wrapped.set_class(KEY, "GLACIER")
+    assert failed
+    assert wrapped.restore_state(KEY).access == "cold"
+    assert wrapped.classes
+    assert wrapped.lifecycle("GLACIER", 3) == {"class": "GLACIER", "days": 3}
+    reading = _cold(ReadOnlyBackend(inner))
+    assert reading.class_of(KEY) == "GLACIER"
+    assert reading.restore_state(KEY).access == "cold"
+    assert reading.classes == wrapped.classes
+    assert reading.lifecycle("GLACIER", 3)
+    for write in (
+        lambda: reading.set_class(KEY, STANDARD),
+        lambda: reading.request_restore(KEY, days=1, tier="Bulk"),
+    ):
+        with pytest.raises(ReadOnlyError):
+            write()
+    assert cold_storage(RetryingBackend(MemoryBackend("plain"))) is None
+    assert cold_storage(ReadOnlyBackend(MemoryBackend("plain"))) is None
+
+
+def test_a_lifecycle_rule_is_for_packs_alone(backend: Backend) -> None:
+    """Below the store's prefix; and not earlier than S3 allows."""
+    cold = _cold(backend)
+    (rule,) = cold.lifecycle("DEEP_ARCHIVE", 1)["Rules"]
+    assert rule["Filter"] == {"Prefix": f"{PREFIX}packs/"}
+    with pytest.raises(InvalidInputError):
+        cold.lifecycle("STANDARD_IA", 29)
