@@ -21,6 +21,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.thawing import thaw_command
 from ckptstore.config import Options
 from ckptstore.errors import (
     CkptStoreError,
@@ -177,7 +178,7 @@ class FallThrough:
         """Return what to do, by the most hopeful of the reasons."""
         for tier, found in self.reasons:
             if isinstance(found, ColdObjectError):
-                return found.hint or f"ckptstore thaw '#{self.version.id}' --store {tier.info.url}"
+                return thaw_command(self.version.id, tier.info.url)
         for tier, found in self.reasons:
             if isinstance(found, TransientStorageError):
                 return f"try again when {tier.info.url} answers"

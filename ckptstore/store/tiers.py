@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptstore.errors import (
     CkptStoreError,
+    ColdObjectError,
     ConflictError,
     IntegrityError,
     InvalidInputError,
@@ -278,23 +279,27 @@ class Tiers:
         options: Options,
         progress: ProgressCallback,
     ) -> None:
-        """Read pieces of a version that is here; those that are lost, from a replica."""
+        """Read pieces of a version that is here; those that are lost or cold, from a replica."""
         from ckptstore.objects.reader import read_pieces
 
         failed: list[tuple[Want, CkptStoreError]] = []
-        read_pieces(
-            table,
-            wants,
-            backend=backend,
-            options=options,
-            progress=progress,
-            on_failure=lambda want, error: failed.append((want, error)),
-        )
+        fate = "lost"
+        try:
+            read_pieces(
+                table,
+                wants,
+                backend=backend,
+                options=options,
+                progress=progress,
+                on_failure=lambda want, error: failed.append((want, error)),
+            )
+        except ColdObjectError as error:
+            fate, failed = "cold", [(want, error) for want in wants]
         if not failed:
             return
         from ckptstore.ops.fallthrough import read_lost
 
-        what = f"{len(failed)} pieces are lost here, the first: {failed[0][1].message}"
+        what = f"{len(failed)} pieces are {fate} here, the first: {failed[0][1].message}"
         error = type(failed[0][1])(failed[0][1].message, hint=failed[0][1].hint)
         owner = self._fall_through(version, error, told=what)
         lost = [want for want, _ in failed]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from coldbackend import ColdBackend, Shelf
 
+import ckptstore
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options, SystemEnvironment
@@ -443,3 +444,21 @@ def test_a_replica_with_cold_packs_takes_more(shelf: Shelf, clock: Clock) -> Non
         assert not source.resolve("gpt@2").replicas
         shelf.restored.update(shelf.classes)
         assert torch.equal(target.load("gpt@2")["w"], source.load("gpt@2")["w"])
+
+
+def test_a_cold_version_is_read_from_a_replica_that_is_not(
+    store: Store, shelf: Shelf, tmp_path: Path
+) -> None:
+    """Without a restore; and where the replica is what is cold, its thaw command is named."""
+    _three(store)
+    store.replicate(tmp_path / "replica")
+    store.add_replica("near", tmp_path / "replica")
+    store.archive(["gpt@1"], storage_class="GLACIER")
+    assert torch.equal(store.load("gpt@1")["model"]["w"], _state(1)["model"]["w"])  # type: ignore[index]
+    assert not shelf.asked
+    with ckptstore.open(tmp_path / "replica") as near:
+        (pack,) = _packs(near, "gpt@1")
+        near.repo.backend.delete(pack)
+    with pytest.raises(ColdObjectError) as caught:
+        store.load("gpt@1")
+    assert f"ckptstore thaw {store.resolve('gpt@1').id[:12]}" in caught.value.hint
