@@ -1,19 +1,16 @@
 """Differences to a base: the piece at the same place of an older version.
 
-Floats are compared as *ordered integers*: their bits, so mapped that neighbouring floats are
-neighbouring integers, whatever their signs and exponents. One step of an optimizer moves a weight
-by few of them. The difference, modulo the width of the element, is folded so that small negative
-numbers are small too (zigzag), and split into byte planes, of which the upper ones are almost all
-zeros. Integers are compared as they are. Exact for every bit pattern: every step is a bijection.
-
-Stored form: the 32-byte id of the base piece, then the planes, highest byte first, as
+Two codecs store the same differences (:mod:`ckptstore.codecs.differences`): `Delta` as they are,
+`Arranged` in a form that a sample of the piece chooses. Stored form: the 32-byte id of the base
+piece; of `Arranged` a byte of flags (1: in runs by exponent, 2: planes of four bits) and one of
+the bits by which words are turned; then the planes, the highest first, as
 :mod:`ckptstore.codecs.planes` stores them.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -21,25 +18,51 @@ import numpy.typing as npt
 
 from ckptstore.codecs import layout as layouts
 from ckptstore.codecs.base import CodecError, Part
+from ckptstore.codecs.differences import (
+    FLOATS,
+    PLAIN,
+    TURN_MAX,
+    Form,
+    join,
+    plane_bytes,
+    planes_of,
+    split,
+    words_of,
+)
 from ckptstore.codecs.layout import ITEM_BYTES, Layout
 from ckptstore.codecs.planes import read_planes, stored_planes
 
-__all__ = ["BASE_ID_BYTES", "Delta", "sampled_bytes"]
+__all__ = ["BASE_ID_BYTES", "Arranged", "Delta", "Sampled", "sampled"]
 
 BASE_ID_BYTES: Final = 32
 """What stands before the planes: the id of the base."""
-_FLOATS: Final = frozenset({Layout.FLOAT32, Layout.FLOAT16, Layout.FLOAT64})
-# Elements that are taken through all steps at once. Source: three blocks of 8-byte elements stay
-# within 768 KiB, a core's share of cache on the machine measured; larger gain nothing.
-_BLOCK: Final = 1 << 15
+_GROUPED: Final = 1
+_HALVES: Final = 2
+_FORM_BYTES: Final = 2
 
 # Parts of a chunk, and their length, from which its size is estimated. Source: 64 KiB of 4 MiB are
 # within 1.5% of the whole on weights and moments of a GPT (measured: docs/design/0012-deltas.md).
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
-
-Words = npt.NDArray[Any]
-U8 = npt.NDArray[np.uint8]
+# The forms that are tried. Source: without an order 0 and 2 suit weights, 4 second moments; in the
+# order of exponents 0 and 4; none of the other turns gained 0.3% on the best of these. Planes of
+# four bits gain where most of two-byte elements have not moved (measured, ibid.).
+_WIDE: Final = (
+    PLAIN,
+    Form(turn=2),
+    Form(turn=4),
+    Form(grouped=True),
+    Form(grouped=True, turn=4),
+)
+_FORMS: Final = {
+    Layout.FLOAT32: _WIDE,
+    Layout.FLOAT64: _WIDE,
+    Layout.FLOAT16: (PLAIN, Form(grouped=True), Form(grouped=True, halves=True)),
+}
+# The share of the bytes of plain differences that another form has to come down to: a turn costs
+# no time, and has to gain more than the error of the estimate; the others make decoding slower.
+_TURN_GAIN: Final = 0.995
+_SLOW_GAIN: Final = 0.98
 
 
 class Delta:
@@ -60,7 +83,7 @@ class Delta:
         base_id
             BLAKE3-256 of `base`.
         """
-        return (base_id, *stored_planes(_planes(layout, raw, base)))
+        return (base_id, *stored_planes(split(layout, raw, base)))
 
     def decode(
         self,
@@ -87,31 +110,118 @@ class Delta:
         CodecError
             If `stored` refers to another piece, or is not what ``encode`` returns.
         """
-        if len(base) != len(out):
-            msg = f"a base of {len(base)} bytes for a delta of {len(out)}"
-            raise CodecError(msg)
-        if bytes(stored[:BASE_ID_BYTES]) != base_id:
-            msg = "a delta that refers to another base"
-            raise CodecError(msg)
-        item = ITEM_BYTES[layout]
-        count, rest = divmod(len(out), item)
-        if rest:
-            msg = f"{len(out)} bytes are not a whole number of {item}-byte elements"
-            raise CodecError(msg)
-        planes = read_planes(stored[BASE_ID_BYTES:], (count,) * item)
-        _join(layout, [np.frombuffer(plane, np.uint8) for plane in planes], base, out)
+        _require_base(stored, out, base_id, base)
+        _decode(stored[BASE_ID_BYTES:], layout, out, base, PLAIN)
 
 
-def sampled_bytes(raw: memoryview, base: memoryview, layout: Layout) -> tuple[int, int]:
-    """Return what a chunk takes by itself and as a delta, estimated from a part of it; in bytes.
+class Arranged:
+    """Stores a piece as its difference, in the form that suits it."""
 
-    Takes some 5% of the time of either. Chunks that are not much larger are looked at whole.
+    code = 4
+    name = "arranged delta"
+
+    def encode(
+        self, raw: memoryview, base: memoryview, base_id: bytes, layout: Layout, form: Form
+    ) -> Sequence[Part]:
+        """Return the id, the form, the table of lengths and the planes; see :class:`Delta`."""
+        described = bytes((_GROUPED * form.grouped | _HALVES * form.halves, form.turn))
+        planes = stored_planes(split(layout, raw, base, form), local=form.grouped)
+        return (base_id, described, *planes)
+
+    def decode(
+        self,
+        stored: memoryview,
+        layout: Layout,
+        out: memoryview,
+        *,
+        base_id: bytes,
+        base: memoryview,
+    ) -> None:
+        """Fill `out` with the piece; see :meth:`Delta.decode`."""
+        _require_base(stored, out, base_id, base)
+        described = bytes(stored[BASE_ID_BYTES : BASE_ID_BYTES + _FORM_BYTES])
+        known = _GROUPED | _HALVES
+        if len(described) < _FORM_BYTES or described[0] > known or described[1] > TURN_MAX:
+            msg = f"an unknown form of a delta: {described.hex() or 'none'}"
+            raise CodecError(msg)
+        flags, turn = described
+        form = Form(grouped=bool(flags & _GROUPED), turn=turn, halves=bool(flags & _HALVES))
+        if form.grouped and layout not in FLOATS:
+            msg = f"elements of layout {layout.name} have no exponents"
+            raise CodecError(msg)
+        _decode(stored[BASE_ID_BYTES + _FORM_BYTES :], layout, out, base, form)
+
+
+def _require_base(stored: memoryview, out: memoryview, base_id: bytes, base: memoryview) -> None:
+    if len(base) != len(out):
+        msg = f"a base of {len(base)} bytes for a delta of {len(out)}"
+        raise CodecError(msg)
+    if bytes(stored[:BASE_ID_BYTES]) != base_id:
+        msg = "a delta that refers to another base"
+        raise CodecError(msg)
+
+
+def _decode(
+    stored: memoryview, layout: Layout, out: memoryview, base: memoryview, form: Form
+) -> None:
+    item = ITEM_BYTES[layout]
+    count, rest = divmod(len(out), item)
+    if rest:
+        msg = f"{len(out)} bytes are not a whole number of {item}-byte elements"
+        raise CodecError(msg)
+    planes = read_planes(stored, plane_bytes(layout, count, form))
+    join(layout, [np.frombuffer(plane, np.uint8) for plane in planes], base, out, form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What a chunk is expected to take, in bytes."""
+
+    full_bytes: int
+    """By itself."""
+    delta_bytes: int
+    """As a delta."""
+    form: Form
+    """In this form."""
+
+
+def sampled(raw: memoryview, base: memoryview, layout: Layout) -> Sampled:
+    """Estimate from a part of a chunk what it takes, and choose the form of the delta.
+
+    Takes some 15% of the time of encoding it. Chunks that are not much larger are looked at whole.
     """
     one, two = _sample(raw, layout), _sample(base, layout)
-    planes = layouts.split(layout, one)
-    full = sum(map(len, stored_planes(planes)))
-    delta = sum(map(len, stored_planes(_planes(layout, one, two))))
-    return full * len(raw) // len(one), BASE_ID_BYTES + delta * len(raw) // len(one)
+    full = sum(map(len, stored_planes(layouts.split(layout, one))))
+    delta, form = _best(one, two, layout)
+    return Sampled(
+        full_bytes=full * len(raw) // len(one),
+        delta_bytes=BASE_ID_BYTES + delta * len(raw) // len(one),
+        form=form,
+    )
+
+
+def _best(raw: memoryview, base: memoryview, layout: Layout) -> tuple[int, Form]:
+    """Return the bytes of the planes of the form that takes the fewest, if that pays."""
+    forms = _FORMS.get(layout, (PLAIN,))
+    words = {grouped: words_of(layout, raw, base, grouped=grouped) for grouped in _orders(forms)}
+    sizes = {form: _planes_bytes(layout, words[form.grouped], form) for form in forms}
+    best = min(forms, key=lambda form: sizes[form] / _gain(form))
+    return sizes[best], best
+
+
+def _orders(forms: Sequence[Form]) -> set[bool]:
+    return {form.grouped for form in forms}
+
+
+def _gain(form: Form) -> float:
+    """Return what a form has to come down to, for each byte of the differences as they are."""
+    slow = _SLOW_GAIN ** (form.grouped + form.halves)
+    return slow * _TURN_GAIN if form.turn else slow
+
+
+def _planes_bytes(layout: Layout, words: npt.NDArray[Any], form: Form) -> int:
+    planes = stored_planes(planes_of(layout, words, form), local=form.grouped)
+    return sum(map(len, planes))
 
 
 def _sample(data: memoryview, layout: Layout) -> memoryview:
@@ -121,85 +231,3 @@ def _sample(data: memoryview, layout: Layout) -> memoryview:
         return data
     octets = np.frombuffer(data, np.uint8)[: step * _SAMPLES].reshape(_SAMPLES, step)
     return memoryview(np.ascontiguousarray(octets[:, :_SAMPLE_BYTES]).reshape(-1))  # type: ignore[arg-type]
-
-
-class _Scratch(threading.local):
-    """Memory of one thread for two blocks of elements, so that no step allocates any."""
-
-    def __init__(self) -> None:
-        self._first = np.empty(8 * _BLOCK, np.uint8)
-        self._second = np.empty(8 * _BLOCK, np.uint8)
-
-    def words(self, item: int, size: int) -> tuple[Words, Words]:
-        first, second = (m[: item * size].view(f"<u{item}") for m in (self._first, self._second))
-        return first, second
-
-
-_scratch = _Scratch()
-
-
-def _blocks(count: int) -> Iterator[slice]:
-    for start in range(0, count, _BLOCK):
-        yield slice(start, min(start + _BLOCK, count))
-
-
-def _planes(layout: Layout, raw: memoryview, base: memoryview) -> list[U8]:
-    """Return the byte planes of the folded differences, the highest first."""
-    item = ITEM_BYTES[layout]
-    new, old = np.frombuffer(raw, f"<u{item}"), np.frombuffer(base, f"<u{item}")
-    planes = [np.empty(new.size, np.uint8) for _ in range(item)]
-    for part in _blocks(new.size):
-        word, work = _scratch.words(item, part.stop - part.start)
-        if layout in _FLOATS:
-            _order(old[part], work, out=word)
-            _order(new[part], work, out=work)
-            np.subtract(work, word, out=word)
-        else:
-            np.subtract(new[part], old[part], out=word)
-        _sign(word, out=work)
-        np.left_shift(word, 1, out=word)
-        np.bitwise_xor(word, work, out=word)
-        for place, plane in enumerate(planes):
-            shift = 8 * (item - 1 - place)
-            source = np.right_shift(word, shift, out=work) if shift else word
-            np.copyto(plane[part], source, casting="unsafe")
-    return planes
-
-
-def _join(layout: Layout, planes: list[U8], base: memoryview, out: memoryview) -> None:
-    """Write the elements whose differences to `base` are given; the inverse of :func:`_planes`."""
-    item = ITEM_BYTES[layout]
-    old, new = np.frombuffer(base, f"<u{item}"), np.frombuffer(out, f"<u{item}")
-    for part in _blocks(new.size):
-        word, work = _scratch.words(item, part.stop - part.start)
-        np.copyto(word, planes[0][part])
-        for plane in planes[1:]:
-            np.left_shift(word, 8, out=word)
-            np.bitwise_or(word, plane[part], out=word)
-        np.bitwise_and(word, 1, out=work)
-        np.negative(work, out=work)
-        np.right_shift(word, 1, out=word)
-        np.bitwise_xor(word, work, out=word)
-        if layout in _FLOATS:
-            _order(old[part], work, out=work)
-            np.add(word, work, out=word)
-            _order(word, work, out=new[part])
-        else:
-            np.add(word, old[part], out=new[part])
-
-
-def _order(bits: Words, work: Words, *, out: Words) -> None:
-    """Map the bits of floats to integers in the same order, two's complement; its own inverse.
-
-    All bits but the sign are turned over where the sign is set. `out` may be `bits` or `work`.
-    """
-    _sign(bits, out=work)
-    np.right_shift(work, 1, out=work)
-    np.bitwise_xor(bits, work, out=out)
-
-
-def _sign(words: Words, *, out: Words) -> None:
-    """Write all ones where the highest bit is set, zeros elsewhere."""
-    item = words.dtype.itemsize
-    signed = f"<i{item}"
-    np.right_shift(words.view(signed), 8 * item - 1, out=out.view(signed))

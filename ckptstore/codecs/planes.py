@@ -60,12 +60,20 @@ class Planes:
         layouts.join(layout, read_planes(stored, due), out)
 
 
-def stored_planes(planes: Sequence[npt.NDArray[np.uint8]]) -> Sequence[Part]:
-    """Return the table of lengths and the planes, each compressed where that pays."""
+def stored_planes(
+    planes: Sequence[npt.NDArray[np.uint8]], *, local: bool = False
+) -> Sequence[Part]:
+    """Return the table of lengths and the planes, each compressed where that pays.
+
+    Parameters
+    ----------
+    local
+        See :func:`ckptstore.codecs.zstd.compress`.
+    """
     lengths: list[int] = []
     parts: list[Part] = []
     for plane in planes:
-        frame = compress(plane.data) if _promising(plane) else b""
+        frame = compress(plane.data, local=local) if _promising(plane) else b""
         if 0 < len(frame) < _WORTH * plane.nbytes:
             lengths.append(len(frame) | _COMPRESSED)
             parts.append(frame)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.codecs.base import Codec, CodecError, Part
-from ckptstore.codecs.delta import Delta
+from ckptstore.codecs.delta import Arranged, Delta
+from ckptstore.codecs.differences import PLAIN, Form
 from ckptstore.codecs.layout import Layout
 from ckptstore.codecs.planes import Planes
 from ckptstore.codecs.raw import Raw
@@ -17,13 +18,14 @@ from ckptstore.config import CODEC_CHOICES, CodecChoice, check_choice
 __all__ = [
     "CODECS",
     "CODEC_CHOICES",
-    "DELTA",
+    "DELTAS",
     "Base",
     "CodecChoice",
     "Encoded",
     "check_choice",
     "decode",
     "encode",
+    "encode_delta",
     "is_known",
 ]
 
@@ -32,8 +34,10 @@ _ZSTD = Zstd()
 _PLANES = Planes()
 CODECS: Final[dict[int, Codec]] = {codec.code: codec for codec in (_RAW, _ZSTD, _PLANES)}
 """Those that need nothing but the chunk."""
-DELTA: Final = Delta()
-"""The one that needs another piece besides; see :class:`Base`."""
+_DELTA = Delta()
+_ARRANGED = Arranged()
+DELTAS: Final[dict[int, Delta | Arranged]] = {codec.code: codec for codec in (_DELTA, _ARRANGED)}
+"""Those that need another piece besides; see :class:`Base`."""
 
 # A chunk is stored encoded only below this share of its raw bytes. Source: raw chunks are read
 # straight into the tensor, which is worth more than 2% of the bytes on every storage measured.
@@ -76,9 +80,26 @@ def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:
     return Encoded(codec=_RAW.code, layout=Layout.BYTES, parts=(raw,), stored_bytes=len(raw))
 
 
+def encode_delta(raw: memoryview, base: Base, layout: Layout, form: Form) -> Encoded:
+    """Return a chunk as its difference to a base.
+
+    Parameters
+    ----------
+    form
+        As :func:`ckptstore.codecs.delta.sampled` chose it.
+    """
+    codec: Delta | Arranged = _DELTA if form == PLAIN else _ARRANGED
+    if form == PLAIN:
+        parts = _DELTA.encode(raw, base.data, base.piece_id, layout)
+    else:
+        parts = _ARRANGED.encode(raw, base.data, base.piece_id, layout, form)
+    stored = sum(map(len, parts))
+    return Encoded(codec=codec.code, layout=layout, parts=parts, stored_bytes=stored)
+
+
 def is_known(codec: int, layout: int) -> bool:
     """Say whether this ckptstore can decode chunks whose headers name `codec` and `layout`."""
-    return (codec in CODECS or codec == DELTA.code) and layout in set(Layout)
+    return (codec in CODECS or codec in DELTAS) and layout in set(Layout)
 
 
 def decode(
@@ -100,10 +121,10 @@ def decode(
     if not is_known(codec, layout):
         msg = f"unknown codec {codec} or layout {layout}"
         raise CodecError(msg)
-    if (codec == DELTA.code) != (base is not None):
+    if (codec in DELTAS) != (base is not None):
         msg = "a delta without a base" if base is None else "a base, and a chunk that is no delta"
         raise CodecError(msg)
     if base is None:
         CODECS[codec].decode(stored, Layout(layout), out)
     else:
-        DELTA.decode(stored, Layout(layout), out, base_id=base.piece_id, base=base.data)
+        DELTAS[codec].decode(stored, Layout(layout), out, base_id=base.piece_id, base=base.data)

@@ -18,7 +18,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.delta import BASE_ID_BYTES
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import DELTA, Encoded, decode, is_known
+from ckptstore.codecs.registry import DELTAS, Encoded, decode, is_known
 from ckptstore.config import Environment, Options
 from ckptstore.errors import (
     CorruptObjectError,
@@ -103,7 +103,7 @@ def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: st
         msg = f"pack {where}: unknown codec {header.codec} or layout {header.layout}"
         raise UnsupportedFeatureError(msg, hint="upgrade ckptstore")
     raw = base_id = None
-    if header.codec == DELTA.code:
+    if header.codec in DELTAS:
         base_id = bytes(body[:BASE_ID_BYTES])
     else:
         raw = memoryview(bytearray(header.raw_bytes))

@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
-from ckptstore.codecs.delta import sampled_bytes
+from ckptstore.codecs.delta import sampled
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import DELTA, Encoded, encode
+from ckptstore.codecs.registry import Base as Piece
+from ckptstore.codecs.registry import Encoded, encode, encode_delta
 from ckptstore.config import Options
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import silent
@@ -238,21 +239,21 @@ class Deltas:
         if data is None:
             return self._alone(piece_id, raw, layout, keep=True), None
         base = memoryview(data)
-        full_bytes, delta_bytes = sampled_bytes(raw, base, layout)
-        if delta_bytes >= _WORTH * min(full_bytes, len(raw)):
+        expected = sampled(raw, base, layout)
+        bytes_max = _WORTH * min(expected.full_bytes, len(raw))
+        if expected.delta_bytes >= bytes_max:
             self._loses(kind)
             return self._alone(piece_id, raw, layout, keep=not kind.pause), None
         kind.losses = -len(self._rows)  # it pays for some of its pieces
         pieces, total = self.keyframes.cycle(base_id) or (1, self._stored(row))
-        if delta_bytes + CHUNK_HEADER_BYTES < total / pieces:
-            parts = DELTA.encode(raw, base, base_id, layout)
-            size = sum(map(len, parts))
-            if size < _WORTH * min(full_bytes, len(raw)):
+        if expected.delta_bytes + CHUNK_HEADER_BYTES < total / pieces:
+            piece = Piece(piece_id=base_id, data=base)
+            delta = encode_delta(raw, piece, layout, expected.form)
+            if delta.stored_bytes < bytes_max:
                 if pieces == 1:
                     self.keyframes.count(base_id, self._stored(row), start=True)
-                self.keyframes.count(base_id, size + CHUNK_HEADER_BYTES)
+                self.keyframes.count(base_id, delta.stored_bytes + CHUNK_HEADER_BYTES)
                 self.keyframes.keep(base_id, data)
-                delta = Encoded(codec=DELTA.code, layout=layout, parts=parts, stored_bytes=size)
                 return delta, base_of(table, row)
         self.keyframes.release(base_id)
         return self._alone(piece_id, raw, layout, keep=True), None

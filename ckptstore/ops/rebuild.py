@@ -20,7 +20,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, DELTA, Base, check_choice, decode
+from ckptstore.codecs.registry import CODECS, DELTAS, Base, check_choice, decode
 from ckptstore.errors import CkptStoreError, CorruptObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -305,7 +305,7 @@ class Rescue:
         if all(need.piece_id in self.rescued for _, need in wanted):
             return
         bases: list[Base | None] = [None]
-        if header.codec == DELTA.code:
+        if header.codec in DELTAS:
             bases = [base for _, need in wanted for base in self._bases_of(need)]
         for base in bases:
             out = bytearray(header.raw_bytes)
@@ -372,13 +372,13 @@ def _decodings(data: bytes, stored: int, slab: int, bases: Sequence[Base]) -> It
     try:
         header = parse_chunk_header(data[:CHUNK_HEADER_BYTES], where="")
     except CorruptObjectError:
-        ways = product((*CODECS, DELTA.code), Layout)
+        ways = product((*CODECS, *DELTAS), Layout)
     else:
         if (header.stored_bytes, header.raw_bytes) != (stored, slab):
             return  # another chunk lies here
         ways = ((header.codec, header.layout),)
     for codec, layout in ways:
-        for base in bases if codec == DELTA.code else (None,):
+        for base in bases if codec in DELTAS else (None,):
             out = memoryview(bytearray(slab))
             try:
                 decode(codec, layout, body, out, base=base)

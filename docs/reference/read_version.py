@@ -125,11 +125,20 @@ def join(layout: int, planes: list[bytes]) -> bytes:
     return stacked.tobytes()
 
 
-def apply(layout: int, planes: list[bytes], base: bytes) -> bytes:
+def apply(layout: int, planes: list[bytes], base: bytes, flags: int, turn: int) -> bytes:
     """Return the elements whose folded differences to those of a base are given."""
-    unsigned, signed, top = f"u{len(planes)}", f"i{len(planes)}", 8 * len(planes) - 1
-    bits = np.stack([np.frombuffer(plane, "u1") for plane in planes[::-1]], axis=1).view(unsigned)
-    steps = (bits >> 1 ^ (bits & 1) * bits.dtype.type((2 << top) - 1)).ravel()
+    parts = [np.frombuffer(plane, "u1") for plane in planes[::-1]]
+    if flags & 2:  # planes of four bits
+        both = [np.stack([part & 15, part >> 4], axis=1).ravel() for part in parts]
+        parts = [low | high << 4 for low, high in zip(both[::2], both[1::2], strict=True)]
+    unsigned, signed, top = f"u{len(parts)}", f"i{len(parts)}", 8 * len(parts) - 1
+    bits = np.stack(parts, axis=1)[: len(base) // len(parts)].copy().view(unsigned).ravel()
+    bits = bits >> turn | bits << top + 1 - turn if turn else bits
+    if flags & 1:  # runs of elements in the order of their exponents
+        keys = np.frombuffer(base, unsigned) >> (23, 7, 55)[layout - 1] & 255
+        runs = np.arange(len(keys)) >> 16
+        bits[np.lexsort((keys, runs))] = bits.copy()
+    steps = bits >> 1 ^ (bits & 1) * bits.dtype.type((2 << top) - 1)
     if layout not in (1, 2, 3):
         return (np.frombuffer(base, unsigned) + steps).tobytes()
     ordered = lambda bits: bits ^ (bits.view(signed) >> top).view(unsigned) >> 1  # noqa: E731
@@ -147,24 +156,26 @@ def read_piece(store: Path, body: dict[str, Any], row: int) -> bytes:
     where = f"pack {pack}, chunk at byte {offset}"
     require(magic == b"CHNK" and zlib.crc32(head[:60]) == crc, f"{where}: damaged header")
     require((raw_bytes, length, len(data)) == (slab, stored, stored), f"{where}: other lengths")
-    require(codec < 4 and layout < 7, f"{where}: unknown codec {codec} or layout {layout}")
-    base, shares, old = int(body["base"][row]), SHARES[layout], b""
-    require((codec == 3) == (base < len(body["base"])), f"{where}: a base, or none, in vain")
+    require(codec < 5 and layout < 7, f"{where}: unknown codec {codec} or layout {layout}")
+    base, shares, old, flags = int(body["base"][row]), SHARES[layout], b"", 0
+    require((codec > 2) == (base < len(body["base"])), f"{where}: a base, or none, in vain")
     if codec == 1:
         data = unzstd(data, raw_bytes)
     elif codec > 1:
-        if codec == 3:  # the base is no delta itself; its id comes first
+        if codec > 2:  # the base is no delta itself; its id comes first
             require(not body["base"][base] < len(body["base"]), f"{where}: a base of a base")
             old, shares = read_piece(store, body, base), (1,) * sum(shares)
             require(data[:32] == blake3(old).digest(), f"{where}: another base")
-            data = data[32:]
+            flags, turn, data = (0, 0, data[32:]) if codec == 3 else (*data[32:34], data[34:])
+            require(flags < 4 and turn < 8 and (flags % 2 == 0 or 0 < layout < 4), "unknown form")
         sizes = [raw_bytes // sum(shares) * share for share in shares]
+        sizes = [-(-sizes[0] // 2)] * 2 * len(sizes) if flags & 2 else sizes
         at, planes = 4 * len(sizes), []
         for length, size in zip(struct.unpack_from(f"<{len(sizes)}I", data), sizes, strict=True):
             part = data[at : at + (length & 0x7FFFFFFF)]
             planes.append(unzstd(part, size) if length >> 31 else part)
             at += len(part)
-        data = apply(layout, planes, old) if codec == 3 else join(layout, planes)
+        data = apply(layout, planes, old, flags, turn) if codec > 2 else join(layout, planes)
     right = blake3(data[inner : inner + raw]).digest() == body["ids"][32 * row : 32 * row + 32]
     require(right, f"{where}: damaged")
     return data[inner : inner + raw]

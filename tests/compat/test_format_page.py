@@ -10,7 +10,7 @@ import pytest
 
 from ckptstore import limits
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, DELTA
+from ckptstore.codecs.registry import CODECS, DELTAS
 from ckptstore.format import commit, skeleton, skeleton_check
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.pack import (
@@ -102,7 +102,7 @@ def test_every_codec_layout_and_dtype_is_listed() -> None:
     dtypes = {name for part in names(text.replace("\n", " ")) for name in part.split()}
     dtypes |= {f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)}
 
-    known: list[Any] = [*CODECS.values(), DELTA]
+    known: list[Any] = [*CODECS.values(), *DELTAS.values()]
     assert codes == {
         *((codec.code, codec.name) for codec in known),
         *((layout.value, layout.name) for layout in Layout),

@@ -375,7 +375,7 @@ def test_codecs_fill_or_refuse(
         whole = b"".join(registry.CODECS[codec].encode(source, Layout(layout)))
         stored = whole[: len(stored)] + stored[:4] + whole[len(stored) + 4 :]
     base = None
-    if codec == registry.DELTA.code and keep:
+    if codec in registry.DELTAS and keep:
         base = registry.Base(piece_id=stored[:32], data=memoryview(bytes(raw_bytes)))
     out = memoryview(bytearray(raw_bytes))
     with suppress(CodecError):

@@ -17,8 +17,8 @@ import test_store_machine as machine
 import torch
 
 from ckptstore import limits
-from ckptstore.codecs.delta import Delta
 from ckptstore.config import Options
+from ckptstore.objects import deltas
 from ckptstore.ops import gc, rebase
 
 Values = tuple[int, int, int]
@@ -66,7 +66,7 @@ def check_state(
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let clients save deltas of small tensors; count these, and pieces that were rebased."""
     found: Counter[str] = Counter()
-    encode, whole = Delta.encode, rebase.rebase
+    encode, whole = deltas.encode_delta, rebase.rebase
 
     def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         found["deltas"] += 1
@@ -77,7 +77,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         found["rebased"] += done.pieces_count
         return done
 
-    monkeypatch.setattr(Delta, "encode", counted)
+    monkeypatch.setattr(deltas, "encode_delta", counted)
     monkeypatch.setattr(gc, "rebase", rebased)
     monkeypatch.setattr(machine, "state_of", state_of)
     monkeypatch.setattr(machine, "check_state", check_state)
