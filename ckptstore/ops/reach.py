@@ -6,6 +6,7 @@ never be condemned; so a manifest of a live version that cannot be read stops ev
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -75,12 +76,14 @@ class ChunkTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What one manifest needs."""
+    """What one manifest needs; one table for all its packs, since there may be thousands."""
 
     packs: tuple[str, ...]
     """Ids of the packs that hold a chunk of it."""
-    chunks: tuple[ChunkTable, ...]
-    """Per pack."""
+    starts: npt.NDArray[np.uint32]
+    """Where the chunks of each pack begin in `table`, and where the last ones end."""
+    table: ChunkTable
+    """Chunks of all packs, each once, by pack and offset."""
     deltas: bool = False
     """Whether it names pieces that are differences to others, which it needs too."""
 
@@ -92,21 +95,31 @@ class Footprint:
         where = (table.pack.astype(np.uint64) << np.uint64(34)) | table.offset
         _, rows = np.unique(where, return_index=True)
         places, starts = np.unique(table.pack[rows], return_index=True)
-        parts = np.split(rows, starts[1:])
         return cls(
             packs=tuple(intern(table.packs[int(place)]) for place in places),
-            chunks=tuple(
-                ChunkTable(offset=table.offset[at], stored=table.stored[at], raw=table.slab[at])
-                for at in (parts if len(places) else ())
+            starts=np.append(starts, len(rows)).astype(np.uint32),
+            table=ChunkTable(
+                offset=table.offset[rows], stored=table.stored[rows], raw=table.slab[rows]
             ),
             deltas=table.base is not None,
         )
+
+    @property
+    def chunks(self) -> Iterator[ChunkTable]:
+        """The chunks of each pack, in the order of `packs`."""
+        table = self.table
+        for start, end in itertools.pairwise(self.starts.tolist()):
+            yield ChunkTable(
+                offset=table.offset[start:end],
+                stored=table.stored[start:end],
+                raw=table.raw[start:end],
+            )
 
 
 class Reach:
     """Reads what live versions need, each manifest once. Owned by one thread.
 
-    Memory: 16 bytes for each chunk of each manifest, as long as it is held.
+    Memory: 16 bytes for each chunk of each manifest, and 100 for each pack, as long as it is held.
     """
 
     def __init__(
@@ -154,13 +167,27 @@ class Reach:
         found = {details.manifest_key for _, details in catalog.contents(known=self._details)}
         return found.union(map(pack_key, packs))
 
-    def chunks(self, catalog: Catalog) -> dict[str, ChunkTable]:
-        """Return the live chunks of each pack: pack id to chunks; as :meth:`of`."""
-        found: dict[str, ChunkTable] = {}
-        for need in self.of(catalog).values():
+    def chunks(self, catalog: Catalog) -> Iterator[tuple[str, ChunkTable]]:
+        """Yield each pack that is needed, once, with its live chunks; as :meth:`of`.
+
+        Of packs that several manifests name, which come last, the chunks are put together.
+        """
+        needs = list(self.of(catalog).values())
+        seen: set[str] = set()
+        several: set[str] = set()
+        for need in needs:
+            several.update(seen.intersection(need.packs))
+            seen.update(need.packs)
+        joined: dict[str, ChunkTable] = {}
+        for need in needs:
             for pack, chunks in zip(need.packs, need.chunks, strict=True):
-                found[pack] = found[pack].joined(chunks) if pack in found else chunks
-        return found
+                if pack not in several:
+                    yield pack, chunks
+                elif pack in joined:
+                    joined[pack] = joined[pack].joined(chunks)
+                else:
+                    joined[pack] = chunks
+        yield from joined.items()
 
     def note(self, digest: str, manifest: Manifest) -> None:
         """Take over a manifest that was just written, so that it need not be read."""

@@ -8,7 +8,7 @@ anywhere leaves new packs and manifests that nobody names: orphans.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -60,18 +60,24 @@ class Repacked:
 
 
 def choose(
-    chunks: Mapping[str, ChunkTable], objects: Mapping[str, ObjectInfo], *, below: float
-) -> list[Victim]:
-    """Return the packs of which less than the share `below` is live; those wholly dead not."""
+    chunks: Iterable[tuple[str, ChunkTable]], objects: Mapping[str, ObjectInfo], *, below: float
+) -> tuple[list[Victim], int]:
+    """Return the packs of which less than the share `below` is live; those wholly dead not.
+
+    With them the bytes of all live chunks.
+    """
     victims = []
-    for pack, live in chunks.items():
+    live_bytes = 0
+    for pack, live in chunks:
+        size = live.size_bytes
+        live_bytes += size
         info = objects.get(pack_key(pack))
         if info is None:
             continue
         room = info.size_bytes - HEADER_BYTES - TRAILER_BYTES
-        if live.size_bytes < below * room:
+        if size < below * room:
             victims.append(Victim(pack=pack, size_bytes=info.size_bytes, live=live))
-    return sorted(victims, key=lambda victim: victim.pack)
+    return sorted(victims, key=lambda victim: victim.pack), live_bytes
 
 
 def repack(
