@@ -11,7 +11,6 @@ single requests cost in time and in processor time of the client.
 
 from __future__ import annotations
 
-import inspect
 import json
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any, Final
 
 import ckptstore
 from benchmarks import peers
+from benchmarks.coordinator import coordination
 from benchmarks.disk import Workspace
 from benchmarks.endpoint import Bucket, endpoint
 from benchmarks.host import header
@@ -39,12 +39,18 @@ _REPO = Path(__file__).resolve().parent.parent
 _RUN: Final = "bench"
 _WORKERS: Final = 2
 _TIMEOUT_S: Final = 600
-_TAKES_ENGINES = "executor" in inspect.signature(ckptstore.Store.replicate).parameters
 ENGINES: Final = ("threads", "2 processes", "Dask, 2 workers")
 
 
 def run(
-    space: Workspace, *, bytes_min: int, rounds: int, calls: int = 20, training_steps: int = 120
+    space: Workspace,
+    *,
+    bytes_min: int,
+    rounds: int,
+    calls: int = 20,
+    versions: tuple[int, ...] = (4, 8),
+    chunks: int = 250_000,
+    training_steps: int = 120,
 ) -> Result | None:
     """Run everything; return the result, or None without an endpoint.
 
@@ -52,6 +58,8 @@ def run(
     ----------
     calls
         Requests of each kind whose cost is measured.
+    versions, chunks
+        Sizes of the stores whose collection is measured: so many versions, of so many chunks each.
     """
     peers.quiet()
     with endpoint(space) as server:
@@ -61,7 +69,9 @@ def run(
         bucket = Bucket()
         try:
             spec = StateSpec(bytes_min=bytes_min, training_steps=training_steps)
-            return _measure(space, bucket, server, spec, rounds, calls)
+            result = _measure(space, bucket, server, spec, rounds, calls)
+            result.tables["coordinator"] = coordination(space, versions=versions, chunks=chunks)
+            return result
         finally:
             bucket.remove()
 
@@ -98,7 +108,7 @@ def _measure(
             ]
             result.tables[table] = run_cases(table, cases, space, rounds=rounds)
     result.tables["peak memory"] = [
-        _peak(source, bucket, engine) for engine in ("threads", "processes")[: 1 + _TAKES_ENGINES]
+        _peak(source, bucket, engine) for engine in ("threads", "processes")
     ]
     result.tables["one request"] = request_costs(f"s3://{bucket.fresh()}", calls=calls)
     result.facts["requests"] = counted_requests(source, f"s3://{bucket.fresh()}")
@@ -126,8 +136,6 @@ def _engines(stack: ExitStack) -> dict[str, Any]:
     from multiprocessing import get_context
 
     found: dict[str, Any] = {ENGINES[0]: None}
-    if not _TAKES_ENGINES:
-        return found
     pool = ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
     found[ENGINES[1]] = stack.enter_context(pool)
     try:

@@ -89,6 +89,8 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "bytes_min": options.s3_size_mb * _MB,
             "rounds": options.rounds,
             "calls": 3 if small else 20,
+            "versions": (1, 2) if small else (4, 8),
+            "chunks": 2_000 if small else 250_000,
             **steps,
         },
         "codecs": {"bytes_min": min(options.size_mb, 64) * _MB, "rounds": options.rounds, **steps},

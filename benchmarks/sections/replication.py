@@ -24,6 +24,7 @@ def replicate(result: Result) -> list[str]:
     blocks.append(titled("Requests to the target", _requests(result.facts["requests"])))
     blocks.append(titled("Peak extra memory of a replication", _peaks(result)))
     blocks.append(titled("What one request costs the client", _costs(result)))
+    blocks.append(titled("A collection of many terabytes, seen by its coordinator", _known(result)))
     return blocks
 
 
@@ -58,3 +59,17 @@ def _costs(result: Result) -> str:
         for one in result.tables["one request"]
     ]
     return table(["", "median", "min-max", "processor time"], lines)
+
+
+def _known(result: Result) -> str:
+    lines = []
+    for one in result.tables["coordinator"]:
+        if one.error:
+            lines.append([one.name, "", "", "", "", one.error])
+            continue
+        packs, extra = one.numbers["packs"], one.numbers["extra_bytes"]
+        size = f"{one.logical_bytes / 1e12:.1f} TB"
+        lines.append(
+            [one.name, size, f"{packs:,.0f}", seconds(one)[0], f"{extra / 2**20:.0f} MiB", ""]
+        )
+    return table(["", "state", "packs", "dry run", "memory", "note"], lines)

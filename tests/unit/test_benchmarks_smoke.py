@@ -275,7 +275,9 @@ def test_s3(space: Workspace, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("endpoint")
 def test_replicate(space: Workspace, tmp_path: Path) -> None:
     """Every engine brings the version, and a repetition takes under 10 requests and no pack."""
-    result = replicate.run(space, bytes_min=300_000, rounds=1, calls=2, training_steps=2)
+    result = replicate.run(
+        space, bytes_min=300_000, rounds=1, calls=2, versions=(1,), chunks=100, training_steps=2
+    )
     assert result is not None
     _check(result, tmp_path)
     requests = result.facts["requests"]

@@ -63,10 +63,16 @@ def _verify(store: Store, executor: str) -> bool:
     return store.verify(executor=executor, record=True).ok
 
 
+def _replicate(store: Store, executor: str) -> bool:
+    target = Path(store.url).parent / "second"
+    return not store.replicate(target, executor=executor).failures
+
+
 OPERATIONS: Final[dict[str, Callable[[Store, str], bool]]] = {
     "gc": _gc,
     "repack": _repack,
     "verify": _verify,
+    "replicate": _replicate,
 }
 
 
