@@ -96,7 +96,7 @@ def _read_ranges(
             ),
         )
         for one in itertools.chain.from_iterable(following.values()):
-            check_made(content, one.index, one.made())
+            check_made(content, one.index, one.made(ready[one.source]))
             done += one.nbytes
             progress(Progress(stage="read", done=done, total=total))
     if made:

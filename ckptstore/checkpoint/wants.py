@@ -42,7 +42,7 @@ class Ends:
         if index not in self._known:
             first = self._manifest.first
             raw = self._manifest.pieces.raw[first[index] : first[index + 1]]
-            self._known[index] = np.cumsum(raw, dtype=np.int64)
+            self._known[index] = raw.cumsum(dtype=np.int64)
         return self._known[index]
 
 
@@ -65,23 +65,26 @@ class Part:
         """Memory of pieces of which only a part is wanted."""
         self._edges: list[tuple[memoryview, int]] = []
         self._start, self._out = start, out
+        if not nbytes:
+            return
         end = start + nbytes
-        first = manifest.first[index]
-        row = first + int(np.searchsorted(ends.of(index), start, "right"))
-        at = int(ends.of(index)[row - first - 1]) if row > first else 0
-        while at < end and nbytes:
-            size = int(manifest.pieces.raw[row])
+        base, stops = manifest.first[index], ends.of(index)
+        low, high = 0, len(stops)
+        if nbytes < int(stops[-1]):
+            low = int(stops.searchsorted(start, "right"))
+            high = int(stops.searchsorted(end, "left")) + 1
+        at = int(stops[low - 1]) if low else 0
+        for piece, stop in enumerate(stops[low:high].tolist(), low):
             memory = None
-            if out is not None and start <= at and at + size <= end:
-                memory = out[at - start : at - start + size]
+            if out is not None and start <= at and stop <= end:
+                memory = out[at - start : stop - start]
             elif out is not None:
-                memory = memoryview(bytearray(size))
-                self.edge_bytes += size
+                memory = memoryview(bytearray(stop - at))
+                self.edge_bytes += stop - at
                 self._edges.append((memory, at))
-            then = tuple(one.taking(row - first) for one in following)
-            self.wants.append(Want(row=row, out=memory, label=label, then=then))
-            at += size
-            row += 1
+            then = tuple(one.taking(piece) for one in following) if following else ()
+            self.wants.append(Want(row=base + piece, out=memory, label=label, then=then))
+            at = stop
 
     def finish(self) -> None:
         """Bring what was read to where it goes; every want must have been read."""

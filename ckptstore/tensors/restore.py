@@ -384,11 +384,23 @@ def _check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
 
 def _decodable(record: Record, target: torch.Tensor) -> bool:
     """Return whether the bytes can be decoded straight into the target's memory."""
-    strides = strides_of(record.shape, record.order)
-    pairs = zip(record.shape, target.stride(), strides, strict=True)
-    same = all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+    if record.order is None and target.is_contiguous():
+        same = True
+    else:
+        strides = strides_of(record.shape, record.order)
+        pairs = zip(record.shape, target.stride(), strides, strict=True)
+        same = all(size == 1 or mine == theirs for size, mine, theirs in pairs)
     same = same and record.blocks is None
     return same and target.is_cpu and not target.is_conj() and not target.is_neg()
+
+
+def _reach(target: torch.Tensor) -> int:
+    """Return from where to where in memory a tensor has elements, in elements."""
+    if target.is_contiguous():
+        return target.numel()
+    return 1 + sum(
+        (size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True)
+    )
 
 
 def _check_apart(
@@ -402,9 +414,7 @@ def _check_apart(
         leaf = leaves[path]
         if leaf.index in direct and target.numel():
             start = target.data_ptr()
-            pairs = zip(target.shape, target.stride(), strict=True)
-            reach = 1 + sum((size - 1) * step for size, step in pairs)
-            stop = start + reach * target.element_size()
+            stop = start + _reach(target) * target.element_size()
             spans.append((str(target.device), start, stop, leaf.index, path))
     spans.sort(key=lambda span: span[:3])
     for before, after in itertools.pairwise(spans):

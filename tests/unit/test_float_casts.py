@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 
-from ckptstore.encodings.casts import FLOATS, raw_dtype, recast, to_float64
+from ckptstore.encodings import casts
+from ckptstore.encodings.casts import FLOATS, Rounding, raw_dtype, recast, to_float64
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.recipes import CASTS
+from ckptstore.tensors.rounding import to_bfloat16
 
 PAIRS = list(permutations(FLOATS, 2))
 _TORCH_RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
@@ -82,6 +87,49 @@ def test_ties_and_nan_are_found_wherever_they_are(size: int, ties: int) -> None:
         bits[random.integers(0, size, missing)] = np.uint32(0xFFFF_8000)
         bits[random.integers(0, size, missing)] = np.uint32(0x7F80_0001)
         assert np.array_equal(recast("float32", "bfloat16", bits), _rounded(bits))
+
+
+def _wrong(change: Callable[[npt.NDArray[np.uint16]], None]) -> Rounding:
+    def rounding(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
+        to_bfloat16(values, out)
+        change(out)
+
+    return rounding
+
+
+def _flip(out: npt.NDArray[np.uint16]) -> None:
+    out[-1] ^= 1
+
+
+def _away(out: npt.NDArray[np.uint16]) -> None:
+    out[(out & 0x7F80) == 0] &= np.uint16(0x8000)  # denormals become zero
+
+
+@pytest.mark.parametrize("change", [_flip, _away])
+def test_a_rounding_that_is_wrong_is_not_used(change: Any) -> None:  # noqa: ANN401
+    """A processor that flushes denormals, or takes the last element otherwise, is found out."""
+    bits = _patterns("float32")[:200_000]
+    with patch.object(casts, "_offered", [_wrong(change)]), ThreadPoolExecutor(1) as pool:
+        made = pool.submit(recast, "float32", "bfloat16", bits).result()
+    assert np.array_equal(made, _rounded(bits))
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_torch_rounds_as_defined(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
+    """It is used, in a thread of its own too, and every NaN is the one that is defined."""
+    if not together:
+        monkeypatch.delattr(torch, "_foreach_copy_")
+    bits = _patterns("float32")
+    calls = []
+
+    def counted(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
+        calls.append(len(values))
+        to_bfloat16(values, out)
+
+    with patch.object(casts, "_offered", [counted]), ThreadPoolExecutor(1) as pool:
+        made = pool.submit(recast, "float32", "bfloat16", bits).result()
+    assert len(bits) in calls
+    assert np.array_equal(made, _rounded(bits))
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: str(name))
