@@ -90,5 +90,5 @@ def check_class(name: str) -> str:
 
 def class_named(name: str) -> StorageClass:
     """Return what is known of a class; empty names and ``STANDARD`` mean the same."""
-    known = CLASSES.get(name or STANDARD)
+    known = CLASSES.get(name if name else STANDARD)
     return StorageClass(name=name) if known is None else known

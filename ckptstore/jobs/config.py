@@ -241,7 +241,7 @@ def _check(job: Job) -> None:
         job.select.since,
         job.alert.not_replicated_after,
         job.gc.grace,
-        job.archive and job.archive.min_age,
+        None if job.archive is None else job.archive.min_age,
     ):
         if text is not None:
             parse_duration(text)
@@ -251,7 +251,8 @@ def _check(job: Job) -> None:
         raise InvalidInputError(msg, hint="name one in [copy], or say workers for threads")
     if job.archive is not None:
         check_class(job.archive.storage_class)
-    for rules in (job.select.keep, job.retain.evict, job.archive and job.archive.keep_hot):
+    hot = None if job.archive is None else job.archive.keep_hot
+    for rules in (job.select.keep, job.retain.evict, hot):
         if rules is not None:
             Policy.from_json({"full": rules}).check()
     for policy in (job.retain.source, job.retain.target):

@@ -21,8 +21,8 @@ from tests.cli.conftest import Cli
 def slow_restores(s3_bucket: S3Bucket) -> Iterator[None]:
     """Let moto restore an object when it has been looked at twice."""
     api = f"{s3_bucket.endpoint_url}/moto-api/state-manager"
-    model = {"model_name": "s3::keyrestore"}
-    manual = {"progression": "manual", "times": 2}
+    model: dict[str, Any] = {"model_name": "s3::keyrestore"}
+    manual: dict[str, Any] = {"progression": "manual", "times": 2}
     requests.post(f"{api}/set-transition", json={**model, "transition": manual}, timeout=30)
     yield
     requests.post(f"{api}/unset-transition", json=model, timeout=30)

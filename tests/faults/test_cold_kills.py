@@ -53,10 +53,10 @@ def bucket(s3_bucket: S3Bucket, options: dict[str, Any]) -> S3Bucket:
 def restores(bucket: S3Bucket) -> Iterator[Callable[[int], None]]:
     """Return what says after how many looks moto takes a restore one step further."""
     api = f"{bucket.endpoint_url}/moto-api/state-manager"
-    model = {"model_name": "s3::keyrestore"}
+    model: dict[str, Any] = {"model_name": "s3::keyrestore"}
 
     def after(looks: int) -> None:
-        manual = {"progression": "manual", "times": looks}
+        manual: dict[str, Any] = {"progression": "manual", "times": looks}
         requests.post(f"{api}/set-transition", json={**model, "transition": manual}, timeout=30)
 
     yield after

@@ -335,7 +335,7 @@ def test_a_restore_that_ends_too_early_is_told(store: Store, shelf: Shelf, clock
         shelf.restored.clear()
 
     shelf.after = 2
-    clock.sleep = lapse  # type: ignore[method-assign]
+    clock.sleep = lapse  # type: ignore[method-assign,assignment]
     with pytest.raises(StorageError, match="again and again"):
         store.thaw("gpt@1", wait=True)
 
@@ -346,7 +346,7 @@ def test_thaw_refuses_what_cannot_be(store: Store, shelf: Shelf) -> None:
     store.archive(["gpt@1"], storage_class="DEEP_ARCHIVE")
     for wrong in ({"days": 0}, {"roles": ["nobody"]}, {"poll_s": 0.0}, {"tier": "Expedited"}):
         with pytest.raises(InvalidInputError):
-            store.thaw("gpt@1", **wrong)  # type: ignore[arg-type]
+            store.thaw("gpt@1", **wrong)
     assert not shelf.asked
     dry = store.thaw("gpt@1", dry_run=True)
     assert not dry.ready

@@ -169,7 +169,7 @@ def _s3(head: Mapping[str, Any]) -> tuple[S3ColdStorage, _Calls]:
     whole = {"ContentLength": 10, "LastModified": datetime(2026, 3, 1, tzinfo=UTC), **head}
     calls = _Calls(whole)
     location = parse_bucket_url("s3://bucket/place")
-    return S3ColdStorage(location, lambda _what, work: work(calls)), calls  # type: ignore[arg-type]
+    return S3ColdStorage(location, lambda _what, work: work(calls)), calls
 
 
 def test_a_copy_is_conditional_on_what_was_seen() -> None:
@@ -250,7 +250,8 @@ def test_gcs_rewrites_large_objects_in_several_requests() -> None:
         name = found["class"]
         return ObjectInfo(key=key, size_bytes=1, modified_at=0.0, storage_class=name)
 
-    def rewrite(_key: str, name: str, token: str) -> Mapping[str, Any]:
+    def rewrite(key: str, name: str, token: str) -> Mapping[str, Any]:
+        assert key == KEY
         tokens.append(token)
         if len(tokens) < 3:
             return {"done": False, "rewriteToken": f"t{len(tokens)}"}
