@@ -351,8 +351,8 @@ class _Split:
             return None, [], away
         rows = sorted(places)
         builder = TableBuilder(table.ids[rows], table.raw[rows])
-        for place, row in enumerate(rows):
-            builder.put(place, places[row])
-        at = {row: place for place, row in enumerate(rows)}
+        at = {row: own for own, row in enumerate(rows)}
+        for row, own in at.items():
+            builder.put(own, places[row])
         mapped = [(replace(w, row=at[w.row]), w) for w in wants if w.row in at]
         return builder.build(), mapped, away

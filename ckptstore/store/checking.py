@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.ops.repair_report import RepairReport
     from ckptstore.ops.verify import Level, VerifyReport
+    from ckptstore.store.store import Store
 
 __all__ = ["Checking"]
 
@@ -36,7 +37,7 @@ class Checking:
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
 
-        def _named(self, text: object) -> Checking | None: ...
+        def _named(self, text: object) -> Store | None: ...
 
     def verify(
         self,

@@ -300,8 +300,7 @@ class Tiers:
         from ckptstore.ops.fallthrough import read_lost
 
         what = f"{len(failed)} pieces are {fate} here, the first: {failed[0][1].message}"
-        error = type(failed[0][1])(failed[0][1].message, hint=failed[0][1].hint)
-        owner = self._fall_through(version, error, told=what)
+        owner = self._fall_through(version, failed[0][1], told=what)
         lost = [want for want, _ in failed]
         read_lost(owner, table, wants, lost, options=options, progress=progress)
 

@@ -47,7 +47,7 @@ def _until(child: subprocess.Popen[str], count: int) -> list[str]:
 
 def _check(place: Path) -> dict[int, str]:
     """Load all that a store shows, bit by bit; return the states of its versions by step."""
-    found = {}
+    found: dict[int, str] = {}
     with ckptstore.open(place, read_only=True) as store:
         assert store.verify().ok
         for version in store.versions():

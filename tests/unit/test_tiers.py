@@ -19,6 +19,7 @@ import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import (
     ColdObjectError,
     ConflictError,
@@ -33,6 +34,7 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.events import Progress
+from ckptstore.format.commit import Op
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
@@ -323,9 +325,11 @@ def test_local_replicas_come_before_remote_ones_then_the_order_of_naming(tmp_pat
         for name, store in stores.items():
             url = f"s3://{name}/x" if name == "far" else f"memory://{name}"
             store_id = store.info.store_id
-            hot.repo.log.append_any(
-                lambda now, n=name, u=url, s=store_id: name_replica(now, name=n, url=u, store=s)
-            )
+
+            def named(now: Catalog, n: str = name, u: str = url, s: str = store_id) -> list[Op]:
+                return name_replica(now, name=n, url=u, store=s)
+
+            hot.repo.log.append_any(named)
             if name != "empty":
                 hot.replicate(store)
         hot.age(["gpt@1"], "record")
