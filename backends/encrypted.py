@@ -184,6 +184,7 @@ class EncryptedBackend(WrapperBackend):
             key=info.key,
             size_bytes=self._layout.plain_bytes(info.size_bytes),
             modified_at=info.modified_at,
+            storage_class=info.storage_class,
         )
 
     def _read(self, key: str, head: _Head | None, offset: int, out: Scatter) -> None:

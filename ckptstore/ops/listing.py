@@ -25,8 +25,8 @@ __all__ = ["ListPart", "list_objects", "list_part"]
 _WIDTH: Final = 4
 _MANY: Final = 16
 
-Listed = tuple[str, int, float]
-"""Key, bytes, and time: an ``ObjectInfo`` as it travels."""
+Listed = tuple[str, int, float, str]
+"""Key, bytes, time, and storage class: an ``ObjectInfo`` as it travels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def list_part(task: ListPart) -> list[Listed]:
         The storage failed.
     """
     return [
-        (info.key, info.size_bytes, info.modified_at)
+        (info.key, info.size_bytes, info.modified_at, info.storage_class)
         for prefix, after in task.folders
         for info in task.storage.value.list(prefix, after=after)
     ]
@@ -88,8 +88,8 @@ def list_objects(
         tasks = (ListPart(storage=spread.storage, folders=tuple(group)) for group in groups)
         found = spread.engine.map(list_part, tasks)
     for part in found:
-        for key, size, modified_at in part:
-            yield ObjectInfo(key=key, size_bytes=size, modified_at=modified_at)
+        for key, size, modified_at, name in part:
+            yield ObjectInfo(key=key, size_bytes=size, modified_at=modified_at, storage_class=name)
 
 
 def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:

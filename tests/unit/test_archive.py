@@ -462,3 +462,23 @@ def test_a_cold_version_is_read_from_a_replica_that_is_not(
     with pytest.raises(ColdObjectError) as caught:
         store.load("gpt@1")
     assert f"ckptstore thaw {store.resolve('gpt@1').id[:12]}" in caught.value.hint
+
+
+def test_an_encrypted_store_gets_cold_and_comes_back(shelf: Shelf, clock: Clock) -> None:
+    """What is encrypted tells its class as anything else; verification leaves it alone."""
+    pytest.importorskip("cryptography")
+    from ckptstore.backends.sealing import UserKey
+
+    backend = ColdBackend(MemoryBackend(f"enc-{uuid.uuid4().hex}"), shelf)
+    repo = create_on(backend, environment=clock, prober=_known, key=UserKey(bytes(range(32))))
+    with Store(repo) as store:
+        _three(store)
+        assert store.archive(["gpt@1"], storage_class="GLACIER").moved.count == 1
+        with pytest.raises(ColdObjectError):
+            store.load("gpt@1")
+        report = store.verify()
+        assert report.ok
+        assert report.cold_packs_count == 1
+        shelf.after = 2
+        assert store.thaw("gpt@1", wait=True).ready
+        assert torch.equal(store.load("gpt@1")["model"]["w"], _state(1)["model"]["w"])  # type: ignore[index]
