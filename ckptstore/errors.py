@@ -101,6 +101,7 @@ __all__ = [
     "UnsupportedFeatureError",
     "VersionNotFoundError",
     "WorkerDiedError",
+    "WrongKeyError",
 ]
 
 

@@ -14,7 +14,8 @@ from ckptstore.cli.main import COMMANDS, build_app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
 _OPTION = r"(?<![\w'\x22-])--?[a-z][a-z0-9-]*"
-COMMON = {"--store", "-s", "--option", "-o", "--json", "--quiet", "-q", "--utc", "--help", "-h"}
+COMMON = {"--store", "-s", "--option", "-o", "--key", "--json", "--quiet", "-q", "--utc"}
+COMMON |= {"--help", "-h"}
 
 
 def _sections() -> dict[str, str]:
@@ -37,6 +38,8 @@ def _documented(text: str) -> set[str]:
 
 _WITHOUT_STORE = frozenset({"archive"})
 """Commands whose files name the stores."""
+_WITHOUT_KEY = frozenset({"doctor"})
+"""Commands that look at a storage, whatever is stored there."""
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -52,7 +55,8 @@ def test_every_option_of_a_command_is_described(name: str) -> None:
     for argument in (p for p in command.params if not any(o.startswith("-") for o in p.opts)):
         assert argument.metavar.strip("[].") in usage
     assert command.help
-    own_place = {"--store", "-s", "--option", "-o"} if name in _WITHOUT_STORE else set()
+    own_place = {"--store", "-s", "--option", "-o", "--key"} if name in _WITHOUT_STORE else set()
+    own_place |= {"--key"} if name in _WITHOUT_KEY else set()
     assert COMMON - {"--utc"} - own_place <= options
 
 
@@ -64,6 +68,7 @@ def test_common_options_and_commands_are_described() -> None:
     root = _options(get_command(build_app()))
     assert _documented(section) == COMMON | root
     assert "CKPTSTORE_URL" in section
+    assert "CKPTSTORE_KEY" in section
 
 
 def test_exit_codes_are_described() -> None:

@@ -33,6 +33,7 @@ def test_root_names_are_these() -> None:
         "Version",
         "mend_superblock",
         "open",
+        "rotate_key",
     ]
     assert ckptstore.__all__ == sorted(ckptstore.__all__)
 
