@@ -56,6 +56,7 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
         "replicate": replication.replicate,
         "codecs": codec.codecs,
         "trajectory": sizes.trajectory,
+        "rates": sizes.rates,
         "resume": resuming.resume,
         "workloads": models.workloads,
         "weka": models.weka,

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.disk import workspace
 from benchmarks.measure import Result, say
+from benchmarks.rates import RatesPlan
 from benchmarks.results import RESULTS, write_result
 from benchmarks.resume import ResumePlan
 from benchmarks.trajectories import Plan
@@ -26,6 +27,7 @@ SUITES = (
     "local",
     "codecs",
     "trajectory",
+    "rates",
     "resume",
     "workloads",
     "weka",
@@ -42,6 +44,9 @@ _MODULES = {"async": "async_saves"}  # of suites whose name is a word of the lan
 _MB = 10**6
 _SMALL_PLAN = Plan(
     width=32, layers=1, warmup=5, versions=3, intervals=(1, 2), rank=2, lora_interval=1
+)
+_SMALL_RATES = RatesPlan(
+    width=32, layers=1, warmup=5, rates=(1e-5, 1e-4), settle=1, apart=(1, 2), versions=3, interval=1
 )
 _SMALL_RESUME = ResumePlan(
     width=32, layers=1, time=16, batch=2, warmup=20, steps=4, every=2, seeds=2, rows=4
@@ -110,6 +115,7 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
         },
         "failures": {},
         "trajectory": {"plan": _SMALL_PLAN if small else Plan(), "loads": 2 if small else 4},
+        "rates": {"plan": _SMALL_RATES if small else RatesPlan()},
         "resume": {"plan": _SMALL_RESUME if small else ResumePlan()},
         "workloads": {"rounds": min(options.rounds, 3), **shrunk, **steps},
         "weka": {"rounds": min(options.rounds, 2), **shrunk, **steps},

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from benchmarks.measure import Measured, Result
 from benchmarks.sections.pieces import seconds, table, times, titled
 
-__all__ = ["trajectory"]
+__all__ = ["rates", "trajectory"]
 
 _KINDS = (
     "weights",
@@ -38,6 +38,25 @@ def trajectory(result: Result) -> list[str]:
             blocks.append(titled(f"By kind of tensor: {keeper}", _by_kind(by_kind)))
     blocks += _absent(result.facts["absent"])
     return blocks
+
+
+def rates(result: Result) -> list[str]:
+    """Return a table for each kind of tensor: what a delta takes, by learning rate and steps."""
+    columns = ["learning rate", *(_apart(steps) for steps in result.parameters["apart"])]
+    columns.append("{versions} versions, {interval} steps apart".format(**result.parameters))
+    blocks = []
+    for kind, shares in result.facts["pairs"].items():
+        stores = result.facts["stores"][kind]
+        lines = [
+            [rate, *(f"{share:.3f}" for share in pairs), f"{stores[rate]:.3f}"]
+            for rate, pairs in shares.items()
+        ]
+        blocks.append(titled(kind[:1].upper() + kind[1:], table(columns, lines)))
+    return blocks
+
+
+def _apart(steps: int) -> str:
+    return f"{steps} steps" if steps > 1 else "1 step"
 
 
 def _kept(saves: list[Measured], loads: list[Measured], versions: int) -> str:
