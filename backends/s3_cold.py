@@ -18,7 +18,7 @@ from ckptstore.backends.cold import CLASSED_PREFIX, Access, ObjectState
 from ckptstore.backends.object_url import BucketLocation
 from ckptstore.backends.s3_calls import Foreign, S3Calls
 from ckptstore.backends.s3_errors import code_of
-from ckptstore.backends.storage_classes import STANDARD, class_named
+from ckptstore.backends.storage_classes import STANDARD, TIERING, class_named
 from ckptstore.errors import (
     ColdObjectError,
     InvalidInputError,
@@ -38,7 +38,6 @@ _CLASSES: Final = (
 # A lifecycle rule may move objects to these after 30 days and not before.
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/lifecycle-transition-general-considerations.html
 _LATE: Final = {"STANDARD_IA": 30, "ONEZONE_IA": 30}
-_TIERING: Final = "INTELLIGENT_TIERING"
 _RESTORE = re.compile(r'ongoing-request="(true|false)"(?:,\s*expiry-date="([^"]*)")?')
 
 
@@ -129,7 +128,7 @@ class S3ColdStorage:
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
         """Send a RestoreObject."""
         wanted: dict[str, Any] = {"GlacierJobParameters": {"Tier": tier}, "Days": days}
-        if self.class_of(key) == _TIERING:  # comes back for good, and takes no days
+        if self.class_of(key) == TIERING:  # comes back for good, and takes no days
             del wanted["Days"]
         request = self._object(key) | {"RestoreRequest": wanted}
 

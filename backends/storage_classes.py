@@ -15,10 +15,13 @@ from typing import Final
 from ckptstore.errors import InvalidInputError
 from ckptstore.limits import KIB
 
-__all__ = ["CLASSES", "STANDARD", "StorageClass", "check_class", "class_named"]
+__all__ = ["CLASSES", "STANDARD", "TIERING", "StorageClass", "check_class", "class_named"]
 
 STANDARD: Final = "STANDARD"
 """Where everything is unless it was moved; S3, GCS and Ceph call it the same."""
+
+TIERING: Final = "INTELLIGENT_TIERING"
+"""Where S3 itself moves what is not read."""
 
 _NAME = re.compile(r"[A-Z][A-Z0-9_-]{0,63}\Z")
 _HOUR: Final = 3600.0
@@ -42,6 +45,14 @@ class StorageClass:
         """Return whether an object must be restored before it can be read."""
         return bool(self.tiers)
 
+    @property
+    def may_be_cold(self) -> bool:
+        """Return whether only a look at an object tells if it can be read.
+
+        Intelligent tiering has archive tiers of its own, where a bucket's owner activated them.
+        """
+        return self.is_archive or self.name == TIERING
+
 
 _FLEXIBLE: Final = {
     "Expedited": (60.0, 300.0),
@@ -60,7 +71,7 @@ CLASSES: Final[Mapping[str, StorageClass]] = {
     for known in (
         StorageClass(name=STANDARD),
         StorageClass(name="REDUCED_REDUNDANCY"),
-        StorageClass(name="INTELLIGENT_TIERING"),
+        StorageClass(name=TIERING),
         StorageClass(name="STANDARD_IA", min_days=30, min_bytes=128 * KIB),
         StorageClass(name="ONEZONE_IA", min_days=30, min_bytes=128 * KIB),
         StorageClass(name="GLACIER_IR", min_days=90, min_bytes=128 * KIB),
@@ -90,5 +101,5 @@ def check_class(name: str) -> str:
 
 def class_named(name: str) -> StorageClass:
     """Return what is known of a class; empty names and ``STANDARD`` mean the same."""
-    known = CLASSES.get(name if name else STANDARD)
+    known = CLASSES.get(name or STANDARD)
     return StorageClass(name=name) if known is None else known

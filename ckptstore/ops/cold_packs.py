@@ -38,7 +38,7 @@ def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set
     StorageError
         The storage failed.
     """
-    asked = [pack for pack, info in packs if class_named(info.storage_class).is_archive]
+    asked = [pack for pack, info in packs if class_named(info.storage_class).may_be_cold]
     cold = cold_storage(backend) if asked else None
     if cold is None:
         return set()

@@ -16,6 +16,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.selection import Selection, logical_roles, select
+from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.errors import CondemnedError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import manifest as manifests
@@ -162,15 +163,16 @@ def fork_into(
     wanted = select(cache.load(source), request.selection, version=version)
     without: set[str] = set()
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        landed = transplant(
-            wanted,
-            source=repo,
-            target=target,
-            target_cache=target_cache,
-            source_id=source.id,
-            without=without,
-            progress=request.progress,
-        )
+        with naming_cold(source.id, repo.url, shown=f"{source.run}@{source.step}"):
+            landed = transplant(
+                wanted,
+                source=repo,
+                target=target,
+                target_cache=target_cache,
+                source_id=source.id,
+                without=without,
+                progress=request.progress,
+            )
         plan.manifest, plan.roles = landed.manifest, landed.roles
         plan.receipt = landed.receipt
         plan.content = content_digest(landed.manifest)

@@ -407,6 +407,8 @@ def test_replication_from_cold_versions_fails_for_each(store: Store, shelf: Shel
         report = store.replicate(other)
         assert len(report.copied) == 2
         (failure,) = report.failures
+        with pytest.raises(ColdObjectError, match="gpt@1 lies in an archive class"):
+            store.fork("gpt@1", "there", store=other)
         assert (failure.kind, report.exit_code) == ("storage_cold", 8)
         found = store.resolve("gpt@1").id
         assert f"ckptstore thaw {found[:12]} --store {store.url}" in failure.message
