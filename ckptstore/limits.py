@@ -260,6 +260,10 @@ SNAPSHOT_OVERDUE_PERIODS: Final = 3
 # Snapshots tried on opening before the log is read from its beginning. Source: SNAPSHOTS_KEPT, and
 # what a pruning that was interrupted left.
 SNAPSHOT_TRIES_MAX: Final = 4
+# A replication leaves a snapshot in the target after so many commits; after one in 1000 of its
+# versions, if that is more. Source: the next one, a process of its own, opens the store and finds
+# that nothing is new with less than 10 requests; a snapshot of 1000 versions is some 200 KB.
+SNAPSHOT_LEFT_COMMITS: Final = 3
 # A catalog snapshot as stored. Source: half of it is random ids and digests, which do not compress.
 SNAPSHOT_STORED_BYTES_MAX: Final = 1 * GIB
 # Older snapshots are caches that nobody needs. Source: one spare in case the newest is damaged.

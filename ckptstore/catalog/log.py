@@ -352,6 +352,20 @@ class Log:
         if snapshots.write(self._backend, catalog, single_writer=self.single_writer):
             self._snapshot = catalog.number
 
+    def leave_snapshot(self) -> None:
+        """Write a snapshot, unless there are hardly any commits after the newest one known here.
+
+        For who is done for a while, so that the next to open the store reads few commits. Never
+        raises: a snapshot is a cache.
+        """
+        with self._guard():
+            catalog = self._catalog
+            bound = max(limits.SNAPSHOT_LEFT_COMMITS, catalog.versions_count // 1000)
+            if catalog.number - self._snapshot < bound:
+                return
+            if snapshots.write(self._backend, catalog, single_writer=self.single_writer):
+                self._snapshot = catalog.number
+
     def _pause(self, lost: int) -> None:
         bound = min(limits.COMMIT_BACKOFF_CAP_S, limits.COMMIT_BACKOFF_BASE_S * 2 ** min(lost, 20))
         self._environment.sleep(bound * self._environment.jitter())

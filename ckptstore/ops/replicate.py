@@ -102,6 +102,7 @@ def _replicate(sides: Sides, versions: Sequence[Version], began: float) -> Repli
     else:
         work.copy()
         work.follow()
+        sides.target.log.leave_snapshot()
         work.note()
     return work.report(sides.target.environment.monotonic() - began)
 

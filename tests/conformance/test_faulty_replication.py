@@ -182,7 +182,7 @@ def test_a_job_behind_a_bad_network(
     file.write_text(
         f'[source]\nurl = "{tmp_path}/hot"\n[target]\nurl = "{s3_bucket.url}"\n'
         f'options = {{ endpoint_url = "http://127.0.0.1:{s3_proxy.port}" }}\n'
-        '[retain]\nevict = "last 1"\n[gc]\nsource = true\ngrace = "0s"\n'
+        '[retain]\nevict = "last 1"\n[gc]\nsource = true\ngrace = "1s"\n'
     )
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_bucket.chain().items():

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import math
+import shutil
+import signal
+import subprocess
+import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +17,7 @@ import pytest
 import torch
 from buckets import S3Bucket
 from faultproxy import Fault, FaultProxy, Kind
+from labkit.campaign import moment, rounds
 from labkit.systems import Ceph, LabPool
 
 import ckptstore
@@ -87,7 +93,7 @@ def _train(folder: Path) -> ckptstore.Store:
     store.fork("tuned@6", "further")
     store.run("further").save(_state(7), step=7)
     store.annotate("gpt@1", {"bleu": 31.0})
-    store.tag("gpt@2", "best")
+    store.tag("gpt@2", "chosen")
     return store
 
 
@@ -194,3 +200,83 @@ def test_a_command_with_nothing_to_do(
         print(f"packs {packs.seen}, other requests {others.seen}, {seconds:.2f} s")  # noqa: T201
     assert packs.seen == 0
     assert others.seen < REQUESTS_MAX
+
+
+_JOB: Final = """
+[source]
+url = "{folder}/hot"
+[target]
+url = "{url}"
+options = {{ endpoint_url = "{endpoint_url}" }}
+[retain]
+evict = "last 1"
+[gc]
+source = true
+grace = "1s"
+"""
+_COMMAND: Final = "from ckptstore.cli.main import main; main()"
+
+
+def _run_job(file: Path, *, killed_after_s: float | None = None) -> tuple[int, float]:
+    """Run ``ckptstore archive``, perhaps kill it; return its exit code and how long it took."""
+    began = time.monotonic()
+    words = [sys.executable, "-c", _COMMAND, "archive", "--job", str(file), "--quiet"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            process.wait(killed_after_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stderr is not None
+        said = process.stderr.read().decode()
+    assert process.returncode in (0, -signal.SIGKILL), said[-2000:]
+    return process.returncode, time.monotonic() - began
+
+
+def _whole(store: ckptstore.Store, expected: dict[str, Any]) -> set[str]:
+    """Load all that a store shows, and return the ids."""
+    there = [version.id for version in store.versions() if version.level != "record"]
+    for version_id in there:
+        assert _same(store.load(f"#{version_id}"), expected[version_id]), (store.url, version_id)
+    return set(there)
+
+
+@pytest.mark.timeout(3600)
+def test_killed_jobs(tmp_path: Path, archive: tuple[str, dict[str, Any]]) -> None:
+    """SIGKILL at any moment of a job to the S3 of Ceph: nothing is lost, what shows loads.
+
+    The job evicts and collects; each version is whole in one store at least.
+    """
+    url, options = archive
+    _train(tmp_path / "first").close()
+    with ckptstore.open(tmp_path / "first", read_only=True) as first:
+        expected = {version.id: first.load(f"#{version.id}") for version in first.versions()}
+    figures: Counter[str] = Counter()
+    place, number, took_s = "", 0, 0.0
+    for turn in range(rounds(4, 140)):
+        if not place:
+            place, number = f"{url}-{turn}", number + 1
+            shutil.rmtree(tmp_path / "hot", ignore_errors=True)
+            shutil.copytree(tmp_path / "first", tmp_path / "hot")
+            file = tmp_path / "job.toml"
+            file.write_text(_JOB.format(folder=tmp_path, url=place, **options))
+        at_s = moment(turn, 0.3 * took_s, took_s) if turn else None
+        code, seconds = _run_job(file, killed_after_s=at_s)
+        took_s = took_s if turn else seconds
+        figures["killed" if code else "ended"] += 1
+        with ckptstore.open(tmp_path / "hot") as hot:
+            whole = _whole(hot, expected)
+            figures["killed after an eviction"] += bool(code and len(whole) < len(expected))
+        try:
+            with ckptstore.open(place, **options) as cold:
+                there = _whole(cold, expected)
+                assert not cold.verify().damaged_versions
+        except ckptstore.StoreNotFoundError:
+            there = set()
+        figures["killed among the copies"] += bool(code and 0 < len(there) < len(expected))
+        assert whole | there == expected.keys()
+        if not code:
+            assert there == expected.keys()
+            place = ""
+    assert _run_job(file)[0] == 0
+    print(f"{dict(figures)}, {number} stores, a job takes {took_s:.1f} s")  # noqa: T201
