@@ -23,9 +23,9 @@ from ckptstore.checkpoint.coded import (
     Codes,
     Copying,
     Elements,
-    Guarded,
     Scales,
     grid_of,
+    is_guarded,
     with_ids,
     with_payload,
 )
@@ -183,7 +183,7 @@ def _candidate(content: Content, place: int) -> Candidate:
 
 
 def _plain(payload: Payload) -> Payload:
-    return payload.unguarded() if isinstance(payload, Guarded) else payload
+    return payload.unguarded() if is_guarded(payload) else payload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -313,7 +313,7 @@ class _Work:
         source, name = self.content.sources[place], self.content.name(place)
         payload, grid = source.payload, self._grid(source)
         seen = {one.source for one in proofs}
-        if not isinstance(payload, Guarded):
+        if not is_guarded(payload):
             payload = Copying(payload)
             for pieces in seen:
                 payload = Checked(payload, pieces, grid, name)

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from ckptstore.checkpoint.coded import Elements, Guarded, torn
+from ckptstore.checkpoint.coded import Elements, is_guarded, torn
 from ckptstore.chunking import cut
 from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Coded, Form
@@ -123,7 +123,7 @@ def _parts(source: Source) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in order, each part a copy that is valid until the next."""
     payload: Payload = source.payload
     length, view = _STEP * source.itemsize, None
-    if isinstance(payload, Guarded):
+    if is_guarded(payload):
         length = payload.piece_bytes
     else:
         view = payload.view()

@@ -18,7 +18,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptstore.checkpoint.coded import Elements, Guarded
+from ckptstore.checkpoint.coded import Elements, is_guarded
 from ckptstore.chunking import cut
 from ckptstore.encodings.casts import Raw, raw_dtype
 from ckptstore.encodings.decoding import decode_elements
@@ -68,7 +68,9 @@ class KnownCasts:
 
     def __init__(self, parent: Manifest | None, proved: Collection[int] = ()) -> None:
         self._ids: dict[_Key, set[bytes]] = {}
-        for place in proved if parent is not None else ():
+        if parent is None:
+            return
+        for place in proved:
             record = parent.tensors[place]
             if record.recipe is None or len(record.recipe.sources) != 1:
                 continue
@@ -143,8 +145,8 @@ def _converted(dtype: str, given: Raw, target: str, made: Raw) -> memoryview:
 def _digest(source: Source) -> bytes:
     """Return the BLAKE3-256 of a tensor; one that is staged is compared as it is read."""
     payload = source.payload
-    length = payload.piece_bytes if isinstance(payload, Guarded) else _COPY_BYTES
-    view = None if isinstance(payload, Guarded) else payload.view()
+    length = payload.piece_bytes if is_guarded(payload) else _COPY_BYTES
+    view = None if is_guarded(payload) else payload.view()
     if view is not None:
         return blake3_digest(view)
     hasher = Hasher()
@@ -158,7 +160,7 @@ def _digest(source: Source) -> bytes:
 def _piece_ids(source: Source, grid: int) -> list[bytes]:
     """Return the ids that the pieces of a tensor have; what is staged is compared meanwhile."""
     payload = source.payload
-    view = None if isinstance(payload, Guarded) else payload.view()
+    view = None if is_guarded(payload) else payload.view()
     if view is not None:
         return [blake3_digest(view[at : at + size]) for at, size in cut(source.nbytes, grid)]
     buffer = memoryview(bytearray(min(grid, source.nbytes)))

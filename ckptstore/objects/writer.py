@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,6 @@ class Source(Protocol):
         """Return where its bytes are."""
 
 
-@runtime_checkable
 class Foreseen(Protocol):
     """A source whose pieces are known before a byte of it is read: those of an earlier version."""
 
@@ -295,7 +294,7 @@ def _plan(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...],
 
 def _foreseen(source: Source, count: int) -> Sequence[bytes | None]:
     """Return the id of each piece of a source, as far as they are known."""
-    return source.piece_ids if isinstance(source, Foreseen) else [None] * count
+    return getattr(source, "piece_ids", None) or [None] * count  # a :class:`Foreseen` has them
 
 
 def _large(

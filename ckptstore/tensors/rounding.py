@@ -27,8 +27,8 @@ def to_bfloat16(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) ->
     values
         Writable, since torch warns of memory that is not.
     """
-    given = torch.from_numpy(values).split(_BLOCK)
-    made = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16).split(_BLOCK)
+    given = torch.split(torch.from_numpy(values), _BLOCK)
+    made = torch.split(torch.from_numpy(out.view(np.int16)).view(torch.bfloat16), _BLOCK)
     together = getattr(torch, "_foreach_copy_", None)  # one call, where there is one for it
     if together is not None:
         together(made, given)

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 import ckptstore
 from ckptstore.checkpoint import encode, proofs, write
 from ckptstore.checkpoint.proofs import KnownCasts
+from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import TornStateError
+from ckptstore.hashing import blake3_digest
 from ckptstore.model import Version
 from ckptstore.objects import writer
 from ckptstore.objects.index import KnownPieces
@@ -87,7 +89,7 @@ def _checks_out(store: Store, state: State, ref: str = "gpt@latest") -> bool:
 @pytest.mark.parametrize("engine", ["blocking", "thread"])
 def test_what_did_not_change_is_not_converted_again(tmp_path: Path, engine: str) -> None:
     """The second save makes no cast, stores nothing, and is the same version but for its name."""
-    options = {} if engine == "blocking" else {"engine": engine}
+    options: dict[str, Any] = {} if engine == "blocking" else {"engine": engine}
     state = _state()
     with ckptstore.open(tmp_path / "s", create=True, chunk_bytes=CHUNK, **options) as store:
         run = store.run("gpt")
@@ -112,7 +114,7 @@ def test_each_byte_is_read_once(store: Store) -> None:
     state = _state()
     _save(store, state, 0)
     seen: list[int] = []
-    real = proofs.blake3_digest
+    real = blake3_digest
 
     def counted(data: memoryview) -> bytes:
         seen.append(len(data))
@@ -396,7 +398,7 @@ def test_a_master_that_changes_between_two_proofs_is_refused(tmp_path: Path, kno
             _bits(state["half"])[5] ^= 2 - known
             _save(store, state, 0)
             _bits(state["half"])[5] ^= 2 - known
-        real, found = encode.prove, []
+        real, found = proofs.prove, list[object]()
 
         def late(*args: Any) -> Any:  # noqa: ANN401 - as the function
             found.append(real(*args))
@@ -476,5 +478,5 @@ def _rounded(master: torch.Tensor) -> torch.Tensor:
     """Return what a load makes of a master, NaN included."""
     out = bytearray(2 * master.numel())
     given = memoryview(master.numpy().tobytes())
-    proofs.decode_elements("cast", "", 0, "bfloat16", "float32", 0, given, None, memoryview(out))
+    decode_elements("cast", "", 0, "bfloat16", "float32", 0, given, None, memoryview(out))
     return torch.frombuffer(out, dtype=torch.bfloat16)
