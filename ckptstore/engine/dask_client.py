@@ -26,7 +26,7 @@ class DaskWorkers:
     """The workers behind a client of a scheduler; owned by one thread."""
 
     def __init__(self, client: Client, where: str, *, one_machine: bool = False) -> None:
-        self._client = client
+        self._client: Any = client  # its methods have no types
         self._where = where
         self.one_machine = one_machine
 
@@ -37,7 +37,7 @@ class DaskWorkers:
         ``OSError`` if the answer was lost on its way, and is cancelled if the scheduler dropped it.
         Not by the client's own executor, whose futures never end when an answer is lost.
         """
-        theirs = self._client.submit(run_packed, data, pure=False)
+        theirs: Any = self._client.submit(run_packed, data, pure=False)
         ours: Future[bytes] = Future()
 
         def deliver(done: Any) -> None:  # noqa: ANN401 - a future of Dask

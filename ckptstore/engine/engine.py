@@ -226,9 +226,10 @@ def check_spec(spec: str) -> str:
     InvalidInputError
         It is none.
     """
-    if spec in (THREADS, "processes", "dask:local") or _SCHEDULER.match(spec):
+    known = spec in (THREADS, "processes", "dask:local")
+    if known or _SCHEDULER.match(str(spec)):
         return spec
-    msg = f"unknown engine {spec!r}"
+    msg = f"unknown engine {spec!r:.60}"
     raise InvalidInputError(msg, hint=f"one of {_FORMS}")
 
 
@@ -262,9 +263,6 @@ def open_engine(
     if isinstance(spec, Executor):
         yield Engine("executor", _foreign(spec, workers), environment)
         return
-    if not isinstance(spec, str):
-        msg = f"an engine is a text or an executor, not {spec!r:.60}"
-        raise InvalidInputError(msg, hint=f"one of {_FORMS}")
     count = workers or workers_default()
     name = check_spec(spec)
     if name == THREADS:

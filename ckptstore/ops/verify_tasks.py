@@ -219,11 +219,11 @@ class _Spread:
                 continue
             batch = _Batch(rows=rows, keys=keys)
             stage.batches.append(batch)
-            for part in cut_rows(table, np.array(chosen, np.int64), limits.VERIFY_TASK_BYTES):
+            for cut in cut_rows(table, np.array(chosen, np.int64), limits.VERIFY_TASK_BYTES):
                 batch.left += 1
-                task = dataclasses.replace(self._task(), table=table.take(part), count=len(part))
-                size = int(table.raw[part].sum(dtype=np.uint64))
-                found = [keys[row] for row in part.tolist()]
+                task = dataclasses.replace(self._task(), table=table.take(cut), count=len(cut))
+                size = int(table.raw[cut].sum(dtype=np.uint64))
+                found = [keys[row] for row in cut.tolist()]
                 yield task, _Sent(stage=stage, batch=batch, keys=found, read_bytes=size)
         yield from self._recipes(stage, content)
 

@@ -90,8 +90,9 @@ def test_a_failure_has_its_own_type_and_ends_the_rest(engine: Engine) -> None:
         list(engine.map(tasks.fail, ["CorruptTensorError"]))
     with pytest.raises((CkptStoreError, tasks.Strange), match="never seen"):
         list(engine.map(tasks.strange, [0]))
+    nothing: Any = [None]
     with pytest.raises(TypeError):
-        list(engine.map(tasks.square, [None]))  # type: ignore[list-item]
+        list(engine.map(tasks.square, nothing))
     assert list(engine.map(tasks.square, [3])) == [9]
 
 
@@ -236,7 +237,7 @@ def test_what_cannot_travel_is_named_and_not_shown() -> None:
         with pytest.raises(InvalidInputError, match="in the memory of this process"):
             engine.share_storage(MemoryBackend("here"))
         with pytest.raises(InvalidInputError, match="a task cannot be sent"):
-            list(engine.map(tasks.square, [lambda: 1]))  # type: ignore[list-item]
+            list(engine.map(callable, [lambda: 1]))
         with pytest.raises(InvalidInputError, match="a task cannot be sent"):
             list(engine.map(lambda n: n, [1]))
         with pytest.raises(LimitError, match="a task takes"):
