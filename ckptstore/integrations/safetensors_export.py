@@ -18,8 +18,7 @@ import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
-from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, check_made, piece_ends, read_ranges
 from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
@@ -105,7 +104,7 @@ def export_safetensors(
         raise InvalidInputError(msg, hint="call it NAME.safetensors")
     repo = store.repo
     version = store.resolve(ref)
-    content = read_content(Manifests(repo).load(version))
+    content = store._content(version)
     items, left_out = plan_file(content, PathFilter(include, exclude), strip_prefix)
     header = encode_header(items, version)
     with _new_file(Path(path), repo.environment.random_hex(8), overwrite=overwrite) as file:

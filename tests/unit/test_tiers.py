@@ -571,3 +571,16 @@ def test_a_forked_child_opens_its_own(hot: ckptstore.Store) -> None:
     opened._pid = os.getpid() + 1  # as a child sees it
     assert_same(hot.load("gpt@1"), 1)
     assert opened._slots is not slots
+
+
+def test_an_evicted_version_is_exported(hot: ckptstore.Store, tmp_path: Path) -> None:
+    """A safetensors file of what only the replica has, as of any version."""
+    from safetensors.torch import load_file
+
+    from ckptstore.integrations.safetensors_export import export_safetensors
+
+    hot.age(["gpt@1"], "record")
+    hot.gc(**ZERO)
+    export_safetensors(hot, "gpt@1", tmp_path / "one.safetensors", include=["model"])
+    found = load_file(tmp_path / "one.safetensors")
+    assert torch.equal(found["model.w"], state_of(1)["model"]["w"])
