@@ -123,7 +123,7 @@ def test_a_store_travels_and_comes_back(backends: Backends) -> None:
 
 
 def test_what_is_there_does_not_travel(backends: Backends) -> None:
-    """A repetition moves no pack and takes under 10 requests a run on each side."""
+    """A repetition moves no pack and takes under 10 requests on each side, however many runs."""
     here, there = MeteredBackend(backends()), MeteredBackend(backends())
     source, target = _store(here), _store(there)
     _history(source)
@@ -136,7 +136,7 @@ def test_what_is_there_does_not_travel(backends: Backends) -> None:
     for meter, counted in before.items():
         after = meter.snapshot()
         calls = {name: after[name].calls - counted[name].calls for name in after}
-        assert sum(calls.values()) < 10 * len(source.runs()), calls
+        assert sum(calls.values()) < 10, calls
         assert calls.get("open_writer", 0) == 0
         assert calls.get("put", 0) == 0
 
