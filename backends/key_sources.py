@@ -57,8 +57,8 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
         return key
     if isinstance(key, bytes | bytearray):
         return UserKey(bytes(key))
-    source, colon, rest = key.partition(":") if isinstance(key, str) else ("", "", "")
-    if not colon or not rest or source not in {"file", "env", "command"}:
+    source, _, rest = key.partition(":") if is_key_spec(key) else ("", "", "")
+    if not rest:
         # The text itself may be a key that was given where its spec belongs.
         msg = "what was given as a key is not the place of one"
         raise EncryptionKeyError(msg, hint=KEY_HINT)

@@ -131,8 +131,8 @@ def newest_record(backend: Backend) -> KeyRecord:
         A newer ckptstore wrote it, or something else.
     """
     for _ in range(limits.KEY_TRIES_MAX):
-        numbers = [key_record_number(info.key) for info in backend.list(KEYS_PREFIX)]
-        newest = max((number for number in numbers if number), default=0)
+        listed = backend.list(KEYS_PREFIX)
+        newest = max((key_record_number(info.key) or 0 for info in listed), default=0)
         if not newest:
             break
         key = key_record_key(newest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from buckets import S3Bucket
@@ -33,7 +34,7 @@ SEGMENT_BYTES = 4096
 class SealedSideDoor:
     """Looks at what is stored through a key, but not through the backend under test."""
 
-    secrets: tuple[str, ...] = (MATERIAL.hex(), repr(MATERIAL))
+    secrets: ClassVar[tuple[str, ...]] = (MATERIAL.hex(), repr(MATERIAL))
     layout = Layout(segment_bytes=SEGMENT_BYTES)
 
     def stored(self, key: str) -> bytes | None:

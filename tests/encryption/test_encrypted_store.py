@@ -208,6 +208,45 @@ def test_a_job_between_two_keys(
         run_job(read_job(file))
 
 
+_SAVING = """
+import sys, ckptstore, torch
+with ckptstore.open(sys.argv[1], encryption_key=bytes(range(1, 33))) as store:
+    for step in range(int(sys.argv[2]), 10**9):
+        store.run("r").save({"x": torch.full((300_000,), float(step))}, step=step)
+        print(step, flush=True)
+"""
+
+
+def test_savers_that_are_killed(store: Store, tmp_path: Path) -> None:
+    """After each SIGKILL everything that was committed is there, and a saver goes on."""
+    step = 0
+    for kill in range(6):
+        words = [sys.executable, "-c", _SAVING, str(tmp_path / "s"), str(step + 1)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            for _ in range(1 + kill % 3):
+                step = int(child.stdout.readline())
+            child.kill()
+        assert store.resolve("r@latest").step >= step
+        step = store.resolve("r@latest").step
+        report = store.verify()
+        assert report.ok, report.problems
+    assert float(store.load(f"r@{step}")["x"][7]) == step
+
+
+@pytest.mark.parametrize("engine", ["threads", "processes"])
+def test_workers_of_other_processes(
+    store: Store, tmp_path: Path, engine: str, other: bytes
+) -> None:
+    """A check and a copy by processes: each gets the key with its task's backend."""
+    for step in (1, 2, 3):
+        store.run("r").save(state(step), step=step)
+    with ckptstore.open(tmp_path / "t", create=True, encryption_key=other) as target:
+        assert len(store.replicate(target, executor=engine, workers=2).copied) == 3
+        assert target.verify(executor=engine, workers=2).ok
+        assert same(target.load("r@2"), state(2))
+
+
 # --- the wrapper --------------------------------------------------------------------------------
 
 

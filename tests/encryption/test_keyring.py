@@ -53,7 +53,7 @@ def opens(backend: Backend, key: UserKey) -> bool:
     return True
 
 
-class Killed(BaseException):
+class Killed(Exception):
     """The process ended."""
 
 

@@ -202,4 +202,4 @@ def test_an_object_that_was_replaced_is_read_anew() -> None:
     second.put("a", b"new")
     second.put("a", b"newer bytes")
     backend.read_into("a", 0, [out])
-    assert out == b"newe"
+    assert bytes(out) == b"newe"
