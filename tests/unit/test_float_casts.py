@@ -114,13 +114,32 @@ def test_a_rounding_that_is_wrong_is_not_used(change: Any) -> None:  # noqa: ANN
     assert np.array_equal(made, _rounded(bits))
 
 
+def test_a_setting_that_changes_later_is_noticed() -> None:
+    """A thread that flushes denormals from now on, after the rounding was tried, is found out."""
+    bits = _patterns("float32")[:70_000]
+    flushes: list[bool] = []
+
+    def rounding(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
+        to_bfloat16(values, out)
+        if flushes:
+            _away(out)
+
+    def later() -> Any:  # noqa: ANN401 - an array
+        recast("float32", "bfloat16", bits)
+        flushes.append(True)
+        return recast("float32", "bfloat16", bits)
+
+    with patch.object(casts, "_offered", [rounding]), ThreadPoolExecutor(1) as pool:
+        assert np.array_equal(pool.submit(later).result(), _rounded(bits))
+
+
 @pytest.mark.parametrize("together", [True, False])
 def test_torch_rounds_as_defined(monkeypatch: pytest.MonkeyPatch, together: bool) -> None:
     """It is used, in a thread of its own too, and every NaN is the one that is defined."""
     if not together:
         monkeypatch.delattr(torch, "_foreach_copy_")
     bits = _patterns("float32")
-    calls = []
+    calls: list[int] = []
 
     def counted(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
         calls.append(len(values))
