@@ -57,7 +57,9 @@ class Background:
         """
         try:
             if kind is not None and not issubclass(kind, Exception):
-                self._close_write_backs(at_once=True)
+                late = self._close_write_backs(at_once=True)
+                if late is not None:
+                    _log.warning("%s", late)
             self.close()
         except CkptStoreError as failure:
             if error is None:
