@@ -44,20 +44,19 @@ _FORM_BYTES: Final = 2
 # within 1.5% of the whole on weights and moments of a GPT (measured: docs/design/0012-deltas.md).
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
+# The same for an order of elements: zstd has to find some blocks of each exponent, as it will in
+# the whole. Source: on 64 KiB of float32 half of the gain could not be seen.
+_GROUPED_SAMPLE_BYTES: Final = 16384
 # The forms that are tried. Source: without an order 0 and 2 suit weights, 4 second moments; in the
 # order of exponents 0 and 4; none of the other turns gained 0.3% on the best of these. Planes of
 # four bits gain where most of two-byte elements have not moved (measured, ibid.).
-_WIDE: Final = (
-    PLAIN,
-    Form(turn=2),
-    Form(turn=4),
-    Form(grouped=True),
-    Form(grouped=True, turn=4),
-)
-_FORMS: Final = {
-    Layout.FLOAT32: _WIDE,
-    Layout.FLOAT64: _WIDE,
-    Layout.FLOAT16: (PLAIN, Form(grouped=True), Form(grouped=True, halves=True)),
+_TURNS: Final = (PLAIN, Form(turn=2), Form(turn=4))
+_AS_THEY_LIE: Final = {Layout.FLOAT32: _TURNS, Layout.FLOAT64: _TURNS}
+_GROUPED_TURNS: Final = (Form(grouped=True), Form(grouped=True, turn=4))
+_GROUPED_FORMS: Final = {
+    Layout.FLOAT32: _GROUPED_TURNS,
+    Layout.FLOAT64: _GROUPED_TURNS,
+    Layout.FLOAT16: (Form(grouped=True), Form(grouped=True, halves=True)),
 }
 # The share of the bytes of plain differences that another form has to come down to: a turn costs
 # no time, and has to gain more than the error of the estimate; the others make decoding slower.
@@ -188,11 +187,15 @@ class Sampled:
 def sampled(raw: memoryview, base: memoryview, layout: Layout) -> Sampled:
     """Estimate from a part of a chunk what it takes, and choose the form of the delta.
 
-    Takes some 15% of the time of encoding it. Chunks that are not much larger are looked at whole.
+    Takes some 15% of the time of encoding it where a delta is smaller than the chunk by itself, and
+    5% elsewhere. Chunks that are not much larger than the sample are looked at whole.
     """
-    one, two = _sample(raw, layout), _sample(base, layout)
+    one, two = (_sample(data, layout, _SAMPLE_BYTES) for data in (raw, base))
     full = sum(map(len, stored_planes(layouts.split(layout, one))))
-    delta, form = _best(one, two, layout)
+    delta, form = _best(one, two, layout, _AS_THEY_LIE.get(layout, (PLAIN,)))
+    if delta < full and layout in _GROUPED_FORMS:
+        many = (_sample(data, layout, _GROUPED_SAMPLE_BYTES) for data in (raw, base))
+        delta, form = _grouped(*many, layout, delta, form)
     return Sampled(
         full_bytes=full * len(raw) // len(one),
         delta_bytes=BASE_ID_BYTES + delta * len(raw) // len(one),
@@ -200,17 +203,25 @@ def sampled(raw: memoryview, base: memoryview, layout: Layout) -> Sampled:
     )
 
 
-def _best(raw: memoryview, base: memoryview, layout: Layout) -> tuple[int, Form]:
-    """Return the bytes of the planes of the form that takes the fewest, if that pays."""
-    forms = _FORMS.get(layout, (PLAIN,))
-    words = {grouped: words_of(layout, raw, base, grouped=grouped) for grouped in _orders(forms)}
-    sizes = {form: _planes_bytes(layout, words[form.grouped], form) for form in forms}
+def _best(
+    raw: memoryview, base: memoryview, layout: Layout, forms: Sequence[Form]
+) -> tuple[int, Form]:
+    """Return the bytes of the planes, and the form among some of one order that pays best."""
+    words = words_of(layout, raw, base, grouped=forms[0].grouped)
+    sizes = {form: _planes_bytes(layout, words, form) for form in forms}
     best = min(forms, key=lambda form: sizes[form] / _gain(form))
     return sizes[best], best
 
 
-def _orders(forms: Sequence[Form]) -> set[bool]:
-    return {form.grouped for form in forms}
+def _grouped(
+    raw: memoryview, base: memoryview, layout: Layout, bytes_found: int, found: Form
+) -> tuple[int, Form]:
+    """Return `bytes_found` and `found`, or what becomes of them in the order of exponents."""
+    lying, _ = _best(raw, base, layout, (found,))
+    size, form = _best(raw, base, layout, _GROUPED_FORMS[layout])
+    if size / _gain(form) < lying / _gain(found):
+        return bytes_found * size // max(1, lying), form
+    return bytes_found, found
 
 
 def _gain(form: Form) -> float:
@@ -224,10 +235,10 @@ def _planes_bytes(layout: Layout, words: npt.NDArray[Any], form: Form) -> int:
     return sum(map(len, planes))
 
 
-def _sample(data: memoryview, layout: Layout) -> memoryview:
+def _sample(data: memoryview, layout: Layout, part_bytes: int) -> memoryview:
     """Return spread parts of a chunk, whole elements each."""
     step = len(data) // _SAMPLES // ITEM_BYTES[layout] * ITEM_BYTES[layout]
-    if step <= 4 * _SAMPLE_BYTES:
+    if step <= 4 * part_bytes:
         return data
     octets = np.frombuffer(data, np.uint8)[: step * _SAMPLES].reshape(_SAMPLES, step)
-    return memoryview(np.ascontiguousarray(octets[:, :_SAMPLE_BYTES]).reshape(-1))  # type: ignore[arg-type]
+    return memoryview(np.ascontiguousarray(octets[:, :part_bytes]).reshape(-1))  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ import test_store_machine as machine
 import torch
 
 from ckptstore import limits
+from ckptstore.codecs import registry
 from ckptstore.config import Options
 from ckptstore.objects import deltas
 from ckptstore.ops import gc, rebase
@@ -66,7 +67,7 @@ def check_state(
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let clients save deltas of small tensors; count these, and pieces that were rebased."""
     found: Counter[str] = Counter()
-    encode, whole = deltas.encode_delta, rebase.rebase
+    encode, whole = registry.encode_delta, rebase.rebase
 
     def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         found["deltas"] += 1
