@@ -111,10 +111,27 @@ def run_packed(data: bytes, number: str = "") -> bytes:
         if version != _version():
             msg = f"the workers have ckptstore {_version()}, not {version}"
             raise StorageError(msg, hint="install the same version there")
-        function, task = pickle.loads(body)  # noqa: S301 - see the module
+        function, task = _taken(body)
         return pickle.dumps((True, function(task)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # noqa: BLE001 - raised again where the result is waited for
         return _packed_error(error)
+
+
+def _taken(body: bytes) -> tuple[Callable[[Any], Any], Any]:
+    """Return function and task.
+
+    Raises
+    ------
+    StorageError
+        Something that they need is not installed here.
+    """
+    try:
+        function, task = pickle.loads(body)  # noqa: S301 - see the module
+    except Exception as error:
+        msg = f"a worker cannot take its task: {_brief(error)}"
+        hint = "install what the storage needs there, too: the same extras of ckptstore"
+        raise StorageError(msg, hint=hint) from error
+    return function, task
 
 
 def unpacked(data: bytes) -> Any:  # noqa: ANN401 - whatever the function returned

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,8 @@ class DaskWorkers:
         """Have a call run by some worker.
 
         The future fails with ``KilledWorker`` if worker after worker died while running it, with an
-        ``OSError`` if the answer was lost on its way, and is cancelled if the scheduler dropped it.
+        ``OSError`` if the answer was lost on its way, and with ``CancelledError`` if the scheduler
+        dropped it.
         Not by the client's own executor, whose futures never end when an answer is lost.
         """
         theirs: Any = self._client.submit(run_packed, data, pure=False)
@@ -43,12 +44,12 @@ class DaskWorkers:
         def deliver(done: Any) -> None:  # noqa: ANN401 - a future of Dask
             try:
                 answer = done.result()
-            except CancelledError:
-                ours.cancel()
             except BaseException as error:  # noqa: BLE001 - for whoever waits
-                ours.set_exception(error)
+                with contextlib.suppress(InvalidStateError):
+                    ours.set_exception(error)
             else:
-                ours.set_result(answer)
+                with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+                    ours.set_result(answer)
 
         def drop(done: Future[bytes]) -> None:
             if done.cancelled() and not theirs.done():

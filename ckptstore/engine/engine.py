@@ -207,7 +207,9 @@ class Engine:
         """Return futures that are done; raise if there is no one to finish any."""
         since = self._environment.monotonic()
         while True:
-            done, _ = wait(pending, limits.ENGINE_LOOK_S, FIRST_COMPLETED)
+            done, others = wait(pending, limits.ENGINE_LOOK_S, FIRST_COMPLETED)
+            # A pool that is shut down cancels futures without telling those who wait for them.
+            done |= {future for future in others if future.cancelled()}
             if done:
                 return done
             now = self._environment.monotonic()

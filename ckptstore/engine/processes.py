@@ -98,13 +98,17 @@ class Processes:
             self._signal(signal.SIGTERM)
         for _ in self._threads:
             self._orders.put(None)
+        late = threading.Timer(limits.CHILD_EXIT_S, self._signal, [signal.SIGKILL])
+        if cancel:
+            late.start()
         try:
             for thread in self._threads:
-                thread.join(limits.CHILD_EXIT_S if cancel else None)
+                thread.join()
+        except BaseException:  # Ctrl-C once more
+            self._signal(signal.SIGKILL)
+            raise
         finally:
-            self._signal(signal.SIGKILL)  # whoever is still there: Ctrl-C once more, or it hangs
-        for thread in self._threads:
-            thread.join()
+            late.cancel()
 
     def _signal(self, number: signal.Signals) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ import os
 import pickle
 import sys
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -258,6 +259,30 @@ def test_a_backend_is_made_once_in_a_process(tmp_path: Path) -> None:
     assert first is second
     assert first.value.url == backend.url
     assert pickle.loads(pickle.dumps(first)) is first  # noqa: S301
+
+
+def test_what_is_not_installed_at_a_worker_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker without a package that a backend needs ends with a typed error and what to do."""
+    module = types.ModuleType("only_here")
+    module.__dict__["Thing"] = type("Thing", (), {"__module__": "only_here"})
+    monkeypatch.setitem(sys.modules, "only_here", module)
+    data = packed(str, module.Thing())
+    monkeypatch.delitem(sys.modules, "only_here")
+    with pytest.raises(StorageError, match="a worker cannot take its task: ModuleNotFoundError"):
+        unpacked(run_packed(data))
+
+
+def test_a_cancelled_task_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else shuts an executor down: no one waits for what it has dropped."""
+    monkeypatch.setattr(limits, "ENGINE_LOOK_S", 0.2)
+    with ProcessPoolExecutor(1) as pool, open_engine(pool, workers=4) as engine:
+
+        def plan() -> Iterator[float]:
+            yield from [0.05] * 6
+            pool.shutdown(wait=True, cancel_futures=True)
+
+        with pytest.raises(WorkerDiedError, match="the executor has cancelled a task"):
+            list(engine.map(time.sleep, plan()))
 
 
 def test_another_version_of_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
