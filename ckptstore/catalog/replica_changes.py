@@ -16,7 +16,7 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog import changes, lifecycle_changes, replicas
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle import parts_of_level
+from ckptstore.catalog.lifecycle import LEVELS, parts_of_level
 from ckptstore.errors import ConflictError
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer, RoleSizes
@@ -33,6 +33,7 @@ __all__ = [
     "fitting",
     "follow",
     "had_content",
+    "has_less",
     "keeps_head",
     "lineage",
     "replicated",
@@ -114,7 +115,7 @@ def arrive(
     arrivals
         Content by id of the version; the others come as records.
     again
-        Ids of versions that come back if this store has deleted them.
+        Ids of versions that come back if this store has deleted them, or keeps but a part.
 
     Raises
     ------
@@ -130,7 +131,7 @@ def arrive(
     for version in versions:
         arrival = arrivals.get(version.id)
         here = target.version(version.id) if target.has_version(version.id) else None
-        if here is not None and (arrival is None or not _is_open(here, again)):
+        if here is not None and (arrival is None or not _is_open(here, version, again)):
             continue
         if arrival is not None:
             changes.check_not_condemned(target, arrival.relies_on)
@@ -140,12 +141,21 @@ def arrive(
         coming.add(version.id)
         head = arrival is not None and _advances(target, source, version)
         ops.append(_replicate(version, arrival, store=store, head=head))
+        if here is not None and not here.deleted and here.level != "record":
+            ops += lifecycle_changes.condemn(target, [here.manifest_key])
     return ops
 
 
-def _is_open(here: Version, again: Container[str]) -> bool:
+def _is_open(here: Version, there: Version, again: Container[str]) -> bool:
     """Return whether the content of a version that is known here can come."""
-    return here.id in again if here.deleted else here.level == "record"
+    if here.deleted or here.level != "record":
+        return here.id in again and (here.deleted or has_less(here, there))
+    return True
+
+
+def has_less(one: Version, other: Version) -> bool:
+    """Return whether less of a version is kept in its store than in the other's."""
+    return LEVELS.index(one.level) < LEVELS.index(other.level)
 
 
 def had_content(version: Version) -> bool:

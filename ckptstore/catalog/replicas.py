@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from ckptstore import limits
-from ckptstore.catalog.lifecycle import level_of
+from ckptstore.catalog.lifecycle import LEVELS, level_of
 from ckptstore.catalog.state import Fold, broken
 from ckptstore.format.commit import Commit
 from ckptstore.format.replicas import Replicate, Replicated
@@ -53,8 +53,8 @@ def _replicate(fold: Fold, op: Replicate, commit: Commit) -> None:
     )
     if known is not None:
         same = (known.run, known.step, known.parent) == (row.run, row.step, row.parent)
-        there = level_of(known) != "record" and not known.flags & DELETED
-        if there or op.level == "record" or not same:
+        less = LEVELS.index(level_of(known)) < LEVELS.index(level_of(row))
+        if op.level == "record" or not same or not (less or known.flags & DELETED):
             raise broken(commit, f"the version {op.version} exists")
         # Its place in the log, and what was said of it here, stay.
         before = decode_details(known)

@@ -73,8 +73,8 @@ def replicate(
         bool,
         typer.Option(
             "--again",
-            help="Also bring what the other store has deleted, or keeps but the record of; what is "
-            "named by a REF comes in any case.",
+            help="Also bring what the other store has deleted, or keeps less of; what a REF names "
+            "comes in any case.",
         ),
     ] = False,
     engine: EngineName = None,

@@ -137,11 +137,12 @@ class _Replication:
         for version in sorted(self.wanted, key=lambda version: version.commit):
             known = here.version(version.id) if here.has_version(version.id) else None
             asked = version.id in self.sides.request.again
-            if known is None or ((known.deleted or known.level == "record") and asked):
+            less = known is not None and replica_changes.has_less(known, version)
+            if known is None or (asked and (known.deleted or less)):
                 self.missing.append(version)
             elif known.deleted:
                 self._leave(version, "deleted in the target")
-            elif known.level != "record":
+            elif not less:
                 self.present.append(version.id)
             elif replica_changes.had_content(known):
                 self._leave(version, "reduced in the target")

@@ -12,7 +12,7 @@ __all__ = ["Failure", "LeftOut", "ReplicateReport", "ReplicateRequest", "Why"]
 
 Why = Literal["deleted in the target", "reduced in the target", "deleted in the source"]
 """Why a version does not come: the target's own retention, or somebody there, took it away, in
-whole or but for its record; or the source has lost it since it was asked for."""
+whole or in part; or the source has lost it since it was asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class ReplicateRequest:
     bytes_per_s: float = 0.0
     """Bandwidth to the target, both directions together; 0 for no limit."""
     again: frozenset[str] = frozenset()
-    """Ids of versions that come also if the target has deleted them, or keeps but the record."""
+    """Ids of versions that come also if the target has deleted them, or keeps less of them."""
     progress: ProgressCallback = silent
     """Told the bytes in memory of the versions that are done, of those that are to be copied."""
 

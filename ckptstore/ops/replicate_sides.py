@@ -126,7 +126,8 @@ class Near:
         head = self.sides.target.catalog.head_id(version.run)
         near = (next(filter(self._shares, part), "") for part in (before, after))
         others = filter(self._shares, (version.parent, last, head, *self.heads))
-        return [one for one in dict.fromkeys((*near, *others)) if one]
+        itself = [version.id] if self._shares(version.id) else []
+        return [one for one in dict.fromkeys((*itself, *near, *others)) if one]
 
     def _shares(self, version_id: str) -> bool:
         here = self.sides.target.catalog

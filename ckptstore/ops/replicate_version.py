@@ -107,7 +107,7 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
 
 
 def take_back_deletion(sides: Sides, version: Version) -> bool:
-    """Undelete a version in the target; say whether its content is there, as it was."""
+    """Undelete a version in the target; say whether as much of it is there then."""
     try:
         undelete(sides.target, sides.target_cache, [version.id])
     except (VersionNotFoundError, CondemnedError, CorruptObjectError):
@@ -115,7 +115,7 @@ def take_back_deletion(sides: Sides, version: Version) -> bool:
     except InvalidInputError:  # somebody else did meanwhile
         pass
     now = sides.target.catalog.version(version.id)
-    return not now.deleted and now.level != "record"
+    return not now.deleted and not replica_changes.has_less(now, version)
 
 
 def _land(

@@ -83,8 +83,8 @@ class Replicating:
             Opens the other store if it is encrypted, and makes a new one such; as
             ``encryption_key`` of :func:`ckptstore.open`. Only where `to` is a place.
         again
-            Whether versions come that the other store has deleted, or of which it keeps but the
-            record. None: those that `refs` name, no others. Other ones are ``left`` in the report.
+            Whether versions come that the other store has deleted, or of which it keeps less than
+            this one. None: those that `refs` name alone. Others are ``left`` in the report.
         dry_run
             Change nothing; the report says what would travel.
         executor

@@ -219,6 +219,42 @@ def test_what_the_target_reduced_stays_so(pair: Pair) -> None:
     _assert_loads(target, 1)
 
 
+@pytest.mark.parametrize("how", ["live", "deleted", "swept"])
+def test_what_the_target_keeps_a_part_of(backends: Backends, how: str) -> None:
+    """Aged to its weights, a version stays so; named, the rest comes, and the weights do not."""
+    source, memory = _store(backends()), backends()
+    target = _store(memory)
+    weights = torch.randn(2, 30_000)  # in chunks of their own
+    for step in (1, 2):
+        source.run("gpt").save(
+            {"model": {"w": weights[step - 1]}, "m": torch.full((40_000,), step / 2)}, step=step
+        )
+    whole = source.replicate(target).chunk_bytes
+    target.age(["gpt@1"], "weights")
+    target.gc(**ZERO)
+    report = source.replicate(target)
+    assert [(one.step, one.why) for one in report.left] == [(1, "reduced in the target")]
+    if how != "live":
+        target.remove(["gpt@1"])
+    if how == "swept":
+        target.gc(**ZERO)
+
+    back = source.replicate(target, ["gpt@1"])
+
+    assert len(back.copied) == 1
+    assert (back.chunk_bytes < whole / 4) == (how != "swept")
+    assert back.noted
+    assert target.resolve("gpt@1").level == "full"
+    loaded = target.load("gpt@1")
+    assert loaded["m"][0] == 0.5
+    assert torch.equal(loaded["model"]["w"], weights[0])
+    again = _store(memory)
+    again.gc(**ZERO)
+    assert again.verify().ok
+    named = {version.manifest_key for version in again.versions()}
+    assert {info.key for info in memory.list("manifests/")} == named
+
+
 def test_metrics_that_do_not_fit_are_left_out(pair: Pair) -> None:
     """Where both stores have measured much, what fits comes, and the report counts the rest."""
     source, target = pair
