@@ -236,8 +236,13 @@ class EncryptedBackend(WrapperBackend):
         skip = at - first * self._layout.segment_bytes
         for place, start in enumerate(range(0, sealed.nbytes, step)):
             index = first + place
-            data = head.sealer.open(index, sealed[start : start + step], last=index == last)
-            out.feed(memoryview(data)[skip:])
+            segment = sealed[start : start + step]
+            whole = None if skip else out.take(segment.nbytes - TAG_BYTES)
+            if whole is None:
+                data = head.sealer.open(index, segment, last=index == last)
+                out.feed(memoryview(data)[skip:])
+            else:
+                head.sealer.open_into(index, segment, whole, last=index == last)
             skip = 0
 
     def __reduce__(self) -> tuple[object, ...]:

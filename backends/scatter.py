@@ -22,6 +22,24 @@ class Scatter:
         self.left = wanted_bytes(buffers)
         """Bytes still missing."""
 
+    def take(self, count: int) -> memoryview | None:
+        """Return where the next `count` bytes go, for the caller to fill, if that is one place.
+
+        None where they would go to more than one buffer, or are more than are missing.
+        """
+        if not 0 < count <= self.left:
+            return None
+        buffer = self._buffers[self._index]
+        if count > buffer.nbytes - self._at:
+            return None
+        place = buffer[self._at : self._at + count]
+        self.left -= count
+        self._at += count
+        if self._at == buffer.nbytes:
+            self._index += 1
+            self._at = 0
+        return place
+
     def feed(self, data: bytes | memoryview) -> None:
         """Take the next bytes of the stream."""
         rest = memoryview(data)[: self.left]

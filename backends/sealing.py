@@ -133,11 +133,33 @@ class Sealer:
         try:
             return self._cipher.decrypt(nonce(index, last=last), data, None)
         except InvalidTag:
-            msg = (
-                f"{self.key} does not decrypt in segment {index}: it was changed or cut off, or is "
-                "another object's"
-            )
-            raise CorruptObjectError(msg) from None
+            raise self._refusal(index) from None
+
+    def open_into(self, index: int, data: Buffer, out: memoryview, *, last: bool) -> None:
+        """Decrypt a segment to where its bytes are wanted, which hold anything after an error.
+
+        Raises
+        ------
+        CorruptObjectError
+            As :meth:`open`.
+        """
+        from cryptography.exceptions import InvalidTag
+
+        into = getattr(self._cipher, "decrypt_into", None)  # since cryptography 46
+        if into is None:
+            out[:] = self.open(index, data, last=last)
+            return
+        try:
+            into(nonce(index, last=last), data, None, out)
+        except InvalidTag:
+            raise self._refusal(index) from None
+
+    def _refusal(self, index: int) -> CorruptObjectError:
+        msg = (
+            f"{self.key} does not decrypt in segment {index}: it was changed or cut off, or is "
+            "another object's"
+        )
+        return CorruptObjectError(msg)
 
 
 def salt_of(header: bytes | bytearray | memoryview, *, where: str) -> bytes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import cast
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,8 @@ from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.sealing import DataKey
+from ckptstore.backends.scatter import Scatter
+from ckptstore.backends.sealing import DataKey, Sealer
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import CorruptObjectError
 from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES, Layout, nonce
@@ -203,3 +206,61 @@ def test_an_object_that_was_replaced_is_read_anew() -> None:
     second.put("a", b"newer bytes")
     backend.read_into("a", 0, [out])
     assert bytes(out) == b"newe"
+
+
+class Older:
+    """AES-GCM as older versions of ``cryptography`` have it."""
+
+    def __init__(self, cipher: AESGCM) -> None:
+        self._cipher = cipher
+
+    def decrypt(self, nonce: bytes, data: memoryview, associated: None) -> bytes:
+        """Return the bytes anew: there is no way to say where they are to go."""
+        return self._cipher.decrypt(nonce, data, associated)
+
+
+def test_older_versions_of_cryptography_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the library cannot decrypt into memory that is given, the bytes are copied there."""
+    backend, _ = encrypted()
+    data = pattern(5 * SEGMENT + 3)
+    backend.put("a", data)
+    make = DataKey.sealer
+
+    def sealer(self: DataKey, key: str, salt: bytes) -> Sealer:
+        made = make(self, key, salt)
+        made._cipher = cast("AESGCM", Older(made._cipher))
+        return made
+
+    monkeypatch.setattr(DataKey, "sealer", sealer)
+    out = memoryview(bytearray(5 * SEGMENT))
+    backend.read_into("a", 2, [out])
+    assert out == data[2 : 5 * SEGMENT + 2]
+    raw = backend.inner.get("a", bytes_max=10**6)
+    backend.inner.put("a", raw[:-1] + bytes([raw[-1] ^ 1]))
+    with pytest.raises(CorruptObjectError, match="does not decrypt"):
+        backend.read_into("a", 3, [out])
+
+
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=6),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 12)), max_size=12),
+)
+def test_bytes_come_where_they_would_be_fed(
+    sizes: list[int], steps: list[tuple[bool, int]]
+) -> None:
+    """To take a place and fill it is the same as to feed, for any buffers."""
+    ours = [memoryview(bytearray(size)) for size in sizes]
+    theirs = [memoryview(bytearray(size)) for size in sizes]
+    one, two = Scatter(ours), Scatter(theirs)
+    number = 0
+    for take, count in steps:
+        data = bytes((number + i) % 251 + 1 for i in range(count))
+        number += count
+        place = one.take(count) if take else None
+        if place is None:
+            one.feed(data)
+        else:
+            place[:] = data
+        two.feed(data)
+        assert one.left == two.left
+        assert b"".join(ours) == b"".join(theirs)
