@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptstore.checkpoint.lazy import LazyTensor, LazyVersion
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.events import Progress
-    from ckptstore.model import Receipt, RoleBytes, RunInfo, Version
+    from ckptstore.model import Receipt, ReplicaInfo, RoleBytes, RunInfo, Version
     from ckptstore.saver.pending import PendingSave
     from ckptstore.store import Run, Store, mend_superblock, rotate_key
     from ckptstore.store import open_store as open
@@ -34,6 +34,7 @@ __all__ = [
     "PendingSave",
     "Progress",
     "Receipt",
+    "ReplicaInfo",
     "RoleBytes",
     "Run",
     "RunInfo",
@@ -54,6 +55,7 @@ _LAZY = {
     "PendingSave": ("ckptstore.saver.pending", "PendingSave"),
     "Progress": ("ckptstore.events", "Progress"),
     "Receipt": ("ckptstore.model", "Receipt"),
+    "ReplicaInfo": ("ckptstore.model", "ReplicaInfo"),
     "RoleBytes": ("ckptstore.model", "RoleBytes"),
     "Run": ("ckptstore.store", "Run"),
     "RunInfo": ("ckptstore.model", "RunInfo"),

@@ -58,6 +58,8 @@ API = {
     "ckptstore.ops.retain": "What `Store.retain` returns.",
     "ckptstore.ops.remove": "What `Store.remove` returns.",
     "ckptstore.ops.rounded": "What rounding made of the weights of a version.",
+    "ckptstore.store.writeback": "What `Store.write_back` returns.",
+    "ckptstore.ops.evict": "What `Store.evict` returns.",
     "ckptstore.catalog.early_stopping": "What `DivergenceGuard.update` returns.",
     "ckptstore.catalog.history": "The values that a metric had.",
     "ckptstore.catalog.intervals": "How often to save.",
