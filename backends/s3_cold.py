@@ -79,9 +79,10 @@ class S3ColdStorage:
     def set_class(self, key: str, name: str) -> bool:
         """Copy an object onto itself, into another class.
 
-        Only if it is as it was when it was looked at: of two that do this at once, or of one whose
-        answer was lost and who asks again, the second must not copy it within one class. (Some
-        releases of Ceph then delete what they copied: https://tracker.ceph.com/issues/70746)
+        Only if it is as it was when it was looked at: whoever comes second, or asks again since an
+        answer was lost, must not copy it within one class. (Some releases of Ceph then delete what
+        they copied: https://tracker.ceph.com/issues/70746) Of two at once both may copy it from
+        the class where it was, and the later one stands.
         """
         head = self._head(key)
         before = _state(head)

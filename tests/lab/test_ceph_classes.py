@@ -58,7 +58,7 @@ def test_an_object_moves_and_stays_whole(ceph: Ceph, bucket: S3Bucket, client: s
 
 
 def test_two_that_move_one_object_lose_nothing(ceph: Ceph, bucket: S3Bucket) -> None:
-    """Neither copies it within its new class, which is where Ceph would delete too much."""
+    """Both may copy it from where it was; neither within its new class."""
     data = bytes.fromhex(SYSTEM.random_hex(12 * _MIB))
     keys = [f"packs/aa/{number}.pack" for number in range(4)]
     with _opened(bucket) as one, _opened(bucket) as two, ThreadPoolExecutor(8) as pool:
@@ -68,7 +68,7 @@ def test_two_that_move_one_object_lose_nothing(ceph: Ceph, bucket: S3Bucket) -> 
         moves = [
             pool.submit(cold.set_class, key, "STANDARD_IA") for key in keys for cold in (one, two)
         ]
-        assert sum(move.result() for move in moves) == len(keys)
+        assert sum(move.result() for move in moves) >= len(keys)
     ceph.tell("collect")
     for key in keys:
         assert bucket.read(key) == data
