@@ -27,6 +27,7 @@ from ckptstore.errors import (
     CkptStoreError,
     ColdObjectError,
     CorruptObjectError,
+    EncryptionKeyError,
     OperationCancelledError,
     ReplicaChangedError,
     StoreNotFoundError,
@@ -180,6 +181,9 @@ class FallThrough:
             if isinstance(found, ColdObjectError):
                 return thaw_command(self.version.id, tier.info.url)
         for tier, found in self.reasons:
+            if isinstance(found, EncryptionKeyError):
+                options = {tier.info.name: {"encryption_key": "file:PATH"}}
+                return f"give its key: ckptstore.open(..., replicas={options})"
             if isinstance(found, TransientStorageError):
                 return f"try again when {tier.info.url} answers"
             if isinstance(found, StoreNotFoundError):

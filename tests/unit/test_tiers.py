@@ -435,6 +435,28 @@ def test_a_replica_that_is_down_or_cold_says_what_to_do(
     assert hint in caught.value.hint
 
 
+def test_the_key_of_an_encrypted_replica_is_asked_for_where_it_is_given(
+    hot: ckptstore.Store, tmp_path: Path
+) -> None:
+    """The key of a replica is no key of this store: the hint names the place for it."""
+    key = tmp_path / "a.key"
+    key.write_text("0123456789abcdef" * 4)
+    key.chmod(0o600)
+    spec = f"file:{key}"
+    with ckptstore.open(tmp_path / "secret", create=True, encryption_key=spec) as secret:
+        hot.replicate(secret)
+        hot.add_replica("secret", tmp_path / "secret", encryption_key=spec)
+        hot.remove_replica("cold")
+        hot.evict(["gpt@1"], replica="secret")
+    with ckptstore.open(hot.url) as store, pytest.raises(VersionNotFoundError) as caught:
+        store.load("gpt@1")
+    assert caught.value.hint is not None
+    assert "replicas={'secret': {'encryption_key'" in caught.value.hint
+    given = {"secret": {"encryption_key": spec}}
+    with ckptstore.open(hot.url, replicas=given) as store:
+        assert_same(store.load("gpt@1"), 1)
+
+
 def test_a_version_that_other_stores_have_is_told_of_where_none_has_a_name(
     tmp_path: Path,
 ) -> None:
