@@ -25,6 +25,7 @@ def test_root_names_are_these() -> None:
         "PendingSave",
         "Progress",
         "Receipt",
+        "ReplicaInfo",
         "RoleBytes",
         "Run",
         "RunInfo",
