@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from buckets import S3Bucket
 
 import ckptstore
 from ckptstore.backends.encrypted import EncryptedBackend
@@ -245,6 +246,31 @@ def test_workers_of_other_processes(
         assert len(store.replicate(target, executor=engine, workers=2).copied) == 3
         assert target.verify(executor=engine, workers=2).ok
         assert same(target.load("r@2"), state(2))
+
+
+def test_a_bucket(
+    store: Store, s3_bucket: S3Bucket, tmp_path: Path, key: bytes, other: bytes
+) -> None:
+    """To S3 and back: sealed there, and the key of the access is not the key of the store."""
+    for step in (1, 2):
+        store.run("r").save(state(step), step=step)
+    options = s3_bucket.options()
+    with ckptstore.open(s3_bucket.url, create=True, encryption_key=other, **options) as bucket:
+        assert len(store.replicate(bucket).copied) == 2
+        bucket.run("own").save_async(state(9), step=9).result()
+        assert bucket.verify().ok
+    for name in s3_bucket.keys():  # noqa: SIM118 - a method of the bucket's
+        data = s3_bucket.read(name)
+        assert data is not None
+        clear = name == "store.json" or name.startswith("keys/")
+        assert data.startswith(b"{" if clear else MAGIC)
+    with (
+        ckptstore.open(s3_bucket.url, encryption_key=other, read_only=True, **options) as bucket,
+        ckptstore.open(tmp_path / "back", create=True, encryption_key=key) as back,
+    ):
+        assert len(bucket.replicate(back).copied) == 3
+        assert same(back.load("own@9"), state(9))
+        assert same(bucket.load("r@1", include=["bias"])["bias"], state(1)["bias"])
 
 
 # --- the wrapper --------------------------------------------------------------------------------

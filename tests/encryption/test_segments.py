@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
@@ -206,6 +207,24 @@ def test_an_object_that_was_replaced_is_read_anew() -> None:
     second.put("a", b"newer bytes")
     backend.read_into("a", 0, [out])
     assert bytes(out) == b"newe"
+
+
+def test_nothing_but_the_size_of_an_object_is_told_otherwise() -> None:
+    """Class and time come from the storage; so do the classes of a storage that has some."""
+
+    class Classed(WrapperBackend):
+        def stat(self, key: str) -> ObjectInfo:
+            return replace(self.inner.stat(key), storage_class="GLACIER", modified_at=5.0)
+
+        def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+            return (self.stat(info.key) for info in self.inner.list(prefix, after=after))
+
+    below = Classed(MemoryBackend(uuid.uuid4().hex))
+    backend = EncryptedBackend(below, DataKey(b"k" * 32), segment_bytes=SEGMENT)
+    backend.put("packs/a", b"four")
+    for told in (backend.stat("packs/a"), *backend.list("packs/")):
+        assert told == replace(below.stat("packs/a"), size_bytes=4)
+        assert told.storage_class == "GLACIER"
 
 
 class Older:
