@@ -35,7 +35,11 @@ def state_of(step: int, *, elements: int = ELEMENTS) -> dict[str, Any]:
     now = torch.Generator().manual_seed(1000 + step)
     moved = weights + way * step
     return {
-        "model": {"weight": moved, "half": (3 * moved).bfloat16(), "frozen": frozen},
+        "model": {
+            "weight": moved,
+            "half": (3 * weights + 50 * way * step).bfloat16(),
+            "frozen": frozen,
+        },
         "optimizer": {
             "state": {0: {"exp_avg": torch.randn(elements, generator=now)}},
             "count": torch.arange(elements // 2) + step,
