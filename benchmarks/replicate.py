@@ -11,11 +11,13 @@ single requests cost in time and in processor time of the client.
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import Executor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -130,21 +132,21 @@ def _packs_of(folder: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("packs/*/*.pack")))
 
 
-def _engines(stack: ExitStack) -> dict[str, Any]:
+def _engines(stack: ExitStack) -> dict[str, Executor | None]:
     """Return what replication runs on, by name; all are started before any clock."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
-    found: dict[str, Any] = {ENGINES[0]: None}
+    found: dict[str, Executor | None] = {ENGINES[0]: None}
     pool = ProcessPoolExecutor(_WORKERS, mp_context=get_context("spawn"))
     found[ENGINES[1]] = stack.enter_context(pool)
     try:
-        from distributed import Client, LocalCluster
+        distributed: Any = importlib.import_module("distributed")
     except ImportError:
         say("replicate: Dask is not installed, and left out")
         return found
     cluster = stack.enter_context(
-        LocalCluster(
+        distributed.LocalCluster(
             n_workers=_WORKERS,
             threads_per_worker=1,
             host="127.0.0.1",
@@ -152,7 +154,7 @@ def _engines(stack: ExitStack) -> dict[str, Any]:
             memory_limit=None,
         )
     )
-    found[ENGINES[2]] = stack.enter_context(Client(cluster)).get_executor()
+    found[ENGINES[2]] = stack.enter_context(distributed.Client(cluster)).get_executor(pure=False)
     return found
 
 
@@ -184,7 +186,7 @@ def _client_case(way: Way, bucket: Bucket, plain: Plain, *, check: bool) -> Case
 
 
 def _store_case(
-    name: str, executor: object, source: Path, bucket: Bucket, plain: Plain, *, check: bool
+    name: str, executor: Executor | None, source: Path, bucket: Bucket, plain: Plain, *, check: bool
 ) -> Case:
     places: list[str] = []
 
@@ -194,8 +196,7 @@ def _store_case(
 
     def work(_: Path) -> object:
         with ckptstore.open(source) as store:
-            more = {} if executor is None else {"executor": executor}
-            return store.replicate(f"s3://{places[0]}", check=check, **more)
+            return store.replicate(f"s3://{places[0]}", check=check, executor=executor)
 
     def after(_: Path, report: Any) -> Mapping[str, float]:  # noqa: ANN401 - a ReplicateReport
         if len(report.copied) != 1 or report.checked != check:

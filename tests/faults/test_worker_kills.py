@@ -33,7 +33,7 @@ def campaign(folder: Path, *, rounds: int, seed: int, victim: str) -> dict[str, 
     return found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("victim", ["worker", "coordinator"])
 def test_who_dies_loses_nothing(tmp_path: Path, victim: str) -> None:
     """A dead worker's tasks are run again; a dead coordinator's work is finished by the next."""

@@ -10,6 +10,7 @@ that shows loads bit by bit, and a last collection leaves what is needed and not
 
 from __future__ import annotations
 
+import importlib
 import json
 import random  # noqa: TID251 - seeded
 import shutil
@@ -21,19 +22,18 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import ckptstore
 from ckptstore import limits
 from ckptstore.store import Store
-from faultkit.gc_driver import same, state_of
 
 __all__ = ["OPERATIONS", "main"]
 
 _CHUNK_BYTES = 1 << 16
 _VERSIONS = 16
 _WORKERS = 2
-_PATIENCE_S = 120.0
+_PATIENCE_S = 600.0
 _SMALL: Final = {
     "GC_LIST_TOGETHER": 5,
     "GC_TASK_MANIFESTS": 3,
@@ -78,6 +78,8 @@ OPERATIONS: Final[dict[str, Callable[[Store, str], bool]]] = {
 
 def make(folder: Path) -> None:
     """Make a store in which every operation has much to do."""
+    from faultkit.gc_driver import state_of
+
     with ckptstore.open(folder, create=True, chunk_bytes=_CHUNK_BYTES) as store:
         run = store.run("a")
         versions = [run.save(state_of(step), step=step) for step in range(_VERSIONS)]
@@ -95,6 +97,8 @@ def operate(operation: str, folder: Path, executor: str) -> str:
 
 def check(folder: Path) -> list[str]:
     """Return what is wrong with the stores of a folder."""
+    from faultkit.gc_driver import same
+
     problems: list[str] = []
     for place in sorted(path.parent for path in folder.glob("*/store.json")):
         with ckptstore.open(place) as store:
@@ -120,8 +124,7 @@ class Cluster:
     """A scheduler and two worker processes, each on its own, as a batch system starts them."""
 
     def __init__(self, folder: Path) -> None:
-        from distributed import Client
-
+        distributed: Any = importlib.import_module("distributed")
         self.folder = folder
         self.file = folder / "scheduler.json"
         quiet = ["--no-dashboard", "--dashboard-address", "127.0.0.1:0"]
@@ -131,7 +134,7 @@ class Cluster:
         while not self.file.exists() and time.monotonic() < end:
             time.sleep(0.1)
         self.workers = [self._worker() for _ in range(_WORKERS)]
-        self.client = Client(scheduler_file=str(self.file), set_as_default=False)
+        self.client: Any = distributed.Client(scheduler_file=str(self.file), set_as_default=False)
 
     def _begin(self, *command: str) -> subprocess.Popen[bytes]:
         with (self.folder / "dask.log").open("ab") as log:
@@ -259,6 +262,8 @@ class Campaign:
 
 def seen(place: Path) -> list[str]:
     """Return the versions of the second store that do not load: what shows there must be whole."""
+    from faultkit.gc_driver import same
+
     if not (place / "second" / "store.json").exists():
         return []
     with ckptstore.open(place / "second", read_only=True) as store:
