@@ -85,7 +85,7 @@ CLASSES: Final[Mapping[str, StorageClass]] = {
 """By name. Those of S3 and of GCS have different names, but for ``STANDARD``."""
 
 
-def check_class(name: str) -> str:
+def check_class(name: object) -> str:
     """Return `name` if a class may be called so.
 
     Raises

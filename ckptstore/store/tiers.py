@@ -13,6 +13,7 @@ from ckptstore.errors import (
     CkptStoreError,
     ColdObjectError,
     ConflictError,
+    CorruptObjectError,
     IntegrityError,
     InvalidInputError,
     VersionNotFoundError,
@@ -293,8 +294,8 @@ class Tiers:
                 progress=progress,
                 on_failure=lambda want, error: failed.append((want, error)),
             )
-        except ColdObjectError as error:
-            fate, failed = "cold", [(want, error) for want in wants]
+        except ColdObjectError as cold:
+            fate, failed = "cold", [(want, cold) for want in wants]
         if not failed:
             return
         from ckptstore.ops.fallthrough import read_lost
@@ -367,7 +368,8 @@ class Tiers:
                 _log.info("%s was brought back from %s", _said(version), found.tier)
                 return now
             message = report.failures[0].message if report.failures else "it let it go meanwhile"
-            asked.note(found.tier, IntegrityError(message))
+            hint = f"mend this store first: ckptstore repair --from {PREFIX}{found.tier.info.name}"
+            asked.note(found.tier, CorruptObjectError(message, hint=hint))
         raise asked.failure(asked.why)
 
 

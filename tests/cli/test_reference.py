@@ -36,8 +36,6 @@ def _documented(text: str) -> set[str]:
     return {found for part in code for found in re.findall(_OPTION, part)}
 
 
-_WITHOUT_STORE = frozenset({"archive"})
-"""Commands whose files name the stores."""
 _WITHOUT_KEY = frozenset({"doctor"})
 """Commands that look at a storage, whatever is stored there."""
 
@@ -55,8 +53,7 @@ def test_every_option_of_a_command_is_described(name: str) -> None:
     for argument in (p for p in command.params if not any(o.startswith("-") for o in p.opts)):
         assert argument.metavar.strip("[].") in usage
     assert command.help
-    own_place = {"--store", "-s", "--option", "-o", "--key"} if name in _WITHOUT_STORE else set()
-    own_place |= {"--key"} if name in _WITHOUT_KEY else set()
+    own_place = {"--key"} if name in _WITHOUT_KEY else set()
     assert COMMON - {"--utc"} - own_place <= options
 
 
