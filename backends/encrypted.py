@@ -43,6 +43,7 @@ class EncryptedBackend(WrapperBackend):
     It stands above the wrapper that retries: what is tried again are the same encrypted bytes.
     Pickled, it carries the store's key to the worker that unpickles it.
 
+    A read in flight holds what it fetched once more, encrypted, beside the buffers that it fills.
     A range costs one request more for the first of an object in this process (its size), and one
     more if it does not begin near the object's beginning (its salt).
 
@@ -73,7 +74,7 @@ class EncryptedBackend(WrapperBackend):
         self._window_bytes = max(capabilities.read_bytes_max // sealed, 1) * sealed + 2 * sealed
         self._pool = BufferPool(
             buffer_bytes=self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes,
-            kept_max=capabilities.concurrency,
+            kept_max=min(capabilities.concurrency, limits.ENCRYPTED_BUFFERS_KEPT),
         )
 
     def put(self, key: str, data: Buffer) -> None:

@@ -383,6 +383,9 @@ SEGMENTS_PER_WRITE: Final = 16
 # Objects whose size and key are kept, so that further reads of them cost no further request.
 # Source: about 600 bytes each; 4096 packs of 64 MiB are 256 GiB.
 ENCRYPTED_HEADS_MAX: Final = 4096
+# Buffers for encrypted bytes that are kept from read to read, each of a request's size. Source: a
+# fourth of HOST_BYTES_DEFAULT; more reads at once make their own.
+ENCRYPTED_BUFFERS_KEPT: Final = 4
 # How far into an object a first read begins at its header. Source: as much as a request's latency.
 HEADER_READ_BYTES: Final = 1 * MIB
 # A record of keys. Source: 16 slots of 300 bytes are 5 KiB.
