@@ -6,17 +6,20 @@ request each. On storage without classes nothing is asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+import numpy as np
 
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.cold import ColdStorage, ObjectState, cold_storage
 from ckptstore.backends.storage_classes import class_named
 from ckptstore.errors import ObjectNotFoundError
 from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import PieceTable
 
-__all__ = ["cold_packs", "early", "in_parallel", "states_of"]
+__all__ = ["cold_packs", "cold_rows", "early", "in_parallel", "states_of"]
 
 T = TypeVar("T")
 
@@ -44,6 +47,17 @@ def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set
         return set()
     found = states_of(backend, cold, asked)
     return {pack for pack, state in found.items() if state is not None and not state.is_readable}
+
+
+def cold_rows(table: PieceTable, cold: Collection[str]) -> list[int]:
+    """Return the rows of pieces that lie in some packs, or refer to what does."""
+    if not cold or not any(pack in cold for pack in table.packs):
+        return []
+    lies = np.array([pack in cold for pack in table.packs])[table.pack]
+    if table.base is not None:
+        deltas = np.flatnonzero(table.base < len(table))
+        lies[deltas] |= lies[table.base[deltas]]
+    return [int(row) for row in np.flatnonzero(lies)]
 
 
 def states_of(

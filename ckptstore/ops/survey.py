@@ -29,7 +29,7 @@ from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.model import Version
 from ckptstore.objects.reader import Want, read_pieces
-from ckptstore.ops.cold_packs import cold_packs
+from ckptstore.ops.cold_packs import cold_packs, cold_rows
 from ckptstore.ops.piece_checks import (
     PieceKey,
     Sample,
@@ -209,9 +209,7 @@ class Survey:
         if isinstance(loaded, CkptStoreError):
             self.unread[version.id] = loaded
             self.found(loaded, version)
-        elif version.id in self.cold_versions:
-            pass
-        elif sound and self.full and self.sample is None:
+        elif sound and self.full and self.sample is None and version.id not in self.cold_versions:
             self.sound[version.id] = version.manifest_digest
         self.advance(sum(part.logical for part in version.roles.values()) - counted_bytes)
         return None if isinstance(loaded, CkptStoreError) else loaded
@@ -254,14 +252,9 @@ class Survey:
     def _note_cold(self, content: Content) -> None:
         """Note the pieces of a version that cannot be read, for themselves or for their bases."""
         table = content.manifest.pieces
-        if self.cold_packs.isdisjoint(table.packs):
-            return
-        self.cold_versions.add(content.manifest.version)
-        lies = np.array([pack in self.cold_packs for pack in table.packs])[table.pack]
-        for row in range(len(table)):
-            base = table.base_of(row)
-            if lies[row] or (base is not None and lies[base]):
-                self.cold_pieces.add(piece_key(table, row))
+        if rows := cold_rows(table, self.cold_packs):
+            self.cold_versions.add(content.manifest.version)
+            self.cold_pieces.update(piece_key(table, row) for row in rows)
 
     def found_frame(self, version: Version, pack: str, problem: CkptStoreError | None) -> None:
         """Note what is wrong with header, index or trailer of a pack, if anything is."""

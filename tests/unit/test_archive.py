@@ -484,3 +484,24 @@ def test_an_encrypted_store_gets_cold_and_comes_back(shelf: Shelf, clock: Clock)
         shelf.after = 2
         assert store.thaw("gpt@1", wait=True).ready
         assert torch.equal(store.load("gpt@1")["model"]["w"], _state(1)["model"]["w"])  # type: ignore[index]
+
+
+def test_deltas_to_what_is_cold_are_not_read(shelf: Shelf, clock: Clock) -> None:
+    """Nor called damaged, nor sound; with what is thawed everything is checked."""
+    backend = ColdBackend(MemoryBackend(f"cold-{uuid.uuid4().hex}"), shelf)
+    repo = create_on(backend, environment=clock, options=Options(codec="delta"), prober=_known)
+    with Store(repo) as store:
+        run = store.run("gpt")
+        weights = torch.randn(300_000)
+        run.save({"w": weights}, step=1)
+        run.save({"w": weights + 1e-6 * torch.randn(300_000)}, step=2)
+        base, delta = (store._manifests.load(store.resolve(f"gpt@{n}")).pieces for n in (1, 2))
+        assert delta.base is not None
+        for pack in base.packs:
+            shelf.classes[pack_key(pack)] = "GLACIER"
+        report = store.verify(record=True)
+        assert report.ok
+        assert (report.cold_packs_count, len(report.cold_versions)) == (1, 2)
+        assert not report.recorded
+        shelf.restored.update(shelf.classes)
+        assert len(store.verify(record=True).recorded) == 2
