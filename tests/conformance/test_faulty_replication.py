@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,6 +35,7 @@ KINDS = [
 ]
 OFTEN = [fault for fault in KINDS if fault.status != 403]
 """What a single retry overcomes."""
+RUNS_MAX = 5
 SLOW = Fault(kind=Kind.DELAY, seconds=2.0)
 
 
@@ -88,7 +89,7 @@ def _opened(bucket: S3Bucket) -> ckptstore.Store:
     return ckptstore.Store(open_on(open_backend(bucket.url, **bucket.options())))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _watched(bucket: S3Bucket) -> Iterator[None]:
     """Look at the target meanwhile, past the proxy: all that it shows at any moment loads."""
     done = threading.Event()
@@ -170,10 +171,12 @@ def test_requests_that_take_two_seconds(
 def test_a_job_behind_a_bad_network(
     tmp_path: Path, s3_bucket: S3Bucket, s3_proxy: FaultProxy, fault: Fault
 ) -> None:
-    """The whole command, with its own retries and waits: every third request hit, and it ends well.
+    """A whole job, with its own retries and waits: every third request hit, it ends in a few runs.
 
-    What it evicted from the source is whole in the target.
+    What it evicted from the source is whole in the target. Where a commit is hit each time that it
+    is sent, a run ends with an error, and the next goes on.
     """
+    create_on(open_backend(s3_bucket.url, **s3_bucket.options()), chunk_bytes=1 << 16)
     with ckptstore.open(tmp_path / "hot", create=True, chunk_bytes=1 << 16) as hot:
         run = hot.run("gpt", metrics={"loss": "min"})
         for step in STEPS:
@@ -197,9 +200,13 @@ def test_a_job_behind_a_bad_network(
                 times=0,
             )
         )
-        report = run_job(read_job(file))
+        for _ in range(RUNS_MAX):
+            with contextlib.suppress(CkptStoreError):
+                if run_job(read_job(file)).ok:
+                    break
+        else:
+            pytest.fail(f"the job did not end in {RUNS_MAX} runs")
         s3_proxy.set()
-    assert report.ok, [step.error for step in report.steps]
     with ckptstore.open(tmp_path / "hot") as hot:
         assert [version.level for version in hot.versions()] == ["record", "record", "full"]
     with _opened(s3_bucket) as cold:
