@@ -296,6 +296,7 @@ def main() -> None:
             if campaign.problems:
                 break
             campaign.round(list(OPERATIONS)[number % len(OPERATIONS)])
+            print(number + 1, dict(campaign.figures), file=sys.stderr, flush=True)  # noqa: T201
     finally:
         cluster.close()
     found = {
