@@ -315,3 +315,24 @@ def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: byt
     where.write_bytes(good)
     with pytest.raises(WrongKeyError):
         ckptstore.open(place, encryption_key=other)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from(["magic", "format", "number", "store_id", "encryption", "slots", "by"]),
+        _JSON,
+    ),
+    raw=st.binary(max_size=200),
+)
+def test_records_of_keys_are_hostile_input(fields: dict[str, object], raw: bytes) -> None:
+    """Whatever stands below ``keys/``: a record, or an error of ours."""
+    for data in (raw, encode_envelope(raw), encode_envelope(json.dumps(fields).encode())):
+        with pytest.raises(CkptStoreError):
+            decode_key_record(data, where="keys/1")
