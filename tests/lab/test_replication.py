@@ -21,6 +21,7 @@ from labkit.campaign import moment, rounds
 from labkit.systems import Ceph, LabPool
 
 import ckptstore
+from ckptstore.errors import StoreNotFoundError
 
 REQUESTS_MAX = 10
 """For a repetition with nothing to do, however many versions and runs there are."""
@@ -271,7 +272,7 @@ def test_killed_jobs(tmp_path: Path, archive: tuple[str, dict[str, Any]]) -> Non
             with ckptstore.open(place, **options) as cold:
                 there = _whole(cold, expected)
                 assert not cold.verify().damaged_versions
-        except ckptstore.StoreNotFoundError:
+        except StoreNotFoundError:
             there = set()
         figures["killed among the copies"] += bool(code and 0 < len(there) < len(expected))
         assert whole | there == expected.keys()
