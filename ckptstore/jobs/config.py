@@ -97,7 +97,7 @@ class Copy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     workers: Annotated[int, msgspec.Meta(ge=1, le=limits.WORKERS_MAX)] | None = None
     """Threads on either side; by default the usable processors."""
     engine: str = THREADS
-    """Who copies, and who reads for ``scrub``: ``threads`` of the job, ``processes``,
+    """Who copies, reads for ``scrub``, and collects: ``threads`` of the job, ``processes``,
     ``dask:local`` or ``dask://HOST:PORT``."""
     tasks: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """How many tasks run at once, where the engine is not ``threads``; by default as many as the

@@ -357,6 +357,8 @@ class _Run:
         report = store.gc(
             dry_run=self.dry_run,
             grace_s=limits.GC_GRACE_S if grace is None else float(parse_duration(grace)),
+            executor=self.job.copy.engine,
+            workers=self.job.copy.tasks,
         )
         freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
         return {"reclaimable_now_bytes": freed}
