@@ -281,6 +281,9 @@ class _Archiving:
                 done += self._size(pack)
                 self.progress(Progress(stage="archive", done=done, total=total))
         self._look_again()
+        if self.catalog.number != self.planned:  # a collection may have deleted what nobody needs
+            needed = set(self._packs(lambda _: True))
+            self.skipped = {pack: why for pack, why in self.skipped.items() if pack in needed}
         if self.catalog.number != self.planned and self.target.name != STANDARD:
             moved = set(self.moved)
             self.cooled = [

@@ -505,3 +505,20 @@ def test_deltas_to_what_is_cold_are_not_read(shelf: Shelf, clock: Clock) -> None
         assert not report.recorded
         shelf.restored.update(shelf.classes)
         assert len(store.verify(record=True).recorded) == 2
+
+
+def test_what_is_collected_meanwhile_is_no_failure(store: Store, shelf: Shelf) -> None:
+    """A version that is deleted and collected in the middle needs nothing to be moved."""
+    _three(store)
+    ours = _packs(store, "gpt@1")
+
+    def collect(key: str) -> None:
+        if key in ours and not store.versions()[0].deleted and len(store.versions()) == 3:
+            store.remove(["gpt@1"])
+            store.gc(grace_s=0)
+
+    shelf.before_move = collect
+    report = store.archive(["gpt@1"], storage_class="GLACIER")
+    assert report.ok
+    assert report.moved.count == 0
+    assert not shelf.moved
