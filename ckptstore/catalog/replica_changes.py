@@ -172,7 +172,7 @@ def _advances(target: Catalog, source: Catalog, version: Version) -> bool:
     if version.abandoned or not head:
         return not version.abandoned
     way = source.way(version.id, head)
-    return way is not None and not target.any_abandoned(way)
+    return bool(way) and not target.any_abandoned(way or ())
 
 
 def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -> list[Op]:

@@ -156,6 +156,17 @@ def test_a_rollback_travels_to_where_nothing_was_decided(pair: Pair) -> None:
     assert (_head(source), _head(target)) == (2, 2)
 
 
+def test_content_that_comes_to_the_head_moves_no_head(pair: Pair) -> None:
+    """The rest of a version that the target chose and keeps in part: the choice stands."""
+    source, target = pair
+    target.rollback("gpt@2")
+    target.age(["gpt@2"], "weights", force=True)
+    report = source.replicate(target, again=True)
+    assert len(report.copied) == 1
+    assert report.heads_kept == ("gpt",)
+    assert _head(target) == 2
+
+
 def test_two_decisions_stand(pair: Pair) -> None:
     """Where both stores rolled back, to different versions, neither moves the other, ever."""
     source, target = pair
