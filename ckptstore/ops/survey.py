@@ -17,12 +17,8 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import (
-    CkptStoreError,
-    FormatError,
-    IntegrityError,
-)
+from ckptstore.checkpoint.manifests import Manifests, read_manifest
+from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import pack as packs
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
@@ -187,8 +183,10 @@ class Survey:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, version: Version) -> Loaded:
-        try:
-            return read_content(self.cache.load(version))
+        try:  # as it lies there: what is in memory says nothing of the object
+            manifest = read_manifest(self.repo.backend, version)
+            self.cache.keep(version.manifest_digest, manifest)
+            return read_content(manifest)
         except (IntegrityError, FormatError) as error:
             return error
 
@@ -335,20 +333,18 @@ class Survey:
                 continue
             if self.bad and any(self.why(table, row) for row in content.rows(index)):
                 continue
-            if self.is_cold(content, index):
+            if self.cold_pieces and self.is_cold(content, index):
                 continue
             self.followed.add(key)
-            earlier = self.known(version, row_of_recipe(content, index))
-            if earlier is not None:
+            if (earlier := self.known(version, row_of_recipe(content, index))) is None:
+                yield index, key
+            else:
                 self.unlike.update((key, text) for text in earlier.values())
-                continue
-            yield index, key
 
     def is_cold(self, content: Content, index: int) -> bool:
         """Say whether a tensor cannot be made since a piece of it is in an archive class."""
         table = content.manifest.pieces
-        keys = (piece_key(table, row) for row in content.rows(index))
-        return bool(self.cold_pieces) and not self.cold_pieces.isdisjoint(keys)
+        return any(piece_key(table, row) in self.cold_pieces for row in content.rows(index))
 
     def _follow(self, version: Version, content: Content, batch: Mapping[int, bytes]) -> None:
         """Make some tensors; one by one, if something else comes than there should."""

@@ -239,7 +239,7 @@ class _Spread:
             key = recipe_key(content, index)
             if key in self._planned or (survey.sample and not survey.sample.holds(key.hex(), 0)):
                 continue
-            if survey.is_cold(content, index):
+            if survey.cold_pieces and survey.is_cold(content, index):
                 continue
             self._planned.add(key)
             if survey.known(stage.version, row_of_recipe(content, index)) is not None:
