@@ -58,6 +58,13 @@ class Manifests:
             if version.manifest_digest in self._kept:
                 self._kept.move_to_end(version.manifest_digest)
                 return self._kept[version.manifest_digest]
+        return self.read(version)
+
+    def read(self, version: Version) -> Manifest:
+        """Return the manifest as it lies there now; as :meth:`load`.
+
+        For who asks whether it is sound: what is in memory says nothing of the object.
+        """
         manifest = read_manifest(self._repo.backend, version)
         self.keep(version.manifest_digest, manifest)
         return manifest

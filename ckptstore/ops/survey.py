@@ -17,7 +17,7 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.manifests import Manifests, read_manifest
+from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import pack as packs
@@ -183,10 +183,8 @@ class Survey:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _load(self, version: Version) -> Loaded:
-        try:  # as it lies there: what is in memory says nothing of the object
-            manifest = read_manifest(self.repo.backend, version)
-            self.cache.keep(version.manifest_digest, manifest)
-            return read_content(manifest)
+        try:
+            return read_content(self.cache.read(version))
         except (IntegrityError, FormatError) as error:
             return error
 

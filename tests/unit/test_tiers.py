@@ -514,6 +514,21 @@ def test_eviction_takes_only_what_the_replica_has(hot: ckptstore.Store, tmp_path
     assert_same(hot.load("gpt@4"), 4)
 
 
+def test_eviction_looks_at_the_objects_and_not_at_its_memory(
+    hot: ckptstore.Store, tmp_path: Path
+) -> None:
+    """A manifest that the replica has lost keeps its version here, though it was read before."""
+    for step in STEPS:
+        hot.replica("cold").load(f"gpt@{step}")
+    assert lose(tmp_path / "cold/manifests", "*.manifest") == len(STEPS)
+    report = hot.evict(replica="cold", keep="last 1")
+    assert not report.evicted
+    assert len(report.missed) == len(STEPS) - 1
+    hot.gc(**ZERO)
+    for step in STEPS:
+        assert_same(hot.load(f"gpt@{step}"), step)
+
+
 def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None:
     """The replica is opened once, and each thread gets its state."""
     hot.age(["gpt@1", "gpt@2", "gpt@3"], "record")

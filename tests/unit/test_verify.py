@@ -263,3 +263,19 @@ def test_a_snapshot_of_another_log_is_found_and_written_anew(
         assert store.repair(dry_run=True).snapshots == (f"snapshots/{snapshot.name}",)
         assert store.repair().ok
         assert store.verify().ok
+
+
+def test_a_manifest_in_memory_vouches_for_nothing(root: Path, store: ckptstore.Store) -> None:
+    """A manifest that was lost or damaged is found by the very process that still remembers it."""
+    lost, damaged = (root / store.resolve(f"gpt@{step}").manifest_key for step in (1, 2))
+    for step in (1, 2):
+        store.load(f"gpt@{step}")
+    lost.unlink()
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+
+    for report in (store.verify(level="records"), store.verify(record=True)):
+        assert len(report.problems) == 2
+        assert len(report.damaged_versions) == 2
+        assert not report.recorded
