@@ -24,6 +24,7 @@ from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.lifecycle import Quarantine
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.ops.ageing import relocating
@@ -147,7 +148,13 @@ class _Evicting:
         return as_much and read_back(found) and not (found.deleted or found.damaged)
 
     def let_go(self, batch: Sequence[Version]) -> None:
-        """Commit that only the records stay; then look once more, and take back what has to be."""
+        """Commit that only the records stay; then look once more, and take back what has to be.
+
+        Raises
+        ------
+        StorageError
+            The other store does not answer to the second look: what was let go was taken back.
+        """
         gone: list[Version] = []
 
         def build(now: Catalog) -> list[Op]:
@@ -155,17 +162,29 @@ class _Evicting:
             return relocating(now, [_to_record(version) for version in gone])
 
         self.here.log.append_any(build)
-        self.there.refresh()
+        try:
+            self.there.refresh()
+        except CkptStoreError:
+            for version in gone:
+                self._return(version, f"{self.there.url} could not be looked at again")
+            raise
         for version in gone:
             if self._holds(version):
                 self.evicted.append(version)
-                continue
-            try:
-                self._take_back(version)
-            except CkptStoreError as error:
-                self.lost.append(_failure(version, error, self.there.url))
             else:
-                self.returned.append(version.id)
+                self._return(version, f"it was deleted in {self.there.url} at the same moment")
+
+    def _return(self, version: Version, why: str) -> None:
+        """Take a version back, and note what became of that."""
+        named = f"{version.run}@{version.step} (#{version.id[:8]})"
+        try:
+            self._take_back(version)
+        except CkptStoreError as error:
+            _log.warning("%s is evicted, though %s: %s", named, why, error)
+            self.lost.append(_failure(version, error, self.there.url))
+        else:
+            _log.warning("%s is not evicted: %s", named, why)
+            self.returned.append(version.id)
 
     def _take_back(self, version: Version) -> None:
         """Make a version that was let go be here as it was: its chunks still are.
@@ -190,18 +209,14 @@ class _Evicting:
         store = self.here.superblock.store_id
 
         def build(now: Catalog) -> list[Op]:
-            return replica_changes.arrive(
+            ops = replica_changes.arrive(
                 now, now, [version], store=store, arrivals={version.id: arrival}
             )
+            if ops and version.damaged:  # what is lost of it is lost still: none may share with it
+                ops.append(Quarantine(versions=[version.id]))
+            return ops
 
         self.here.log.append_any(build)
-        _log.warning(
-            "%s@%s (#%s) is not evicted: it was deleted in %s at the same moment",
-            version.run,
-            version.step,
-            version.id[:8],
-            self.there.url,
-        )
 
 
 def _to_record(version: Version) -> Move:

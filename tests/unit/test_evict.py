@@ -12,10 +12,13 @@ import torch
 import ckptstore
 from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.errors import StorageError
 from ckptstore.jobs import read_job, run_job
 from ckptstore.model import Version
 from ckptstore.ops.evict import EvictReport, evict
 from ckptstore.repo import create_on
+from ckptstore.testing.faulty import Fault, FaultyBackend
 
 STEPS = (1, 2, 3)
 
@@ -188,3 +191,34 @@ def test_a_dry_run_counts_what_would_come_first(tmp_path: Path, check: bool) -> 
     )
     assert foreseen == done
     assert foreseen["evicted"] == (2 if check else 0)
+
+
+def test_no_answer_to_the_second_look(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+    """Where the other store cannot be looked at again, everything is here as before."""
+    down = Fault(calls=frozenset({"list"}), at=0, times=0)
+    backend = FaultyBackend(cold.repo.backend, down)
+    there = ckptstore.Store(create_on(backend, exist_ok=True))
+    _watched(hot).after = lambda: setattr(down, "at", down.seen + 1)
+    with pytest.raises(StorageError, match="injected"):
+        evict(hot.repo, hot._manifests, there.repo, hot.versions(), missing=_nothing)
+
+    assert _levels(hot) == ["full", "full", "full"]
+    hot.gc(grace_s=0.0, orphan_age_s=0.0)
+    for step in STEPS:
+        _assert_loads(hot, step)
+
+
+def test_what_was_damaged_comes_back_as_damaged(
+    hot: ckptstore.Store, cold: ckptstore.Store
+) -> None:
+    """Whose parts are lost here, and who comes back all the same, is shared with by nobody."""
+    damaged = hot.versions()[0]
+    lost = {damaged.id: damaged.manifest_digest}
+    hot.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+    other = ckptstore.Store(create_on(cold.repo.backend, exist_ok=True))
+    _watched(hot).before = lambda: other.remove(["gpt@1"])
+    report = _evict(hot, cold)
+
+    assert report.returned == (damaged.id,)
+    assert hot.versions()[0].damaged
+    assert not hot.versions()[1].damaged
