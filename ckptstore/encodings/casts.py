@@ -66,6 +66,13 @@ _QUIET: Final = {
 """The quiet NaN without a sign."""
 _ABS32: Final = np.uint32(0x7FFF_FFFF)
 _INF32: Final = np.uint32(0x7F80_0000)
+_ABS64: Final = np.uint64((1 << 63) - 1)
+_DENORMALS32: Final = np.uint32((1 << 23) - 1)
+"""How many denormals float32 has of each sign."""
+_BELOW64: Final = np.uint64((0x3810 << 48) - 1)
+"""How many float64 are between 0 and the least normal float32, 2**-126."""
+_UNIT32: Final = 2.0**-149
+"""The least float32 above 0."""
 
 
 def raw_dtype(dtype: str) -> np.dtype[Any]:
@@ -134,7 +141,7 @@ def to_float32(dtype: str, raw: Raw) -> npt.NDArray[np.float32]:
     if dtype == "float16":
         return _HALVES(raw)
     with np.errstate(all="ignore"):  # what becomes of NaN, and of what is too large, is defined
-        return _quiet(raw.view(np.float64).astype(np.float32))
+        return _quiet(_narrowed(raw))
 
 
 def to_float64(dtype: str, raw: Raw) -> npt.NDArray[np.float64]:
@@ -157,7 +164,7 @@ def from_float32(dtype: str, values: npt.NDArray[np.float32]) -> Raw:
         if dtype == "float16":
             found = values.astype(np.float16).view(np.uint16)
         else:
-            found = values.astype(np.float64).view(np.uint64)
+            found = _widened64(values).view(np.uint64)
     missing = np.isnan(values)
     if missing.any():
         found[missing] = _signs(values[missing], 8 * FLOATS[dtype]) | _QUIET[dtype]
@@ -167,6 +174,27 @@ def from_float32(dtype: str, values: npt.NDArray[np.float32]) -> Raw:
 def recast(source: str, target: str, raw: Raw) -> Raw:
     """Return elements of one format as elements of another."""
     return raw if source == target else from_float32(target, to_float32(source, raw))
+
+
+def _narrowed(raw: Raw) -> npt.NDArray[np.float32]:
+    """Return float64 as float32. Denormals are made as integers: a processor may flush them."""
+    found = raw.view(np.float64).astype(np.float32)
+    size = raw & _ABS64
+    small = size - np.uint64(1) < _BELOW64  # 0 wraps, and is not
+    if small.any():
+        units = np.rint(size[small].view(np.float64) * (1 / _UNIT32)).astype(np.uint32)
+        found.view(np.uint32)[small] = units | _signs(found[small], 32)
+    return found
+
+
+def _widened64(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return float32 as float64; denormals by way of integers, as :func:`_narrowed`."""
+    found = values.astype(np.float64)
+    size = values.view(np.uint32) & _ABS32
+    small = size - np.uint32(1) < _DENORMALS32
+    if small.any():
+        found[small] = np.copysign(size[small] * _UNIT32, values[small])
+    return found
 
 
 def _signs(values: npt.NDArray[np.float32], bits: int) -> Raw:

@@ -213,3 +213,25 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
         decode_elements("cast", "", 0, "float32", "float16", 0, out[:30], None, out)
     with pytest.raises(ValueError, match="scales"):
         decode_elements("scaled", "linear", 8, "float32", "int8", 4, out[:16], out[:8], out)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_flushed_denormals_change_no_cast(source: str, target: str) -> None:
+    """A processor that takes denormal numbers for zero makes the same bits of each element.
+
+    Or what is derived where they are flushed could not be read where they are not.
+    """
+    raw = _patterns(source)
+    if source == "float64":  # ties between the denormals of float32, and what is near the least
+        random = np.random.default_rng(4)
+        ties = random.integers(0, 1 << 25, 1 << 16) * 2.0**-150
+        near = np.nextafter(2.0**-126, [0, 1]), ties, np.nextafter(ties, 0), np.nextafter(ties, 1)
+        raw = np.concatenate([raw, *(part.view(np.uint64) for part in near)])
+    wanted = recast(source, target, raw.copy())
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot")
+    try:
+        found = recast(source, target, raw.copy())
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(found, wanted)
