@@ -139,7 +139,7 @@ class Log:
         """
         with self._guard():
             if self._opened:
-                self._catch_up(*self._reader.numbers(self._catalog.number))
+                self._catch_up(*self._reader.since(self._catalog.number))
             else:
                 self._open()
             return self._catalog

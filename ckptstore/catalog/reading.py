@@ -52,6 +52,25 @@ class LogReader:
         msg = f"the log has a gap: {missing} is missing, though {commit_key(numbers[-1])} is there"
         return whole, CorruptObjectError(msg, hint="restore it from a replica or a backup")
 
+    def since(self, number: int) -> tuple[list[int], CorruptObjectError | None]:
+        """List the commits after commit `number`, which was seen before and must be there still.
+
+        No commit is ever deleted: where it is gone the log was cut short, or the store emptied or
+        replaced. What was committed then would follow nothing. Costs no request more.
+        """
+        if not number:
+            return self.numbers(0)
+        numbers, gap = self.numbers(number - 1)
+        if numbers[:1] == [number]:
+            return numbers[1:], gap
+        if gap is not None:
+            return [], gap
+        if self.find(number, wait=True) is not None:
+            return self.numbers(number)
+        msg = f"{commit_key(number)}, which was there before, is gone: the log was cut short"
+        hint = "was the store emptied, replaced, restored or unmounted? open it anew to see"
+        return [], CorruptObjectError(msg, hint=hint)
+
     def read(self, number: int) -> Commit:
         """Return a commit that was listed.
 

@@ -585,6 +585,29 @@ def test_a_listing_that_misses_one_is_repeated(
     assert len(listings) == 3
 
 
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_a_log_that_was_cut_short_takes_no_commit(
+    memory: MemoryBackend, environment: SimulatedEnvironment, left: int
+) -> None:
+    """Emptied, or restored to an older state, behind the back of who has it open: he says so.
+
+    His next commit would follow nothing, and make what is there unreadable for everyone.
+    """
+    log = Log(memory, environment)
+    for name in ("a", "b", "c"):
+        log.append(lambda now, name=name: changes.ensure_run(now, name, {}))  # type: ignore[misc]
+    for number in range(left + 1, 4):
+        memory.delete(commit_key(number))
+    before = commits_of(memory)
+
+    with pytest.raises(CorruptObjectError, match=commit_key(3)):
+        log.refresh()
+    with pytest.raises(CorruptObjectError, match=commit_key(3)):
+        log.append(lambda now: changes.ensure_run(now, "d", {}))
+    assert commits_of(memory) == before
+    assert Log(memory, environment).refresh().number == left
+
+
 # --- damage -------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -240,6 +241,35 @@ def test_what_cannot_come_is_said(tiers: Tiers, tmp_path: Path) -> None:
         tiers.hot.wait_replicated(bad, _PATIENCE_S)
     with pytest.raises(NotReplicatedError, match="1 versions do not come"):
         tiers.hot.close()
+
+
+@pytest.mark.parametrize("how", ["replaced", "emptied"])
+def test_another_store_in_the_place_of_an_open_replica(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Nothing counts as replicated that would go into a store that is not the replica any more.
+
+    Nor is anything committed there, which would make that store's log unreadable.
+    """
+    monkeypatch.setattr(limits, "WRITE_BACK_PAUSE_S", 0.01)
+    hot = ckptstore.open(tmp_path / "hot", create=True)
+    hot.add_replica("cold", tmp_path / "cold", create=True)
+    run = hot.run("gpt", write_back="cold")
+    run.save(state_of(1), step=1)
+    hot.wait_replicated("gpt@1", _PATIENCE_S)
+    shutil.rmtree(tmp_path / "cold")
+    if how == "replaced":
+        ckptstore.open(tmp_path / "cold", create=True).close()
+    run.save(state_of(2), step=2)
+    with pytest.raises(NotReplicatedError, match="gone"):
+        hot.wait_replicated("gpt@2")
+    with pytest.raises(NotReplicatedError):
+        hot.close()
+    if how == "replaced":
+        with ckptstore.open(tmp_path / "cold") as other:
+            assert not other.versions()
+    else:
+        assert not list(tmp_path.glob("cold/commits/**/*.json"))
 
 
 def test_versions_that_are_deleted_meanwhile_are_not_waited_for(tiers: Tiers) -> None:
