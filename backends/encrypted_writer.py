@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectWriter
 from ckptstore.backends.sealing import Sealer
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import InvalidInputError, StorageError
 
 __all__ = ["EncryptedWriter"]
 
@@ -32,6 +32,8 @@ class EncryptedWriter(ObjectWriter):
         """Sealed, and not yet handed on."""
         self._index = 0
         self._sealed_last = False
+        self._incomplete = False
+        """Something that was sealed may not have got to the storage."""
 
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
         """Append; hands on what fills segments."""
@@ -46,7 +48,7 @@ class EncryptedWriter(ObjectWriter):
         """Seal the last segment, and make the object visible."""
         self._check()
         if not self._sealed_last:
-            self._sealed_last = True
+            self._sealed_last = self._incomplete = True
             self._ready.append(self._sealer.seal(self._index, self._held, last=True))
             self._held = bytearray()
             self._hand_on()
@@ -81,9 +83,14 @@ class EncryptedWriter(ObjectWriter):
 
     def _hand_on(self) -> None:
         ready, self._ready = self._ready, []
+        self._incomplete = True
         self._inner.write(ready)
+        self._incomplete = False
 
     def _check(self) -> None:
+        if self._incomplete:
+            msg = f"a part of {self._sealer.key} could not be written"
+            raise StorageError(msg, hint="begin the object anew")
         if os.getpid() != self._pid:
             msg = f"{self._sealer.key} was begun in another process, which alone can go on with it"
             raise InvalidInputError(msg, hint="open a writer after the fork")

@@ -29,6 +29,7 @@ from ckptstore.errors import (
     InvalidInputError,
     MissingKeyError,
     ObjectExistsError,
+    StorageError,
     TransientStorageError,
 )
 from ckptstore.format.segments import HEADER_BYTES, MAGIC
@@ -321,6 +322,29 @@ def test_a_commit_that_is_tried_again_seals_nothing_again(memory: MemoryBackend)
         with pytest.raises(ValueError, match="finished"):
             writer.write(b"more")
     assert backend.get("packs/a", bytes_max=10_000) == bytes(10_000)
+
+
+@pytest.mark.parametrize("size", [100, 100_000])
+def test_what_could_not_be_written_is_not_committed_without_it(
+    memory: MemoryBackend, size: int
+) -> None:
+    """An object never appears without its end, even if who lost a write tries the commit again."""
+    for call in range(1, 4):
+        fault = Fault(
+            calls=frozenset({"writer.write"}),
+            at=call,
+            error=lambda: TransientStorageError("busy"),
+        )
+        writer = wrapped(FaultyBackend(memory, fault)).open_writer("packs/a")
+        failed = 0
+        for act in (lambda w=writer: w.write(bytes(size)), writer.commit, writer.commit):
+            try:
+                act()
+            except StorageError:
+                failed += 1
+        assert bool(failed) is not any(True for _ in memory.list("packs/"))
+        writer.abort()
+        memory.delete("packs/a")
 
 
 def test_a_writer_holds_little(memory: MemoryBackend) -> None:
