@@ -110,7 +110,8 @@ def missing_key(url: str) -> MissingKeyError:
     msg = f"{url} is encrypted, and no key was given"
     hint = (
         "give encryption_key='file:PATH', 'env:NAME' or 'command:CMD' to ckptstore.open, --key to "
-        "a command, or set CKPTSTORE_KEY for it"
+        "a command, or set CKPTSTORE_KEY for it; to its second store belongs --to-key, --from-key "
+        "or --heal-key"
     )
     return MissingKeyError(msg, hint=hint)
 

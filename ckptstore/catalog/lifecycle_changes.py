@@ -161,7 +161,7 @@ def rollback(
     target = _there(catalog, version)
     if target.run != run:
         msg = f"version #{version[:8]} is of run {target.run!r}, not {run!r}"
-        raise InvalidInputError(msg, hint="fork it: ckptstore fork")
+        raise InvalidInputError(msg, hint=f"fork it: ckptstore fork {version[:12]} NEW_RUN")
     if catalog.head_id(run) == version:
         return []
     return [Rollback(run=run, version=version, reason=_reason(reason), store=store)]

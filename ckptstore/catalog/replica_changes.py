@@ -90,7 +90,9 @@ def check_line(target: Catalog, source: Catalog, runs: Iterable[str]) -> None:
         own = target.ids(name)
         if own and not any(source.has_version(version_id) for version_id in own):
             msg = f"the run {name!r} of the target has nothing in common with the source's"
-            raise ConflictError(msg, hint="fork it to another name there: ckptstore fork --to")
+            raise ConflictError(
+                msg, hint="another name for it there: ckptstore fork REF NEW_RUN --to URL"
+            )
 
 
 def arrive(

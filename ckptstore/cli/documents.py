@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ckptstore.model import RoleBytes, RunInfo, Version
+from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 __all__ = [
     "metrics_document",
+    "replica_names",
     "role_document",
     "run_document",
     "state_marks",
@@ -81,16 +82,32 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
         "verified": version.verified,
         "damaged": version.damaged,
         "deleted": version.deleted,
+        "replicas": list(version.replicas),
     }
 
 
-def state_marks(version: Version) -> list[str]:
-    """Return in words what is unusual about a version; nothing for most."""
+def replica_names(version: Version, replicas: Mapping[str, ReplicaInfo]) -> list[str]:
+    """Return what the stores are called here that hold a version; ``store ID`` where no name is."""
+    names = {one.store: name for name, one in replicas.items()}
+    return [names.get(store, f"store {store[:8]}") for store in version.replicas]
+
+
+def state_marks(version: Version, replicas: Mapping[str, ReplicaInfo]) -> list[str]:
+    """Return in words what is unusual about a version; nothing for most.
+
+    Parameters
+    ----------
+    replicas
+        The named replicas of its store: of a version whose record alone is here, who has the rest.
+    """
+    level = _LEVEL_MARKS.get(version.level, "")
+    if version.level == "record" and (names := replica_names(version, replicas)):
+        level += f"; {', '.join(names)} {'has' if len(names) == 1 else 'have'} it"
     marks = {
         "deleted": version.deleted,
         "damaged": version.damaged,
         "abandoned": version.abandoned,
-        _LEVEL_MARKS.get(version.level, ""): version.level in _LEVEL_MARKS,
+        level: bool(level),
         "pinned": version.pinned,
     }
     return [mark for mark, holds in marks.items() if holds]

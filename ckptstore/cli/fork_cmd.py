@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Annotated
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,13 +20,18 @@ from ckptstore.cli.options import (
     StoreUrl,
     ToKey,
     ToOptions,
+    parse_storage_options,
 )
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.session import find_version, opened, vouching
 from ckptstore.cli.text import bytes_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
+from ckptstore.store.tiers import PREFIX
+
+if TYPE_CHECKING:
+    from ckptstore.store import Store
 
 __all__ = ["fork"]
 
@@ -54,7 +59,7 @@ def fork(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="Another store to begin the run in."),
+        typer.Option("--to", metavar="URL", help="Another store for the run; or replica:NAME."),
     ] = None,
     to_option: ToOptions = None,
     to_key: ToKey = None,
@@ -78,7 +83,7 @@ def fork(
         target = (
             nullcontext()
             if to is None
-            else opened(to, to_option, key=to_key, writing=True, single_writer=single_writer)
+            else _target(opening, to, to_option, to_key, single_writer=single_writer)
         )
         with target as other, progress_bars(output) as progress:
             run = opening.fork(
@@ -109,6 +114,27 @@ def fork(
             "version": version_document(version, head=True),
         }
         output.show(document, draw)
+
+
+@contextmanager
+def _target(
+    here: Store,
+    url: str,
+    options: Sequence[str] | None,
+    key: str | None,
+    *,
+    single_writer: bool,
+) -> Iterator[Store]:
+    """Open the other store to write to: a place, or ``replica:NAME``."""
+    if not url.startswith(PREFIX):
+        with opened(url, options, key=key, writing=True, single_writer=single_writer) as other:
+            yield other
+        return
+    name = url.removeprefix(PREFIX)
+    own = {**parse_storage_options(options or ()), **({"encryption_key": key} if key else {})}
+    here.give_options(name, {**own, "read_only": False, "single_writer": single_writer})
+    with vouching():
+        yield here.replica(name)
 
 
 def parse_renames(texts: Sequence[str]) -> dict[Pattern, Pattern]:

@@ -54,7 +54,8 @@ def key(
     keep_old: Annotated[
         bool,
         typer.Option(
-            "--keep-old", help="The keys that open the store now go on to do so, until a rotation."
+            "--keep-old",
+            help="The keys that open the store now go on to do so, until a rotation without this.",
         ),
     ] = False,
     single_writer: SingleWriter = False,

@@ -98,7 +98,7 @@ class Graph:
         names = list(version.tags)
         if self.catalog.head_id(version.run) == version.id:
             names.insert(0, "latest")
-        names += state_marks(version)
+        names += state_marks(version, self.catalog.replicas)
         parts = [f"{version.run}@{version.step}", version.id[:8]]
         if names:
             parts.append(f"[{', '.join(names)}]")

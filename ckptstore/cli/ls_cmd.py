@@ -193,7 +193,7 @@ class _Listing:
         tags = list(version.tags)
         if version.id in self.heads:
             tags.insert(0, "latest")
-        tags += [f"({mark})" for mark in state_marks(version)]
+        tags += [f"({mark})" for mark in state_marks(version, self.catalog.replicas)]
         return [
             *([] if self.one_run else [version.run]),
             str(version.step),

@@ -166,6 +166,7 @@ def _usage(error: Exception, *, as_json: bool) -> int:
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "ckptstore"
     message = error.format_message() if hasattr(error, "format_message") else str(error)
+    message = " ".join(message.split())  # choices come one a line
     problem = InvalidInputError(message, hint=f"see {path} --help")
     return report(problem, as_json=as_json)
 

@@ -60,7 +60,7 @@ ToOptions = Annotated[
     typer.Option(
         "--to-option",
         metavar="KEY=VALUE",
-        help="As --option, for the storage of --to. Repeatable.",
+        help="As --option, for the storage of the other store. Repeatable.",
     ),
 ]
 Key = Annotated[
@@ -77,7 +77,9 @@ Key = Annotated[
 ToKey = Annotated[
     str | None,
     typer.Option(
-        "--to-key", metavar="SPEC", help="As --key, for the store of --to; makes a new one such."
+        "--to-key",
+        metavar="SPEC",
+        help="As --key, for the other store; one that is made then is encrypted.",
     ),
 ]
 AsJson = Annotated[

@@ -36,13 +36,15 @@ def repair(
             "--from",
             metavar="URL",
             help="A second store that may have what is damaged here: a copy, or any store that "
-            "holds the same tensors. It is only read.",
+            "holds the same tensors; or replica:NAME. It is only read.",
         ),
     ] = None,
     from_option: Annotated[
         list[str] | None,
         typer.Option(
-            "--from-option", metavar="KEY=VALUE", help="As --option, for the store of --from."
+            "--from-option",
+            metavar="KEY=VALUE",
+            help="As --option, for the store of --from. Repeatable.",
         ),
     ] = None,
     from_key: Annotated[

@@ -39,7 +39,9 @@ class Action(StrEnum):
 
 
 def replica(
-    action: Annotated[Action, typer.Argument(help="add NAME URL, ls, or rm NAME.")],
+    action: Annotated[
+        Action, typer.Argument(metavar="ACTION", help="add NAME URL, ls, or rm NAME.")
+    ],
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="What the replica is called.")
     ] = None,
@@ -60,9 +62,9 @@ def replica(
 ) -> None:
     """Name other stores that keep versions of this one: list them, add one, forget one.
 
-    Loads of what is not here any more turn to them; --to replica:NAME and jobs find them. The log
-    keeps name, place and id; never options, keys or credentials. A store of another id in the place
-    of one is refused. Nothing is copied and nothing is deleted.
+    Loads of what is not here any more turn to them, and replica:NAME stands wherever a command or a
+    job names a second store. The log keeps name, place and id; never options, keys or credentials.
+    A store of another id in the place of one is refused. Nothing is copied and nothing is deleted.
     """
     output = Output("replica", as_json=json, quiet=quiet)
     _check(action, name, url)

@@ -36,7 +36,11 @@ __all__ = ["replicate"]
 def replicate(
     to: Annotated[
         str,
-        typer.Option("--to", metavar="URL", help="The other store; is made if there is none."),
+        typer.Option(
+            "--to",
+            metavar="URL",
+            help="The other store, made if there is none; or replica:NAME.",
+        ),
     ],
     refs: Annotated[
         list[str] | None,
@@ -67,7 +71,11 @@ def replicate(
     ] = False,
     limit_rate: Annotated[
         str | None,
-        typer.Option("--limit-rate", metavar="SIZE", help="Bytes a second, such as 50MiB."),
+        typer.Option(
+            "--limit-rate",
+            metavar="SIZE",
+            help="Bytes a second, both directions together: 50MiB.",
+        ),
     ] = None,
     again: Annotated[
         bool,

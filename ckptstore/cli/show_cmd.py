@@ -13,7 +13,12 @@ import typer
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
-from ckptstore.cli.documents import state_marks, total_bytes, version_document
+from ckptstore.cli.documents import (
+    replica_names,
+    state_marks,
+    total_bytes,
+    version_document,
+)
 from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import find_version, opened
@@ -174,6 +179,8 @@ class _View:
         age = age_text(SYSTEM.now_ms() / 1000 - version.created_at.timestamp())
         head = self.catalog.head_id(version.run) == version.id
         tags = [*(["latest"] if head else []), *version.tags]
+        marks = state_marks(version, self.catalog.replicas)
+        held = replica_names(version, self.catalog.replicas)
         shown = [f"{v.run}@{v.step} {v.id[:8]}" for v in self.line[:_ANCESTORS_SHOWN]]
         if len(self.line) > _ANCESTORS_SHOWN:
             shown.append("...")
@@ -181,7 +188,8 @@ class _View:
             "id": version.id,
             "saved": f"{time_text(version.created_at, utc=self.utc)} ({age} ago)",
             "tags": " ".join(tags) or "-",
-            **({"state": ", ".join(marks)} if (marks := state_marks(version)) else {}),
+            **({"state": ", ".join(marks)} if marks else {}),
+            **({"replicas": ", ".join(held)} if held else {}),
             "continues": " <- ".join(shown) or "nothing: the first of its line",
             "content": version.content,
             "commit": str(version.commit),

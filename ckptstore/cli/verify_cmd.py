@@ -89,14 +89,16 @@ def verify(
         typer.Option(
             "--heal-from",
             metavar="URL",
-            help="If anything is damaged, bring it back from this store: a replica, a copy, or any "
-            "that holds the same tensors. Repeatable: the next is asked for what is still lost.",
+            help="If anything is damaged, bring it back from this store: replica:NAME, a copy, or "
+            "any that holds the same tensors. Repeatable: the next is asked for what stays lost.",
         ),
     ] = None,
     heal_option: Annotated[
         list[str] | None,
         typer.Option(
-            "--heal-option", metavar="KEY=VALUE", help="As --option, for the stores of --heal-from."
+            "--heal-option",
+            metavar="KEY=VALUE",
+            help="As --option, for the stores of --heal-from. Repeatable.",
         ),
     ] = None,
     heal_key: Annotated[

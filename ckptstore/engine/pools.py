@@ -195,7 +195,7 @@ class ForeignPool:
 
 def _unable(error: Exception) -> WorkerDiedError:
     msg = f"the workers cannot run tasks of ckptstore: {type(error).__name__}: {error}"
-    return WorkerDiedError(msg, hint="is the same ckptstore installed there?")
+    return WorkerDiedError(msg, hint="is the same version installed there, in the same Python?")
 
 
 def _broken(error: BrokenExecutor) -> WorkerDiedError:

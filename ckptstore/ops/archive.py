@@ -119,7 +119,9 @@ def cold_storage_of(repo: Repo) -> ColdStorage:
     cold = cold_storage(repo.backend)
     if cold is None:
         msg = f"the storage of {repo.url} has no storage classes"
-        raise InvalidInputError(msg, hint="S3 and GCS have; ckptstore replicate brings it there")
+        raise InvalidInputError(
+            msg, hint="S3 and GCS have; ckptstore replicate --to s3://BUCKET/PREFIX brings it there"
+        )
     return cold
 
 

@@ -191,7 +191,7 @@ class FallThrough:
                 return f"is it mounted? Where it is now: ckptstore replica add {name} URL"
         for tier, found in self.reasons:
             if not isinstance(found, VersionNotFoundError):
-                return found.hint or f"look at it: ckptstore show --store {tier.info.url}"
+                return found.hint or f"look at it: ckptstore verify --store {tier.info.url}"
         return error.hint
 
     # --- pieces ---------------------------------------------------------------------------------

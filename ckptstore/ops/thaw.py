@@ -6,6 +6,7 @@ A wait that was interrupted goes on with the next call, which asks for nothing t
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,6 +15,7 @@ from ckptstore.backends.cold import Access, ColdStorage, ObjectState, cold_stora
 from ckptstore.backends.storage_classes import class_named
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.selection import Selection, select
+from ckptstore.checkpoint.thawing import thaw_command
 from ckptstore.errors import (
     InvalidInputError,
     ObjectNotFoundError,
@@ -105,7 +107,7 @@ def thaw(repo: Repo, cache: Manifests, version: Version, request: ThawRequest) -
     _check(request)
     if version.level == "record":
         msg = f"only the record of {version.run}@{version.step} is kept"
-        raise VersionNotFoundError(msg, hint="bring it back: ckptstore replicate")
+        raise VersionNotFoundError(msg, hint=_elsewhere(repo, version))
     part = select(cache.load(version), request.selection, version=version.id)
     packs = sorted(Footprint.of(part).packs)
     cold = cold_storage(repo.backend)
@@ -265,6 +267,15 @@ class _Thawing:
     def _tally(self, packs: Sequence[str]) -> PackTally:
         size = sum(self.states[pack].size_bytes for pack in packs)
         return PackTally(count=len(packs), size_bytes=size)
+
+
+def _elsewhere(repo: Repo, version: Version) -> str:
+    """Return what to do about a version of which this store keeps the record alone."""
+    for replica in repo.catalog.replicas.values():
+        if replica.store in version.replicas:
+            return thaw_command(version.id, replica.url)
+    here = shlex.join(["ckptstore", "replicate", version.id[:12], "--to", repo.backend.url])
+    return f"bring it back from a store that has it: {here} --store URL"
 
 
 def _restoring(state: ObjectState) -> ObjectState:

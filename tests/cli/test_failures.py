@@ -61,6 +61,18 @@ def test_no_store_named(cli: Cli) -> None:
     )
 
 
+@pytest.mark.parametrize(("command", "choices"), [("key", "rotate"), ("replica", "add")])
+def test_a_command_without_its_action(cli: Cli, command: str, choices: str) -> None:
+    """One line that names what there is, and where the help is; no escapes."""
+    result = cli(command)
+    assert (result.code, result.out) == (2, "")
+    error, hint = result.err.splitlines()
+    assert "ACTION" in error
+    assert choices in error
+    assert "\\" not in error
+    assert hint == f"hint: see ckptstore {command} --help"
+
+
 def test_common_options_before_the_command(cli: Cli, tmp_path: Path) -> None:
     """They mean the same there; what is no common option, or no command, is refused as ever."""
     place = tmp_path / "s"

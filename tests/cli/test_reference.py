@@ -16,6 +16,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"
 _OPTION = r"(?<![\w'\x22-])--?[a-z][a-z0-9-]*"
 COMMON = {"--store", "-s", "--option", "-o", "--key", "--json", "--quiet", "-q", "--utc"}
 COMMON |= {"--help", "-h"}
+SECOND = {f"--{where}{what}" for where in ("to", "from", "heal") for what in ("-option", "-key")}
+"""Options of the second store of a command, after the option that names it."""
 
 
 def _sections() -> dict[str, str]:
@@ -63,9 +65,20 @@ def test_common_options_and_commands_are_described() -> None:
     assert re.findall(r"^\| \[`(\w+)`\]", intro, flags=re.MULTILINE) == list(COMMANDS)
     section = common.split("\n## ", 1)[0]
     root = _options(get_command(build_app()))
-    assert _documented(section) == COMMON | root
+    second = {"--to", "--from", "--heal-from", "--replica"} | SECOND
+    assert _documented(section) == COMMON | root | second
     assert "CKPTSTORE_URL" in section
     assert "CKPTSTORE_KEY" in section
+
+
+def test_options_of_a_second_store_go_together() -> None:
+    """A command that can be told storage options of a second store can be told its key, too."""
+    for name, command in get_command(build_app()).commands.items():  # type: ignore[attr-defined]
+        options = _options(command)
+        for where in ("to", "from", "heal"):
+            assert (f"--{where}-option" in options) is (f"--{where}-key" in options), name
+        own = {o for o in options - COMMON if o.endswith(("-option", "-key"))}
+        assert own <= SECOND | {"--new-key"}, name
 
 
 def test_exit_codes_are_described() -> None:

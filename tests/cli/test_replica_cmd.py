@@ -58,6 +58,39 @@ def test_evict_and_what_comes_after(cli: Cli, store_path: Path, tmp_path: Path) 
             assert store.load(f"gpt@{step}")
 
 
+def test_whoever_has_a_record_s_content_is_named(
+    cli: Cli, store_path: Path, tmp_path: Path
+) -> None:
+    """ls, show and log --graph name the replica, or its id once it has no name; thaw goes there."""
+    cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
+    cli("replicate", "--to", "replica:cold", "-s", store_path)
+    assert "cold" not in cli("ls", "-s", store_path).out  # of what is here nothing is unusual
+    assert cli("evict", "--replica", "cold", "gpt@200", "-s", store_path).code == 0
+    told = "record only; cold has it"
+    for words in (["ls"], ["show", "gpt@200"], ["log", "--graph"]):
+        assert cli(*words, "-s", store_path).out.count(told) == 1, words
+    (store,) = cli("show", "gpt@200", "--json", "-s", store_path).document["version"]["replicas"]
+    (named,) = cli("replica", "ls", "--json", "-s", store_path).document["replicas"]
+    assert named["store"] == store
+    thawed = cli("thaw", "gpt@200", "-s", store_path)
+    assert thawed.code == 3
+    hint = thawed.err.split("hint: ckptstore ")[1].split()
+    assert cli(*hint).code == 0
+    cli("replica", "rm", "cold", "-s", store_path)
+    assert f"record only; store {store[:8]} has it" in cli("ls", "-s", store_path).out
+    cli("rm", "gpt@300", "--keep", "record", "-s", store_path)
+    assert cli("thaw", "gpt@300", "-s", store_path).code == 3
+
+
+def test_a_fork_begins_in_a_replica(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """``fork --to replica:NAME`` writes there; a name that is none fails."""
+    cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
+    assert cli("fork", "gpt@200", "ft", "--to", "replica:tape", "-s", store_path).code == 3
+    assert cli("fork", "gpt@200", "ft", "--to", "replica:cold", "-s", store_path).code == 0
+    with ckptstore.open(tmp_path / "cold") as cold:
+        assert cold.load("ft")["epoch"] == 1
+
+
 def test_a_job_finds_its_target_by_name(cli: Cli, store_path: Path, tmp_path: Path) -> None:
     """``url = "replica:cold"``, with a dry run before; a name that is none fails."""
     cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
