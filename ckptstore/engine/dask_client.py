@@ -7,9 +7,11 @@ that live in memory, and listens on this machine only.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
@@ -19,16 +21,18 @@ from ckptstore.errors import MissingDependencyError, StorageError, WorkerDiedErr
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["DaskWorkers", "connected", "local_cluster"]
+__all__ = ["DaskWorkers", "LocalWorkers", "connected", "local_cluster"]
 
 
 class DaskWorkers:
     """The workers behind a client of a scheduler; owned by one thread."""
 
-    def __init__(self, client: Client, where: str, *, one_machine: bool = False) -> None:
+    def __init__(self, client: Client | None, where: str) -> None:
         self._client: Any = client  # its methods have no types
         self._where = where
-        self.one_machine = one_machine
+
+    one_machine = False
+    """All its workers are known to be on this machine."""
 
     def submit(self, data: bytes) -> Future[bytes]:
         """Have a call run by some worker.
@@ -38,7 +42,7 @@ class DaskWorkers:
         dropped it.
         Not by the client's own executor, whose futures never end when an answer is lost.
         """
-        theirs: Any = self._client.submit(run_packed, data, pure=False)
+        theirs: Any = self._connected().submit(run_packed, data, pure=False)
         ours: Future[bytes] = Future()
 
         def deliver(done: Any) -> None:  # noqa: ANN401 - a future of Dask
@@ -69,11 +73,43 @@ class DaskWorkers:
             The scheduler is gone.
         """
         try:
-            found = self._client.nthreads()
+            found = self._connected().nthreads()
         except Exception as error:
             msg = f"the Dask scheduler {self._where} does not answer any more: {error}"
             raise WorkerDiedError(msg, hint=_HINT_AGAIN) from error
         return [int(count) for count in found.values()]
+
+    def _connected(self) -> Any:  # noqa: ANN401 - a client
+        return self._client
+
+
+class LocalWorkers(DaskWorkers):
+    """Those of a scheduler of this machine, which is made when the first task comes.
+
+    That takes seconds, and where nothing is to be done there is no task.
+    """
+
+    one_machine = True
+
+    def __init__(self, start: Callable[[], Client], workers: int) -> None:
+        super().__init__(None, "of this machine")
+        self._start = start
+        self._workers = workers
+
+    def threads(self) -> list[int]:
+        """Return how many tasks each worker runs at once, or will.
+
+        Raises
+        ------
+        WorkerDiedError
+            The scheduler is gone.
+        """
+        return [1] * self._workers if self._client is None else super().threads()
+
+    def _connected(self) -> Any:  # noqa: ANN401 - a client
+        if self._client is None:
+            self._client = self._start()
+        return self._client
 
 
 _HINT_AGAIN = "what was done stays done: run it again once there are workers"
@@ -111,12 +147,26 @@ def connected(address: str) -> Iterator[DaskWorkers]:
 
 @contextmanager
 def local_cluster(workers: int) -> Iterator[DaskWorkers]:
-    """Make a scheduler and worker processes on this machine for the length of a block.
+    """Have a scheduler and worker processes on this machine for the length of a block.
+
+    They are started by the first task, which fails with StorageError if they cannot be.
 
     Raises
     ------
     MissingDependencyError
         Dask is not installed.
+    """
+    if find_spec("distributed") is None:
+        raise _not_installed("distributed")
+    with ExitStack() as stack:
+        yield LocalWorkers(partial(_start_local, workers, stack), workers)
+
+
+def _start_local(workers: int, stack: ExitStack) -> Client:
+    """Start a scheduler and workers, which the stack ends, and return a client of it.
+
+    Raises
+    ------
     StorageError
         They cannot be started.
     """
@@ -135,16 +185,16 @@ def local_cluster(workers: int) -> Iterator[DaskWorkers]:
     except (OSError, RuntimeError, ImportError) as error:
         msg = f"Dask cannot start workers on this machine: {error}"
         raise StorageError(msg, hint="use the engine processes") from error
-    with _closing(cluster):
-        try:
-            client = distributed.Client(
-                cluster, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False
-            )
-        except (OSError, RuntimeError) as error:
-            msg = f"the Dask scheduler of this machine does not answer: {error}"
-            raise StorageError(msg, hint="use the engine processes") from error
-        with _closing(client):
-            yield DaskWorkers(client, "of this machine", one_machine=True)
+    stack.enter_context(_closing(cluster))
+    try:
+        client: Client = distributed.Client(
+            cluster, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False
+        )
+    except (OSError, RuntimeError) as error:
+        msg = f"the Dask scheduler of this machine does not answer: {error}"
+        raise StorageError(msg, hint="use the engine processes") from error
+    stack.enter_context(_closing(client))
+    return client
 
 
 @contextmanager
@@ -161,6 +211,10 @@ def _distributed() -> Any:  # noqa: ANN401 - a module
     try:
         import distributed
     except ImportError as error:
-        msg = f"Dask is not installed ({error.name})"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[dask]'") from error
+        raise _not_installed(error.name) from error
     return distributed
+
+
+def _not_installed(name: str | None) -> MissingDependencyError:
+    msg = f"Dask is not installed ({name})"
+    return MissingDependencyError(msg, hint="pip install 'ckptstore[dask]'")

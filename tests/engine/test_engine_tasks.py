@@ -202,6 +202,22 @@ def test_without_dask_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
             pass
 
 
+def test_where_nothing_is_to_do_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler of dask:local is made for the first task; one that cannot be is an error."""
+    distributed = pytest.importorskip("distributed")
+
+    def refuse(**_: object) -> None:
+        msg = "no room"
+        raise OSError(msg)
+
+    monkeypatch.setattr(distributed, "LocalCluster", refuse)
+    with open_engine("dask:local", workers=2) as engine:
+        assert (engine.workers, engine.sharing, engine.in_process) == (2, 2, False)
+        assert list(engine.map(tasks.square, [])) == []
+        with pytest.raises(StorageError, match="no room"):
+            list(engine.map(tasks.square, [2]))
+
+
 def test_what_is_no_engine_is_refused() -> None:
     """Texts that name none, other things, and no workers at all."""
     for right in ("threads", "processes", "dask:local", "dask://h:8786", "tls://10.0.0.1:8786"):
