@@ -183,7 +183,8 @@ class FallThrough:
         for tier, found in self.reasons:
             if isinstance(found, EncryptionKeyError):
                 options = {tier.info.name: {"encryption_key": "file:PATH"}}
-                return f"give its key: ckptstore.open(..., replicas={options})"
+                there = f"on the command line go there: --store {tier.info.url} --key SPEC"
+                return f"give its key: ckptstore.open(..., replicas={options}); {there}"
             if isinstance(found, TransientStorageError):
                 return f"try again when {tier.info.url} answers"
             if isinstance(found, StoreNotFoundError):
@@ -321,14 +322,17 @@ class _Split:
         with ThreadPoolExecutor(1, "ckptstore-replica") as pool:
             there = pool.submit(from_replicas, away, share) if away else None
             try:
-                read_pieces(
-                    near,
-                    [new for new, _ in mapped],
-                    backend=backend,
-                    options=share,
-                    progress=meter.part(),
-                    on_failure=lambda want, _: failed.append(back[id(want)]),
-                )
+                try:
+                    read_pieces(
+                        near,
+                        [new for new, _ in mapped],
+                        backend=backend,
+                        options=share,
+                        progress=meter.part(),
+                        on_failure=lambda want, _: failed.append(back[id(want)]),
+                    )
+                except ColdObjectError:  # here, and maybe not there
+                    failed[:] = [old for _, old in mapped]
                 if there is not None:
                     there.result()
             except BaseException:  # the other ends after its piece

@@ -13,7 +13,13 @@ from typing import TypeVar
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import CorruptObjectError, IntegrityError, VersionNotFoundError
+from ckptstore.checkpoint.thawing import thaw_command
+from ckptstore.errors import (
+    ColdObjectError,
+    CorruptObjectError,
+    IntegrityError,
+    VersionNotFoundError,
+)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import Version
 from ckptstore.ops.survey import Survey
@@ -53,6 +59,8 @@ def latest_valid(
         There is no such run, or it has no version that could be loaded.
     CorruptObjectError
         None is sound; the message has the whole list. Or the log is damaged.
+    ColdObjectError
+        The newest that may be sound lies in an archive class: whether it is cannot be known.
     StorageError
         The storage failed.
     """
@@ -65,6 +73,9 @@ def latest_valid(
         if touching:
             more = f" (and {len(touching) - 1} more)" if len(touching) > 1 else ""
             raise CorruptObjectError(touching[0].message + more)
+        if version.id in survey.cold_versions:
+            msg = f"{version.run}@{version.step} lies in an archive class: it cannot be checked"
+            raise ColdObjectError(msg, hint=thaw_command(version.id, repo.url))
         return version
 
     skipped: list[Skipped] = []

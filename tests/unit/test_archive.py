@@ -373,6 +373,17 @@ def test_what_is_cold_is_not_called_damaged(store: Store, shelf: Shelf) -> None:
     assert (thawed.cold_packs_count, len(thawed.recorded)) == (0, 1)
 
 
+def test_what_is_cold_is_not_called_sound(store: Store) -> None:
+    """Nothing is taken for the newest sound version of which nobody has read the bytes."""
+    _three(store)
+    store.archive(["gpt@3"], storage_class="GLACIER")
+    with pytest.raises(ColdObjectError, match="cannot be checked") as caught:
+        store.run("gpt").latest_valid()
+    assert "ckptstore thaw" in caught.value.hint
+    store.thaw("gpt@3", wait=True)
+    assert store.run("gpt").latest_valid().version.step == 3
+
+
 def test_collections_leave_cold_packs_alone(store: Store, shelf: Shelf) -> None:
     """What is dead is deleted, cold or not; what is half dead and cold is not read."""
     run = store.run("gpt")

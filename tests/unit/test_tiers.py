@@ -262,6 +262,24 @@ def test_chunks_that_are_still_here_are_read_here(tmp_path: Path) -> None:
         assert [step.done for step in seen] == sorted(step.done for step in seen)
 
 
+def test_chunks_that_are_cold_here_are_read_there(tmp_path: Path) -> None:
+    """That a chunk of an evicted version lies in an archive class here stops no load from there."""
+    cold = ckptstore.Store(create_on(MemoryBackend(f"tiers/{tmp_path}/there")))
+    asleep = Fault(
+        calls=frozenset({"read_into"}), at=0, times=0, error=lambda: ColdObjectError("in GLACIER")
+    )
+    here = FaultyBackend(MemoryBackend(f"tiers/{tmp_path}/here"), asleep)
+    with ckptstore.Store(create_on(here), replicas={"cold": cold}) as hot:
+        for step in STEPS:
+            hot.run("gpt").save(state_of(step), step=step)
+        _name(hot, "cold", cold)
+        hot.replicate(cold)
+        hot.age(["gpt@2"], "record")
+        asleep.at = 1
+        assert_same(hot.load("gpt@2"), 2)
+        assert asleep.hits
+
+
 def _name(hot: ckptstore.Store, name: str, other: ckptstore.Store) -> None:
     """Name a replica that is open already, where nothing can be opened by its location."""
     from ckptstore.catalog.tier_changes import name_replica
@@ -527,6 +545,22 @@ def test_eviction_looks_at_the_objects_and_not_at_its_memory(
     hot.gc(**ZERO)
     for step in STEPS:
         assert_same(hot.load(f"gpt@{step}"), step)
+
+
+def test_eviction_takes_no_other_state_for_the_one_that_is_here(
+    hot: ckptstore.Store, tmp_path: Path
+) -> None:
+    """Rounded here and kept exactly there, but not whole: a load could not fall through to that."""
+    hot.age(["gpt@1", "gpt@2"], "weights-bf16")
+    with ckptstore.open(tmp_path / "cold") as cold:
+        cold.age(["gpt@1"], "weights")
+    report = hot.evict(["gpt@1", "gpt@2"], replica="cold")
+    assert [one.step for one in report.evicted] == [2]
+    hot.gc(**ZERO)
+    assert torch.equal(
+        hot.load("gpt@1")["model"]["w"], state_of(1)["model"]["w"].bfloat16().float()
+    )
+    assert_same(hot.load("gpt@2"), 2)
 
 
 def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None:
