@@ -114,4 +114,8 @@ def read_manifest(backend: Backend, version: Version) -> Manifest:
 def _check_kept(version: Version) -> None:
     if version.level == "record":
         msg = f"only the record of {version.run}@{version.step} (#{version.id[:8]}) is kept"
-        raise VersionNotFoundError(msg, hint="its metrics and lineage are; its tensors are not")
+        hint = "its metrics and lineage are; its tensors are not"
+        if version.replicas:
+            who = f"ckptstore show {version.id[:12]}"
+            hint = f"another store has it, {who} says which: go there, or load it with refill=True"
+        raise VersionNotFoundError(msg, hint=hint)
