@@ -63,7 +63,10 @@ __all__ = [
 
 T = TypeVar("T")
 
-HINT_REDUCED: Final = "undelete brings back versions that were deleted whole"
+HINT_REDUCED: Final = (
+    "undelete brings back versions that were deleted whole; what a replica has, a load with "
+    "refill=True does"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -180,7 +180,10 @@ class _View:
         head = self.catalog.head_id(version.run) == version.id
         tags = [*(["latest"] if head else []), *version.tags]
         marks = state_marks(version, self.catalog.replicas)
-        held = replica_names(version, self.catalog.replicas)
+        held = [
+            f"{name} at {named.url}" if (named := self.catalog.replicas.get(name)) else name
+            for name in replica_names(version, self.catalog.replicas)
+        ]
         shown = [f"{v.run}@{v.step} {v.id[:8]}" for v in self.line[:_ANCESTORS_SHOWN]]
         if len(self.line) > _ANCESTORS_SHOWN:
             shown.append("...")

@@ -46,7 +46,10 @@ def rollback(repo: Repo, run: str, version: str, *, reason: str = "") -> Rolled:
         target = catalog.version(version)
         if target.level == "record":
             msg = f"only the record of {target.run}@{target.step} (#{target.id[:8]}) is kept"
-            raise VersionNotFoundError(msg, hint="go back to a version that can be loaded")
+            hint = "go back to a version that can be loaded"
+            if target.replicas:
+                hint = "another store has it: bring it back first, load it with refill=True"
+            raise VersionNotFoundError(msg, hint=hint)
         seen[:] = [catalog]
         return lifecycle_changes.rollback(catalog, run=run, version=version, reason=reason)
 

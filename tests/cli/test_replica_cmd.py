@@ -61,7 +61,7 @@ def test_evict_and_what_comes_after(cli: Cli, store_path: Path, tmp_path: Path) 
 def test_whoever_has_a_record_s_content_is_named(
     cli: Cli, store_path: Path, tmp_path: Path
 ) -> None:
-    """ls, show and log --graph name the replica, or its id once it has no name; thaw goes there."""
+    """ls, show and log --graph name the replica, or its id once it has no name; errors go there."""
     cli("replica", "add", "cold", tmp_path / "cold", "--create", "-s", store_path)
     cli("replicate", "--to", "replica:cold", "-s", store_path)
     assert "cold" not in cli("ls", "-s", store_path).out  # of what is here nothing is unusual
@@ -72,6 +72,10 @@ def test_whoever_has_a_record_s_content_is_named(
     (store,) = cli("show", "gpt@200", "--json", "-s", store_path).document["version"]["replicas"]
     (named,) = cli("replica", "ls", "--json", "-s", store_path).document["replicas"]
     assert named["store"] == store
+    assert f"cold at {tmp_path / 'cold'}" in cli("show", "gpt@200", "-s", store_path).out
+    for words in (["diff", "gpt@200", "gpt"], ["fork", "gpt@200", "ft"], ["rollback", "gpt@200"]):
+        refused = cli(*words, "-s", store_path)
+        assert (refused.code, "another store has it" in refused.err) == (3, True), words
     thawed = cli("thaw", "gpt@200", "-s", store_path)
     assert thawed.code == 3
     hint = thawed.err.split("hint: ckptstore ")[1].split()
