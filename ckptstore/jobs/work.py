@@ -15,9 +15,6 @@ from functools import partial
 from typing import Any
 
 from ckptstore import limits
-from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle import LEVELS
-from ckptstore.catalog.replica_changes import had_content
 from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError
@@ -25,6 +22,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.classes import archive_target
 from ckptstore.jobs.config import Archive, Job
 from ckptstore.jobs.costs import estimate_of
+from ckptstore.jobs.held import has, is_settled, rests_on
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
 from ckptstore.model import Version
 from ckptstore.ops.evict import evict
@@ -281,12 +279,18 @@ class _Run:
     def _retain_source(self) -> Mapping[str, Any]:
         """Thin out the source, but for what is selected and not in the target.
 
-        That may be too young for the selection, or have been saved since it was made.
+        That may be too young for the selection, or have been saved since it was made; or the
+        target has let it go because it is here.
         """
         catalog = self.source.repo.refresh()
         there = self.target.repo.refresh()
         free = {version.id for version in catalog.versions()}
-        missing = {version.id for version in self.selected() if not _has(there, version)}
+        here = self.source.info.store_id
+        missing = {
+            version.id
+            for version in self.selected()
+            if not has(there, version) or rests_on(there, version, here)
+        }
         if self.dry_run and self.replicated is not None:
             missing.difference_update(self.replicated.copied)
         free -= missing
@@ -371,8 +375,8 @@ class _Run:
         there = self.target.repo.refresh()
         late = []
         for version in self.chosen(self.selected(), older_s=self.age(after)):
-            has = there.has_version(version.id) and there.version(version.id)
-            if not has or not (_is_settled(has) or (has.level != "record" and not has.damaged)):
+            one = there.has_version(version.id) and there.version(version.id)
+            if not one or not (is_settled(one) or (one.level != "record" and not one.damaged)):
                 age = self.now_s - version.created_at.timestamp()
                 late.append(
                     Overdue(version=version.id, run=version.run, step=version.step, age_s=age)
@@ -383,17 +387,3 @@ class _Run:
         """Return requests and costs of the copies; empty without a table of prices."""
         part = max(_PART_BYTES_MIN, self.target.repo.backend.capabilities.part_bytes)
         return estimate_of(self.job, self.replicated, part_bytes=part)
-
-
-def _has(there: Catalog, version: Version) -> bool:
-    """Return whether a store has as much of a version; or had, and let it go itself."""
-    if not there.has_version(version.id):
-        return False
-    found = there.version(version.id)
-    at_least = LEVELS.index(found.level) >= LEVELS.index(version.level)
-    return _is_settled(found) or (at_least and not found.damaged)
-
-
-def _is_settled(there: Version) -> bool:
-    """Return whether a store has deleted a version itself, or reduced it to its record."""
-    return there.deleted or (there.level == "record" and had_content(there))

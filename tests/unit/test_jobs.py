@@ -314,3 +314,24 @@ def test_retention_of_the_source_waits_for_the_copy(tmp_path: Path, reading: Rea
     with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
         assert [v.step for v in hot.versions()] == [3]
         assert [v.step for v in cold.versions() if v.level == "full"] == [2, 3]
+
+
+def test_what_the_target_let_go_since_it_is_here_stays_here(
+    tmp_path: Path, reading: Reading
+) -> None:
+    """Two stores that trust each other: no rule of one takes the copy that the other counts on."""
+    _train(tmp_path, 1, 2, 3)
+    job = reading('[retain]\nsource = { full = "last 1" }\n')
+    with ckptstore.open(tmp_path / "hot") as hot:
+        hot.replicate(tmp_path / "cold")
+    with ckptstore.open(tmp_path / "cold") as cold:
+        cold.add_replica("hot", tmp_path / "hot")
+        cold.replicate("replica:hot")
+        cold.age(["gpt@1"], "record")
+        cold.age(["gpt@2"], "weights")
+        assert [one.step for one in cold.evict(["gpt@2"], replica="hot").evicted] == [2]
+        cold.gc(grace_s=0.0, orphan_age_s=0.0)
+    assert run_job(job).ok
+    with ckptstore.open(tmp_path / "hot") as hot, ckptstore.open(tmp_path / "cold") as cold:
+        assert [v.step for v in hot.versions() if v.level == "full"] == [1, 2, 3]
+        assert torch.equal(cold.load("gpt@2")["model"]["w"], torch.full((40_000,), 2.0))
