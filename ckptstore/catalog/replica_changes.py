@@ -27,6 +27,7 @@ from ckptstore.model import RoleBytes, Version
 
 __all__ = [
     "CHECKED_KEY",
+    "UNCHECKED_KEY",
     "Arrival",
     "arrive",
     "check_line",
@@ -42,6 +43,8 @@ __all__ = [
 
 CHECKED_KEY: Final = "read_back_s"
 """In the receipt of a version that came: how long it took to read it back, before it was shown."""
+UNCHECKED_KEY: Final = "not_read_back"
+"""In the receipt of a version that came, or came back to where it was saved, without that."""
 # Operations of one commit that brings records, or metrics and tags. Source: as for relocations.
 _OPS_PER_COMMIT: Final = 256
 # Their bytes: half of what a commit may have, since the last may be as large as a save of its own.
@@ -190,7 +193,8 @@ def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: b
     level, encoding = parts_of_level("record" if arrival is None else version.level)
     roles = version.roles if arrival is None else arrival.roles
     # Only of the store that it was read back in does a receipt say so.
-    receipt = {key: value for key, value in version.receipt.items() if key != CHECKED_KEY}
+    about_another = (CHECKED_KEY, UNCHECKED_KEY)
+    receipt = {key: value for key, value in version.receipt.items() if key not in about_another}
     if arrival is not None:
         receipt.update(arrival.receipt)
     return Replicate(

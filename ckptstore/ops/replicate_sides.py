@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.throttled import ThrottledBackend
-from ckptstore.catalog.replica_changes import CHECKED_KEY
+from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.engine.engine import Engine
 from ckptstore.model import Version
@@ -140,5 +140,10 @@ class Near:
 
 
 def read_back(version: Version) -> bool:
-    """Return whether a store has saved a version itself, or has read back all that came of it."""
+    """Return whether a store has saved a version itself, or has read back all that came of it.
+
+    What was saved here, let go, and came back unchecked, is as unsure as what came from elsewhere.
+    """
+    if UNCHECKED_KEY in version.receipt:
+        return False
     return not version.origin or CHECKED_KEY in version.receipt

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ckptstore import limits
 from ckptstore.catalog import replica_changes
-from ckptstore.catalog.replica_changes import CHECKED_KEY, Arrival
+from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY, Arrival
 from ckptstore.checkpoint.content import content_digest, read_content
 from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.errors import (
@@ -146,13 +146,14 @@ def _land(
             without=without,
             progress=progress,
         )
+    unread = replace(landed, receipt={**landed.receipt, UNCHECKED_KEY: 1.0})
     if not sides.request.check:
-        return landed
+        return unread
     began = sides.target.environment.monotonic()
     try:
         _read_back(sides, landed)
     except ColdObjectError:  # it refers to what is cold there: it came, and does not count as read
-        return landed
+        return unread
     seconds = sides.target.environment.monotonic() - began
     return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
 

@@ -19,6 +19,7 @@ from ckptstore.errors import CkptStoreError, ConflictError, InvalidInputError, R
 from ckptstore.limits import KIB
 from ckptstore.model import Version
 from ckptstore.ops import replicate_version as module
+from ckptstore.ops.evict import evict
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
@@ -451,6 +452,29 @@ def test_that_it_was_read_back_is_said_of_one_store(backends: Backends) -> None:
     second.replicate(third)
     assert second.versions()[0].replicas == ()
     assert "read_back_s" not in third.versions()[0].receipt
+
+
+def test_what_came_back_unchecked_is_not_relied_on(backends: Backends) -> None:
+    """A store that saved a version itself, and has it back unread, is not trusted with it alone."""
+    first, second = _store(backends()), _store(backends())
+    for step in (1, 2):
+        first.run("gpt").save(_state(step), step=step)
+    first.replicate(second)
+    second.replicate(first)  # notes that the first has both
+    first.age(["gpt@1"], "record")
+    first.gc(**ZERO)
+    second.replicate(first, ["gpt@1"], check=False)
+    assert first.versions()[0].level == "full"
+
+    def let_go() -> list[int]:
+        old = second.versions()[:1]
+        done = evict(second.repo, second._manifests, first.repo, old, missing=lambda _: set())
+        return [version.step for version in done.evicted]
+
+    assert let_go() == []
+    first.age(["gpt@1"], "record")
+    second.replicate(first, ["gpt@1"])
+    assert let_go() == [1]
 
 
 def test_what_was_not_read_back_is_not_relied_on(backends: Backends) -> None:
