@@ -19,8 +19,9 @@ from ckptstore.cli.options import (
     ToOptions,
     parse_storage_options,
 )
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
+from ckptstore.cli.text import count_text
 from ckptstore.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -122,8 +123,18 @@ def _list(output: Output, store: Store) -> None:
     def draw(screen: Screen) -> None:
         if not rows:
             screen.line("no replica has a name; ckptstore replica add NAME URL")
+            return
+        columns = (
+            Column(title="NAME", wrap=False),
+            Column(title="URL"),
+            Column(title="STORE", wrap=False),
+            Column(title="VERSIONS", right=True),
+            Column(title="MISSING", right=True),
+        )
+        cells = []
         for one in rows:
-            has = f"{counts[one.store]} versions noted, {lacking[one.store]} missing"
-            screen.line(f"{one.name}  {one.url}  {one.store[:8]}  {has}")
+            numbers = (count_text(counts[one.store]), count_text(lacking[one.store]))
+            cells.append((one.name, one.url, one.store[:8], *numbers))
+        screen.table(columns, cells)
 
     output.show(document, draw)

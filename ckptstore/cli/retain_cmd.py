@@ -76,7 +76,7 @@ def retain(
         bool, typer.Option("--apply", help="Do it. Without, nothing changes.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing, which is so without it, too.")
+        bool, typer.Option("--dry-run", "-n", help="Change nothing, which is so without it, too.")
     ] = False,
     quick: Annotated[
         bool,

@@ -70,7 +70,7 @@ def rm(
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be deleted.")
+        bool, typer.Option("--dry-run", "-n", help="Only say what would be deleted.")
     ] = False,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Why, for people who read the log.")
