@@ -34,7 +34,10 @@ def evict(
         str,
         typer.Option("--replica", metavar="NAME", help="The replica that must have them."),
     ],
-    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...", help="Versions.")] = None,
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REF]...", help="Versions; or give --run, --keep."),
+    ] = None,
     run: Annotated[
         list[str] | None,
         typer.Option("--run", metavar="RUN", help="All versions of this run. Repeatable."),
@@ -63,7 +66,8 @@ def evict(
     """Keep but the record of versions that a replica has; loads then read them there.
 
     Only of what the replica has now, read back, and is seen to hold; never of what is tagged or
-    pinned, nor the head of a run. The next collection frees the space.
+    pinned, nor the head of a run. The next ckptstore gc frees the space. Exits with 5 if the
+    replica let a version go at the same moment and it could not be taken back.
     """
     output = Output("evict", as_json=json, quiet=quiet)
     options: dict[str, Any] = {**parse_storage_options(to_option or ()), "encryption_key": to_key}

@@ -25,7 +25,7 @@ EXIT_CODES: dict[int, str] = {
     errors.IntegrityError.exit_code: "stored bytes are damaged (verify: any damage was found)",
     errors.FormatError.exit_code: "not a format that this version reads",
     errors.PolicyError.exit_code: "refused on purpose; the hint says what would allow it",
-    errors.StorageError.exit_code: "the storage failed, or refused the credentials",
+    errors.StorageError.exit_code: "the storage failed, refused the credentials, or must thaw it",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C; nothing became visible",
     EXIT_PIPE: "the reader of the output went away",
 }

@@ -100,7 +100,8 @@ def replicate(
 
     Only chunks that the other store does not have travel, and each is read back there. Run it again
     to finish what was interrupted, or to bring what is new. Nothing is deleted on either side.
-    Exits with 5 if a version could not be copied since it is damaged; the others are.
+    Exits with 5 if a version could not be copied since it is damaged, with 8 if since it must be
+    thawed first; the others are.
     """
     output = Output("replicate", as_json=json, quiet=quiet)
     rate = 0.0 if limit_rate is None else float(parse_bytes(limit_rate))

@@ -65,7 +65,7 @@ def thaw(
     """Ask the storage to make readable what a version needs, and say how far that is.
 
     Only the packs that hold what is asked for. Nothing is asked for twice: run it again to look how
-    far it is, or, with --wait, to go on waiting.
+    far it is, or, with --wait, to go on waiting. Exits with 0 whether or not it can be read yet.
     """
     from ckptstore.catalog.rules import parse_duration
 
