@@ -240,7 +240,7 @@ def open_repo(
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
-    user_key = read_key(key) if key else None
+    user_key = None if key is None else read_key(key)
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
         if create:
@@ -268,7 +268,7 @@ def create_repo(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Repo:
     """Create a store at a location that has none; raises as :func:`create_on`."""
-    user_key = read_key(key) if key else None
+    user_key = None if key is None else read_key(key)
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
         return create_on(

@@ -131,7 +131,8 @@ def _target(
             yield other
         return
     name = url.removeprefix(PREFIX)
-    own = {**parse_storage_options(options or ()), **({"encryption_key": key} if key else {})}
+    secret = {} if key is None else {"encryption_key": key}
+    own = {**parse_storage_options(options or ()), **secret}
     here.give_options(name, {**own, "read_only": False, "single_writer": single_writer})
     with vouching():
         yield here.replica(name)

@@ -94,7 +94,8 @@ def opened_for(
             yield other
         return
     name = url.removeprefix(PREFIX)
-    given = {**parse_storage_options(options or ()), **({"encryption_key": key} if key else {})}
+    secret = {} if key is None else {"encryption_key": key}
+    given = {**parse_storage_options(options or ()), **secret}
     if given:
         store.give_options(name, given)
     yield store.replica(name)

@@ -65,7 +65,7 @@ def mend_superblock(
     """
     from ckptstore.ops import mend_superblock as ops
 
-    user_key = read_key(encryption_key) if encryption_key else None
+    user_key = None if encryption_key is None else read_key(encryption_key)
     backend = open_backend(url, environment=SYSTEM, **storage_options)
     try:
         return ops.mend_superblock(

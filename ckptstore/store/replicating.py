@@ -195,7 +195,7 @@ def open_target(
         try:
             store = open_store(
                 url,
-                create=not dry_run and not (secret and not encryption_key),
+                create=not dry_run and not (secret and encryption_key is None),
                 read_only=dry_run,
                 chunk_bytes=chunk_bytes,
                 single_writer=single_writer,
@@ -203,7 +203,7 @@ def open_target(
                 **storage_options,
             )
         except StoreNotFoundError as error:
-            if secret and not encryption_key:
+            if secret and encryption_key is None:
                 msg = f"{error.message}, and what is to come is encrypted where it is"
                 hint = (
                     "give the new store a key: to_key=, --to-key, key in a job's file; or make one "

@@ -19,6 +19,7 @@ from ckptstore import limits
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.sealing import DataKey
+from ckptstore.cli.main import run as run_program
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -30,6 +31,7 @@ from ckptstore.format.encryption import decode_key_record, encode_key_record
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES
 from ckptstore.format.superblock import decode_superblock, encode_superblock
+from ckptstore.repo import create_repo
 
 SEGMENT = 4096
 STEP = SEGMENT + TAG_BYTES
@@ -336,3 +338,22 @@ def test_records_of_keys_are_hostile_input(fields: dict[str, object], raw: bytes
     for data in (raw, encode_envelope(raw), encode_envelope(json.dumps(fields).encode())):
         with pytest.raises(CkptStoreError):
             decode_key_record(data, where="keys/1")
+
+
+@pytest.mark.parametrize("empty", [pytest.param("", id="text"), pytest.param(b"", id="bytes")])
+def test_an_empty_key_is_not_none(empty: str | bytes, place: Path, tmp_path: Path) -> None:
+    """Who gives a key that turns out to be empty never gets a store without encryption."""
+    with pytest.raises(EncryptionKeyError):
+        ckptstore.open(tmp_path / "new", create=True, encryption_key=empty)
+    with pytest.raises(EncryptionKeyError):
+        create_repo(str(tmp_path / "new"), key=empty)
+    assert not any(tmp_path.glob("new/*"))
+    with ckptstore.open(tmp_path / "plain", create=True) as store:
+        with pytest.raises(EncryptionKeyError):
+            store.replicate(tmp_path / "new", to_key=empty)
+        with pytest.raises(EncryptionKeyError):
+            store.add_replica("cold", tmp_path / "new", create=True, encryption_key=empty)
+    with pytest.raises(EncryptionKeyError):
+        ckptstore.mend_superblock(place, encryption_key=empty)
+    assert run_program(["init", str(tmp_path / "new"), "--key", ""]) == 2
+    assert not any(tmp_path.glob("new/*"))
