@@ -21,6 +21,7 @@ from itertools import islice
 from ckptstore import limits
 from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.replica_changes import had_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
 from ckptstore.events import Events, SaveEvent
@@ -297,8 +298,8 @@ class WriteBack:
             raise
 
     def _opened(self) -> Repo:
-        found = self._open_replica()
-        there = beside(found, stoppable=True)
+        there = beside(self._open_replica(), stoppable=True)
+        there.refresh()
         with self._changed:
             if self._stopped:
                 msg = "the write-back was stopped"
@@ -317,13 +318,11 @@ class WriteBack:
                 if not catalog.has_version(one):
                     continue
                 now = catalog.version(one)
-                if now.deleted or now.level == "record" or self.replica.store in now.replicas:
+                if now.deleted or now.level == "record" or self._has(now):
                     self._mine.pop(one, None)
             self._changed.notify_all()
         if closing:
             missing = [version for version in missing if version.id in mine]
-        if not missing:
-            return []
         return missing[: 1 if fresh else limits.WRITE_BACK_BATCH]
 
     def _missing(self, catalog: Catalog, *, everything: bool) -> Iterator[Version]:
@@ -342,8 +341,16 @@ class WriteBack:
         yield from sorted(found, key=lambda version: version.commit, reverse=True)
 
     def _lacks(self, version: Version) -> bool:
-        there = self.replica.store in version.replicas or version.id in self._unable
-        return not (there or version.deleted or version.damaged or version.level == "record")
+        if version.deleted or version.damaged or version.level == "record":
+            return False
+        return version.id not in self._unable and not self._has(version)
+
+    def _has(self, version: Version) -> bool:
+        """Return whether the replica is noted to have a version, and, restored maybe, knows it."""
+        if self.replica.store not in version.replicas or self._there is None:
+            return self.replica.store in version.replicas
+        there = self._there.catalog
+        return there.has_version(version.id) and had_content(there.version(version.id))
 
     def _settle(self, batch: Sequence[Version], failures: dict[str, str]) -> None:
         """Note what became of some versions, and tell."""
@@ -352,7 +359,7 @@ class WriteBack:
         with self._changed:
             for version in batch:
                 now = catalog.version(version.id)
-                if self.replica.store in now.replicas:
+                if self._has(now):
                     done.append(now)
                 elif not (now.deleted or now.level == "record"):
                     why = failures.get(version.id, "it is there already, or was taken away there")

@@ -272,6 +272,37 @@ def test_another_store_in_the_place_of_an_open_replica(
         assert not list(tmp_path.glob("cold/commits/**/*.json"))
 
 
+def test_a_replica_that_was_restored_from_a_backup_is_caught_up_with(tmp_path: Path) -> None:
+    """What it is noted to have, and does not know, comes again; what it has deleted does not."""
+    with ckptstore.open(tmp_path / "hot", create=True) as hot:
+        hot.add_replica("cold", tmp_path / "cold", create=True)
+        run = hot.run("gpt", write_back="cold")
+        for step in (1, 2, 3, 4):
+            run.save(state_of(step), step=step)
+            hot.wait_replicated(f"gpt@{step}", _PATIENCE_S)
+            if step == 2:
+                with ckptstore.open(tmp_path / "cold") as cold:
+                    cold.remove(["gpt@1"])
+                shutil.copytree(tmp_path / "cold", tmp_path / "backup")
+    shutil.rmtree(tmp_path / "cold")
+    (tmp_path / "backup").rename(tmp_path / "cold")
+    came: set[int] = set()
+    whole = threading.Event()
+
+    def hear(event: SaveEvent) -> None:
+        came.add(event.step)
+        if came >= {3, 4}:
+            whole.set()
+
+    with ckptstore.open(tmp_path / "hot") as hot:
+        hot.observe(hear)
+        hot.write_back("cold")
+        assert whole.wait(_PATIENCE_S)
+    assert came == {3, 4}
+    with ckptstore.open(tmp_path / "cold") as cold:
+        assert {version.step for version in cold.versions()} == {2, 3, 4}
+
+
 def test_versions_that_are_deleted_meanwhile_are_not_waited_for(tiers: Tiers) -> None:
     """Retention may be faster than a replica; closing then has nothing to say."""
     tiers.held.clear()
