@@ -284,7 +284,6 @@ class Tiers:
         from ckptstore.objects.reader import read_pieces
 
         failed: list[tuple[Want, CkptStoreError]] = []
-        fate = "lost"
         try:
             read_pieces(
                 table,
@@ -295,13 +294,15 @@ class Tiers:
                 on_failure=lambda want, error: failed.append((want, error)),
             )
         except ColdObjectError as cold:
-            fate, failed = "cold", [(want, cold) for want in wants]
+            failed = [(want, cold) for want in wants]
         if not failed:
             return
         from ckptstore.ops.fallthrough import read_lost
 
-        what = f"{len(failed)} pieces are {fate} here, the first: {failed[0][1].message}"
-        owner = self._fall_through(version, failed[0][1], told=what)
+        first = failed[0][1]
+        what = f"{len(failed)} pieces are lost here, the first: {first.message}"
+        damage = "" if isinstance(first, ColdObjectError) else what
+        owner = self._fall_through(version, first, told=damage)
         lost = [want for want, _ in failed]
         read_lost(owner, table, wants, lost, options=options, progress=progress)
 
@@ -339,8 +340,9 @@ class Tiers:
             self._told.clear()
         self._told.add(key)
         if damage:
-            what = "%s is damaged and read from %s where needed: %s; mend it: ckptstore repair"
-            _log.warning(what, _said(version), tier, damage)
+            what = "%s is damaged and read from %s where needed: %s; mend it: %s"
+            mend = f"ckptstore repair --from {PREFIX}{tier.info.name}"
+            _log.warning(what, _said(version), tier, damage, mend)
         else:
             _log.info("%s is read from %s: %s", _said(version), tier, why)
 

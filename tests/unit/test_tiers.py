@@ -228,6 +228,7 @@ def test_pieces_that_are_lost_here_are_read_there(
         for step in STEPS:
             assert_same(hot.load(f"gpt@{step}"), step)
         assert "is damaged and read from replica 'cold'" in caplog.text
+        assert "ckptstore repair --from replica:cold" in caplog.text
         assert lose(tmp_path / "hot" / "manifests", "*.manifest") == len(STEPS)
     with ckptstore.open(tmp_path / "hot") as again:
         for step in STEPS:
@@ -262,8 +263,10 @@ def test_chunks_that_are_still_here_are_read_here(tmp_path: Path) -> None:
         assert [step.done for step in seen] == sorted(step.done for step in seen)
 
 
-def test_chunks_that_are_cold_here_are_read_there(tmp_path: Path) -> None:
-    """That a chunk of an evicted version lies in an archive class here stops no load from there."""
+def test_chunks_that_are_cold_here_are_read_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That a chunk lies in an archive class here stops no load from there, and is no damage."""
     cold = ckptstore.Store(create_on(MemoryBackend(f"tiers/{tmp_path}/there")))
     asleep = Fault(
         calls=frozenset({"read_into"}), at=0, times=0, error=lambda: ColdObjectError("in GLACIER")
@@ -276,8 +279,12 @@ def test_chunks_that_are_cold_here_are_read_there(tmp_path: Path) -> None:
         hot.replicate(cold)
         hot.age(["gpt@2"], "record")
         asleep.at = 1
-        assert_same(hot.load("gpt@2"), 2)
+        with caplog.at_level(logging.INFO, "ckptstore"):
+            for step in (2, 3):
+                assert_same(hot.load(f"gpt@{step}"), step)
         assert asleep.hits
+        assert "gpt@3" in caplog.text
+        assert "is damaged" not in caplog.text
 
 
 def _name(hot: ckptstore.Store, name: str, other: ckptstore.Store) -> None:
