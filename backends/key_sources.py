@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import logging
 import os
 import secrets
 import select
 import shlex
+import signal
 import stat
 import subprocess
 from pathlib import Path
@@ -63,7 +65,7 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
         msg = "what was given as a key is not the place of one"
         raise EncryptionKeyError(msg, hint=KEY_HINT)
     if source == "file":
-        return UserKey(_parse(_from_file(Path(rest).expanduser()), key))
+        return UserKey(_parse(_from_file(rest), key))
     if source == "env":
         return UserKey(_parse(_from_variable(rest), key, text=True))
     return UserKey(_parse(_from_command(rest, environment), f"command:{_name(rest)} ..."))
@@ -107,13 +109,16 @@ def make_key_file(path: str | os.PathLike[str]) -> UserKey:
     return UserKey(material)
 
 
-def _from_file(path: Path) -> bytes:
+def _from_file(text: str) -> bytes:
+    path = Path(text)
     try:
+        path = path.expanduser()
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(limits.KEY_TEXT_BYTES_MAX + 1)
-    except OSError as error:
-        msg = f"the key file {str(path)!r} cannot be read: {error.strerror}"
+    except (OSError, ValueError, RuntimeError) as error:  # the last two: no path, no such home
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        msg = f"the key file {str(path)!r} cannot be read: {why}"
         raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one") from error
     if stat.S_ISREG(mode) and mode & 0o077:
         _log.warning("the key file %s can be read or changed by others: chmod 600 %s", path, path)
@@ -150,8 +155,9 @@ def _from_command(command: str, environment: Environment) -> bytes:
         try:
             data = _output(child, environment.monotonic() + limits.KEY_COMMAND_S, environment)
         finally:
-            if child.poll() is None:
-                child.kill()
+            if child.poll() is None:  # then the group is there: with what the command has started
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
+                    os.killpg(child.pid, signal.SIGKILL)
     if data is None:
         msg = f"the command {name!r} said no key within {limits.KEY_COMMAND_S:.0f} s"
         raise EncryptionKeyError(msg)

@@ -6,6 +6,7 @@ import base64
 import logging
 import os
 import pickle
+import select
 import sys
 from pathlib import Path
 
@@ -145,6 +146,30 @@ def test_a_command_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     for code in ("import time; time.sleep(600)", "import os, time; os.close(1); time.sleep(600)"):
         with pytest.raises(EncryptionKeyError, match="within"):
             read_key(f'command:{sys.executable} -c "{code}"')
+
+
+def test_a_command_that_hangs_takes_what_it_started_with_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A shell that waits for another program leaves none behind: its end closes the pipe."""
+    monkeypatch.setattr(limits, "KEY_COMMAND_S", 3.0)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with pytest.raises(EncryptionKeyError, match="within"):
+            read_key(f"command:sh -c 'sleep 600 9>{pipe}; true'")
+        assert select.select([reading], [], [], 60)[0]
+        assert os.read(reading, 1) == b""
+    finally:
+        os.close(reading)
+
+
+def test_a_path_that_is_none_is_told() -> None:
+    """What no file can be called is an error of ours."""
+    for text in ("file:~no-such-user-here/key", "file:a\0b"):
+        with pytest.raises(EncryptionKeyError, match="cannot be read"):
+            read_key(text)
 
 
 def test_a_new_key_file_is_private_and_never_overwrites(tmp_path: Path) -> None:
