@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.backends.key_sources import KEY_HINT, make_key_file, read_key
+from ckptstore.backends.key_sources import make_key_file, read_key
 from ckptstore.cli.options import (
     AsJson,
     Key,
@@ -25,6 +25,8 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.store import rotate_key
 
 __all__ = ["KeyAction", "key"]
+
+_SPEC = "{} file:PATH, env:NAME or command:CMD"
 
 
 class KeyAction(StrEnum):
@@ -76,7 +78,7 @@ def key(
         raise InvalidInputError(msg, hint="ckptstore key new FILE")
     if (new_key is not None) is not (action is KeyAction.ROTATE):
         msg = "a rotation wants --new-key SPEC, and nothing else does"
-        raise InvalidInputError(msg, hint=KEY_HINT)
+        raise InvalidInputError(msg, hint=_SPEC.format("--new-key"))
     if file is not None:
         made = make_key_file(file)
         document: dict[str, object] = {"action": "new", "file": str(file), "key": made.id}
@@ -84,7 +86,7 @@ def key(
         return
     if not key:
         msg = "no key is given"
-        raise InvalidInputError(msg, hint=f"--key SPEC: {KEY_HINT}")
+        raise InvalidInputError(msg, hint=_SPEC.format("--key"))
     if new_key is None:
         found = read_key(key).id
         output.show({"action": "id", "key": found}, lambda screen: screen.line(found))
