@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.encodings.casts import to_float32, to_float64
+from ckptstore.encodings.casts import from_float32, to_float32, to_float64
 
 __all__ = ["Difference", "Range"]
 
@@ -20,6 +20,9 @@ _DIGITS: Final = 6
 
 _SQUARES_MIN: Final = 2.0**-900
 """Of a sum below, the squares of errors that count may be denormal, or 0. No float32 gets there."""
+
+_TINY: Final = 2.0**-100
+"""Of differences below, those of denormal float32 count, which a processor may take for 0."""
 
 
 @dataclass(slots=True)
@@ -67,17 +70,23 @@ class Difference:
         if not len(given):
             return
         widened = to_float64 if dtype == "float64" else to_float32
-        was, now = widened(dtype, given), widened(dtype, restored)
         with np.errstate(all="ignore"):
-            off = now - was
-            largest = float(np.abs(off).max())  # NaN if any is
-            if not math.isfinite(largest):
-                was, off = self._finite(was, now)
-                largest = float(np.abs(off).max(initial=0.0))
+            was, off, largest = self._off(widened(dtype, given), widened(dtype, restored))
+            if largest < _TINY and dtype != "float64" and not np.array_equal(given, restored):
+                was, off, largest = self._off(*(_exactly(dtype, raw) for raw in (given, restored)))
             self.largest = max(self.largest, largest)
             # Squares of float32 may be too small for it.
             self.squares += float(np.square(off, dtype=np.float64).sum())
             self.given_squares += float(np.square(was, dtype=np.float64).sum())
+
+    def _off(self, was: _Values, now: _Values) -> tuple[_Values, _Values, float]:
+        """Return what finite elements were, their differences, and the largest of these."""
+        off = now - was
+        largest = float(np.abs(off).max())  # NaN if any is
+        if not math.isfinite(largest):
+            was, off = self._finite(was, now)
+            largest = float(np.abs(off).max(initial=0.0))
+        return was, off, largest
 
     def _finite(self, was: _Values, now: _Values) -> tuple[_Values, _Values]:
         """Return the finite elements and their differences; the others must have stayed."""
@@ -108,6 +117,14 @@ class Difference:
         with np.errstate(all="ignore"):
             share = np.float64(self.squares) / np.float64(self.given_squares)
         return _up(math.sqrt(share)) if share < math.inf else math.inf
+
+
+def _exactly(dtype: str, raw: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return elements of up to 32 bits as float64, whatever becomes of denormals here."""
+    found: npt.NDArray[np.float64] = from_float32("float64", to_float32(dtype, raw)).view(
+        np.float64
+    )
+    return found
 
 
 def _up(value: float) -> float:

@@ -198,6 +198,21 @@ def test_flushed_denormals_change_no_bit(name: str) -> None:
         torch.set_flush_denormal(False)
 
 
+@pytest.mark.parametrize("flushed", [True, False])
+def test_denormals_that_are_lost_are_an_error_where_they_are_flushed_too(*, flushed: bool) -> None:
+    """No tensor of them passes for stored exactly, whatever the processor makes of them."""
+    given = np.linspace(1, 999, 1000).astype(np.uint32)
+    if not torch.set_flush_denormal(flushed):
+        pytest.skip("this processor cannot")
+    try:
+        found = Difference()
+        found.add("float32", given, np.zeros_like(given))
+    finally:
+        torch.set_flush_denormal(False)
+    assert found.rel_l2 == 1.0
+    assert found.largest == 999 * 2.0**-149
+
+
 def test_a_half_precision_tensor_is_scaled_too() -> None:
     """Codes of bfloat16 elements restore bfloat16 elements."""
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
