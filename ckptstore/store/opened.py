@@ -9,7 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptstore import limits
-from ckptstore.errors import CkptStoreError, InvalidInputError, ReplicaChangedError
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidInputError,
+    InvalidUrlError,
+    ReplicaChangedError,
+)
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo
 from ckptstore.repo import Finding, Repo
@@ -105,6 +110,11 @@ class OpenedReplicas:
         if not isinstance(given, Mapping):
             check_same(given, info)
             return given, False
+        if info.name not in self._given and "://" in info.url and "::" in info.url:
+            # A chain of file systems may fetch from anywhere what it then goes by.
+            msg = f"{info.url} is a chain of file systems, and only the log says that it is meant"
+            hint = f"if you mean it, open the store with replicas={{{info.name!r}: {{}}}}"
+            raise InvalidUrlError(msg, hint=hint)
         store = self.open_at(info.url, given)
         try:
             check_same(store, info)
