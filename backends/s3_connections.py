@@ -36,7 +36,7 @@ def acknowledge_at_once(client: Any) -> bool:  # noqa: ANN401 - of botocore, whi
     kinds = getattr(manager, "pool_classes_by_scheme", None)
     ours = {"http": _Pool, "https": _TlsPool}
     theirs = {"http": AWSHTTPConnectionPool, "https": AWSHTTPSConnectionPool}
-    if _QUICKACK is None or kinds != theirs:
+    if _QUICKACK is None or manager is None or kinds != theirs:
         return False
     manager.pool_classes_by_scheme = ours
     return True

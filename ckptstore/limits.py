@@ -480,8 +480,8 @@ TASK_TRIES_MAX: Final = 3
 # chunks of the smallest size: 7 MB; 8x is slack, and far under what a scheduler takes.
 ENGINE_TASK_BYTES_MAX: Final = 64 * MIB
 # What one task of a replication copies, in stored bytes: at most, unless the target's packs are
-# larger, and at least. Source: reading, writing and reading back overlap within a task only where it
-# fills several packs; a worker that dies costs no more. Below 32 MiB a pack is mostly requests.
+# larger, and at least. Source: reading, writing and reading back overlap within a task only where
+# it fills several packs; a worker that dies costs no more. Below 32 MiB a pack is mostly requests.
 COPY_TASK_BYTES: Final = 256 * MIB
 COPY_TASK_BYTES_MIN: Final = 32 * MIB
 # Backends that a worker keeps open. Source: source and target of four jobs at once.

@@ -21,7 +21,15 @@ from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
 from ckptstore.objects.plan import Want
 
-__all__ = ["Content", "ReadPieces", "TensorInfo", "content_digest", "hidden_of", "logical_bytes", "read_content"]
+__all__ = [
+    "Content",
+    "ReadPieces",
+    "TensorInfo",
+    "content_digest",
+    "hidden_of",
+    "logical_bytes",
+    "read_content",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,8 +194,8 @@ def sampled(raw: memoryview, base: memoryview, layout: Layout) -> Sampled:
     full = sum(map(len, stored_planes(layouts.split(layout, one))))
     delta, form = _best(one, two, layout, _AS_THEY_LIE.get(layout, (PLAIN,)))
     if delta < full and layout in _GROUPED_FORMS:
-        many = (_sample(data, layout, _GROUPED_SAMPLE_BYTES) for data in (raw, base))
-        delta, form = _grouped(*many, layout, delta, form)
+        wide, wide_base = (_sample(data, layout, _GROUPED_SAMPLE_BYTES) for data in (raw, base))
+        delta, form = _grouped(wide, wide_base, layout, delta, form)
     return Sampled(
         full_bytes=full * len(raw) // len(one),
         delta_bytes=BASE_ID_BYTES + delta * len(raw) // len(one),

@@ -183,7 +183,8 @@ def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | 
             return open_keys(backend, key)
     if key is not None and looked:
         msg = f"nothing at {backend.url} is encrypted, but a key was given"
-        raise EncryptionKeyError(msg, hint="leave the key out: encryption_key=, --key, CKPTSTORE_KEY")
+        hint = "leave the key out: encryption_key=, --key, CKPTSTORE_KEY"
+        raise EncryptionKeyError(msg, hint=hint)
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def test_saved_by_dcp_written_back_evicted_and_loaded(tmp_path: Path) -> None:
         assert hot.wait_replicated("gpt@2", 120).state == "replicated"
         hot.evict(["gpt@1"], replica="cold")
         hot.gc(grace_s=0.0, orphan_age_s=0.0)
-        target = {"w": torch.zeros(300, 300), "epoch": 0}
+        target: dict[str, Any] = {"w": torch.zeros(300, 300), "epoch": 0}
         load(target, storage_reader=CkptStoreReader(run, 1), no_dist=True)
 
     assert torch.equal(target["w"], torch.full((300, 300), 1.0))
