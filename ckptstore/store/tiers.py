@@ -255,7 +255,9 @@ class Tiers:
             if not fall_through:
                 raise
             if not named:
-                raise _with_hint(error, version) from error
+                if not version.replicas:
+                    raise
+                raise _elsewhere(error, version) from error
             damage = error.message if isinstance(error, IntegrityError) else ""
             return self._fall_through(version, error, told=damage).content()
         if not (named and fall_through):
@@ -379,10 +381,8 @@ def _said(version: Version) -> str:
     return f"{version.run}@{version.step} (#{version.id[:8]})"
 
 
-def _with_hint(error: CkptStoreError, version: Version) -> CkptStoreError:
+def _elsewhere(error: CkptStoreError, version: Version) -> CkptStoreError:
     """Return the error of a version that other stores have, though none has a name here."""
-    if not version.replicas:
-        return error
     others = ", ".join(one[:8] for one in version.replicas)
     hint = f"the stores {others} have it; name one: ckptstore replica add NAME URL"
     return type(error)(error.message, hint=hint)

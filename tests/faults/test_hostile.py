@@ -23,9 +23,8 @@ from ckptstore.store import Store
 HERE = Path(__file__).parent
 PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 # What one hostile store may cost, besides a save of some 200 kB. Source: a chunk and its source may
-# take 64 MiB each (CHUNK_RAW_BYTES_MAX), records up to 300 MB are built here on purpose;
-# a manifest that names a million packs costs a collection 625 MB (measured).
-PEAK_KIB_MAX = 700 * 1024
+# take 64 MiB each (CHUNK_RAW_BYTES_MAX), records up to 300 MB are built here on purpose.
+PEAK_KIB_MAX = 400 * 1024
 
 
 @pytest.fixture(scope="module")

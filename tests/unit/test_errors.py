@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import ckptstore
 from ckptstore import errors
-from ckptstore.errors import CkptStoreError
+from ckptstore.errors import CkptStoreError, CorruptObjectError
 
 ALL: list[type[CkptStoreError]] = [getattr(errors, name) for name in errors.__all__]
 GROUPS = [cls for cls in ALL if CkptStoreError in cls.__bases__]
@@ -113,3 +114,18 @@ def test_errors_are_documented(cls: type[CkptStoreError]) -> None:
     """Each class has its row, with kind and exit code, in docs/reference/errors.md."""
     row = f"| `{cls.__name__}` | `{cls.kind}` | {cls.exit_code} |"
     assert row in PAGE.read_text(encoding="utf-8")
+
+
+def test_an_error_of_a_load_lets_go_of_what_was_read(tmp_path: Path) -> None:
+    """No error is its own cause: a cycle would keep a manifest in memory that was refused."""
+    with ckptstore.open(tmp_path / "store", create=True) as store:
+        store.run("gpt").save({"a": 1}, step=1)
+    next((tmp_path / "store" / "manifests").rglob("*.manifest")).write_bytes(b"damaged")
+    with ckptstore.open(tmp_path / "store") as store, pytest.raises(CorruptObjectError) as caught:
+        store.load("gpt@1")
+    links: list[BaseException] = []
+    found: BaseException | None = caught.value
+    while found is not None:
+        assert all(found is not link for link in links)
+        links.append(found)
+        found = found.__cause__
