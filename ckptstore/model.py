@@ -77,7 +77,7 @@ class Version:
     abandoned: bool = False
     """A rollback left it beside the line of its run; it can still be loaded."""
     pinned: bool = False
-    """It may not be deleted."""
+    """It may not be deleted; see `pinned_for`."""
     verified: bool = False
     """A full verification, recorded in the log, found every byte of it sound."""
     damaged: bool = False
@@ -88,6 +88,8 @@ class Version:
     """Id of the store that it was first saved in, if it came from another; else empty."""
     replicas: tuple[str, ...] = ()
     """Ids of other stores that have it, every byte of it read back there."""
+    pinned_for: tuple[str, ...] = ()
+    """Ids of the stores that it is pinned for, since they let their content of it go."""
 
     @property
     def state(self) -> ReceiptState:

@@ -251,6 +251,11 @@ class Catalog:
                     break
         return found
 
+    def pinned_for(self, store: str) -> list[Version]:
+        """Return the versions that are pinned for another store, in the order of their commits."""
+        rows = [row for row in self._state.versions.values() if row.flags & PINNED]
+        return [one for one in map(self._version, rows) if store in one.pinned_for]
+
     def ancestors(self, version_id: str) -> Iterator[Version]:
         """Yield a version, its parent, the parent's parent ..., across runs.
 
@@ -477,6 +482,7 @@ def _build(row: VersionRow, tags: tuple[str, ...]) -> Version:
         deleted=bool(row.flags & DELETED),
         origin=details.origin,
         replicas=details.replicas,
+        pinned_for=tuple(filter(None, details.pinned_by)),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from ckptstore import limits
 from ckptstore.catalog.state import Fold, RunState, broken
 from ckptstore.format.commit import Commit
 from ckptstore.format.lifecycle import (
@@ -164,12 +165,33 @@ def _pin(fold: Fold, op: Pin, commit: Commit) -> None:
     row = fold.version(op.version, commit)
     if row.flags & DELETED:
         raise broken(commit, f"the deleted version {row.id} is pinned")
-    _set(fold, row, row.flags | PINNED)
+    stores = dict.fromkeys((*_pins(row), op.store))
+    if len(stores) > limits.REPLICAS_MAX + 1:
+        raise broken(commit, f"version {row.id} is pinned for too many stores")
+    _set_pins(fold, row, stores)
 
 
 def _unpin(fold: Fold, op: Unpin, commit: Commit) -> None:
     row = fold.version(op.version, commit)
-    _set(fold, row, row.flags & ~PINNED)
+    _set_pins(fold, row, [store for store in _pins(row) if store != op.store])
+
+
+def _pins(row: VersionRow) -> tuple[str, ...]:
+    """Return the stores that a version is pinned for; the own one is empty."""
+    return (decode_details(row).pinned_by or ("",)) if row.flags & PINNED else ()
+
+
+def _set_pins(fold: Fold, row: VersionRow, stores: Iterable[str]) -> None:
+    pinned_by = tuple(stores)
+    flags = row.flags | PINNED if pinned_by else row.flags & ~PINNED
+    if pinned_by == ("",):
+        pinned_by = ()
+    details = decode_details(row)
+    if details.pinned_by == pinned_by:
+        _set(fold, row, flags)
+        return
+    packed = msgspec.msgpack.encode(msgspec.structs.replace(details, pinned_by=pinned_by))
+    fold.versions[row.id] = msgspec.structs.replace(row, flags=flags, details=packed)
 
 
 def _set_policy(fold: Fold, op: SetPolicy, commit: Commit) -> None:

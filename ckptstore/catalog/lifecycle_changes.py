@@ -17,6 +17,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.changes import check_not_condemned
 from ckptstore.catalog.lifecycle import LEVELS, parts_of_level
 from ckptstore.catalog.metrics import check_directions
+from ckptstore.catalog.pin_changes import pinned_error
 from ckptstore.errors import (
     CommitConflictError,
     ConflictError,
@@ -193,8 +194,7 @@ def delete(
         version = _there(catalog, version_id)
         named = f"{version.run}@{version.step} (#{version.id[:8]})"
         if version.pinned:
-            msg = f"{named} is pinned"
-            raise PolicyError(msg, hint="unpin it first")
+            raise pinned_error(version)
         if version.tags and not force:
             msg = f"{named} is tagged {', '.join(version.tags)}"
             raise PolicyError(msg, hint="take the tags away, or force it")
@@ -240,13 +240,16 @@ def undelete(
 
 
 def pin(catalog: Catalog, version: str) -> list[Op]:
-    """Return what pins a version; nothing if it is pinned."""
-    return [] if _there(catalog, version).pinned else [Pin(version=version)]
+    """Return what pins a version for this store; nothing if it is pinned for this one alone."""
+    found = _there(catalog, version)
+    return [] if found.pinned and not found.pinned_for else [Pin(version=version)]
 
 
 def unpin(catalog: Catalog, version: str) -> list[Op]:
-    """Return what unpins a version; nothing if it is not pinned."""
-    return [Unpin(version=version)] if catalog.version(version).pinned else []
+    """Return what takes all pins of a version away, of whomever; nothing if it has none."""
+    found = catalog.version(version)
+    others = [Unpin(version=version, store=store) for store in found.pinned_for]
+    return [*others, Unpin(version=version)] if found.pinned else []
 
 
 def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:
@@ -326,8 +329,7 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
             msg = f"{version.run}@{version.step} is kept as {version.level}, not {move.level}"
             raise CommitConflictError(msg)
         if version.pinned and move.level != version.level:
-            msg = f"{version.run}@{version.step} (#{version.id[:8]}) is pinned"
-            raise PolicyError(msg, hint="unpin it first")
+            raise pinned_error(version)
         check_not_condemned(catalog, move.relies_on)
         part, encoding = parts_of_level(move.level)
         ops.append(

@@ -59,7 +59,10 @@ def _replicate(fold: Fold, op: Replicate, commit: Commit) -> None:
         # Its place in the log, and what was said of it here, stay.
         before = decode_details(known)
         details = msgspec.structs.replace(
-            decode_details(row), origin=before.origin, replicas=before.replicas
+            decode_details(row),
+            origin=before.origin,
+            replicas=before.replicas,
+            pinned_by=before.pinned_by,
         )
         row = msgspec.structs.replace(
             row,

@@ -28,6 +28,7 @@ from typing import Any, Final, Literal
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.metrics import ranked
+from ckptstore.catalog.pin_changes import pinned_text
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.rules import (
     Abandoned,
@@ -315,7 +316,7 @@ class _Planning:
             return version.level, reasons
         held = []
         if version.pinned:
-            held.append("pinned")
+            held.append(pinned_text(version))
         if version.id == self.head:
             held.append("head")
         if version.tags and not self._says_tagged():

@@ -62,6 +62,7 @@ ObjectKey = Annotated[
         r"|manifests/([0-9a-f]{2})/\3[0-9a-f]{30}\.manifest)\Z"
     ),
 ]
+IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 Ids = Annotated[Sequence[Id], msgspec.Meta(min_length=1, max_length=limits.VERSIONS_PER_OP_MAX)]
 Keys = Annotated[Sequence[ObjectKey], msgspec.Meta(min_length=1, max_length=limits.KEYS_PER_OP_MAX)]
 
@@ -87,7 +88,7 @@ class Rollback(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="r
     run: str
     version: Id
     reason: Annotated[str, msgspec.Meta(max_length=limits.REASON_CHARS_MAX)] = ""
-    store: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")] = ""
+    store: IdOrEmpty = ""
     """Id of the store whose head it follows, in a replica; empty: it was decided here."""
 
     def __post_init__(self) -> None:
@@ -108,16 +109,23 @@ class Undelete(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="u
     versions: Ids
 
 
-class Pin(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="pin"):
+class Pin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="op", tag="pin"):
     """A version may not be deleted, by anyone, until it is unpinned."""
 
     version: Id
+    store: IdOrEmpty = ""
+    """Id of the store that it is kept for, since only its record is there; empty: somebody wants
+    it here."""
 
 
-class Unpin(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="unpin"):
-    """A version may be deleted again."""
+class Unpin(
+    msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="op", tag="unpin"
+):
+    """A version may be deleted again, unless it is pinned for others too."""
 
     version: Id
+    store: IdOrEmpty = ""
+    """Whose pin goes; empty: the one of this store."""
 
 
 class SetPolicy(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="set-policy"):

@@ -73,6 +73,11 @@ class Details(msgspec.Struct, frozen=True, array_like=True):
     """Id of the store that it was first saved in; empty for this one."""
     replicas: Annotated[tuple[Id, ...], msgspec.Meta(max_length=limits.REPLICAS_MAX)] = ()
     """Ids of other stores that have it, in the order in which that was noted."""
+    pinned_by: Annotated[
+        tuple[IdOrEmpty, ...], msgspec.Meta(max_length=limits.REPLICAS_MAX + 1)
+    ] = ()
+    """With ``PINNED``: ids of the stores that it is kept for, and an empty one if it is pinned for
+    this store too. None at all: for this store alone."""
 
 
 class _ManifestKey(msgspec.Struct, frozen=True, array_like=True, gc=False):

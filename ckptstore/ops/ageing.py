@@ -18,6 +18,7 @@ from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.catalog.pin_changes import pinned_error
 from ckptstore.catalog.retention import reclaimable
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests
@@ -141,8 +142,7 @@ def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> 
     named = f"{version.run}@{version.step} (#{version.id[:8]})"
     now = catalog.version(version.id)
     if now.pinned:
-        msg = f"{named} is pinned"
-        raise PolicyError(msg, hint="unpin it first")
+        raise pinned_error(now)
     if now.tags and not force:
         msg = f"{named} is tagged {', '.join(now.tags)}"
         raise PolicyError(msg, hint="take the tags away, or force it")
