@@ -25,7 +25,7 @@ from ckptstore.format import manifest as manifests
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.repo import open_on
-from ckptstore.store.store import Store, open_store
+from ckptstore.store import Store, open_store
 
 __all__ = ["coordination"]
 

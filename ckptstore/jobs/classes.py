@@ -12,7 +12,7 @@ from ckptstore.events import ProgressCallback
 from ckptstore.jobs.config import Archive, Prices
 from ckptstore.ops.archive import ArchiveReport, archivable, archive
 from ckptstore.ops.replicate_sides import read_back
-from ckptstore.store.store import Store
+from ckptstore.store import Store
 
 __all__ = ["archive_target"]
 

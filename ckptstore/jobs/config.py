@@ -39,7 +39,7 @@ from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError
-from ckptstore.store.store import open_store
+from ckptstore.store import open_store
 
 __all__ = [
     "Alert",

@@ -7,7 +7,7 @@ each step decides inside its commits. A run that was killed is finished by the n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -22,15 +22,15 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.classes import archive_target
 from ckptstore.jobs.config import Archive, Job
 from ckptstore.jobs.costs import estimate_of
-from ckptstore.jobs.held import has, is_settled, rests_on
+from ckptstore.jobs.held import is_settled
+from ckptstore.jobs.letting_go import evict_source, retain_source, retained
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
 from ckptstore.model import Version
-from ckptstore.ops.evict import evict
 from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
 from ckptstore.ops.retain import retain
 from ckptstore.ops.select_versions import select_versions
+from ckptstore.store import Store, open_store
 from ckptstore.store.replicating import open_target_of
-from ckptstore.store.store import Store, open_store
 
 __all__ = ["run_job"]
 
@@ -168,7 +168,7 @@ class _Run:
         ):
             copied = False
         if retain.target:
-            self._step("retain-target", lambda: self._retain(self.target, retain.target))
+            self._step("retain-target", self._retain_target)
         if self.job.archive is not None:
             self._step("archive-target", partial(self._archive, self.job.archive))
         if copied:
@@ -277,74 +277,38 @@ class _Run:
         }
 
     def _retain_source(self) -> Mapping[str, Any]:
-        """Thin out the source, but for what is selected and not in the target.
+        """Thin out the source, but for what is selected and not in the target."""
+        policy = self.job.retain.source
+        return retain_source(
+            self.source,
+            self.target,
+            self.selected(),
+            policy if isinstance(policy, Mapping) else None,
+            coming=self.replicated.copied if self.replicated else (),
+            dry_run=self.dry_run,
+        )
 
-        That may be too young for the selection, or have been saved since it was made; or the
-        target has let it go because it is here.
-        """
-        catalog = self.source.repo.refresh()
-        there = self.target.repo.refresh()
-        free = {version.id for version in catalog.versions()}
-        here = self.source.info.store_id
-        missing = {
-            version.id
-            for version in self.selected()
-            if not has(there, version) or rests_on(there, version, here)
-        }
-        if self.dry_run and self.replicated is not None:
-            missing.difference_update(self.replicated.copied)
-        free -= missing
-        return self._retain(self.source, self.job.retain.source, free=free)
-
-    def _retain(
-        self,
-        store: Store,
-        policy: Mapping[str, Any] | bool,
-        *,
-        free: Container[str] | None = None,
-    ) -> Mapping[str, Any]:
+    def _retain_target(self) -> Mapping[str, Any]:
+        policy = self.job.retain.target
         report = retain(
-            store.repo,
-            store._manifests,
+            self.target.repo,
+            self.target._manifests,
             policy=policy if isinstance(policy, Mapping) else None,
             dry_run=self.dry_run,
-            free=free,
         )
-        return {
-            "changes": len(report.changes),
-            "reclaimable_bytes": report.reclaimable_bytes,
-            "commits": len(report.commits),
-        }
+        return retained(report)
 
     def _evict(self) -> Mapping[str, Any]:
         """Keep the record alone of what the target has and no rule keeps."""
         rules = self.job.retain.evict
         kept = {version.id for version in select_versions(self.source.repo, rules=rules)}
-        copied = self.replicated.copied if self.replicated and self.job.copy.check else ()
-        report = evict(
-            self.source.repo,
-            self.source._manifests,
-            self.target.repo,
+        return evict_source(
+            self.source,
+            self.target,
             [version for version in self.selected() if version.id not in kept],
-            missing=self._missing,
-            coming=copied,
+            coming=self.replicated.copied if self.replicated and self.job.copy.check else (),
             dry_run=self.dry_run,
         )
-        return {
-            "evicted": len(report.evicted),
-            "reclaimable_bytes": report.reclaimable_bytes,
-            "missed": len(report.missed),
-            "returned": len(report.returned),
-            "failures": [asdict(failure) for failure in report.lost],
-        }
-
-    def _missing(self, versions: Sequence[Version]) -> set[str]:
-        """Return ids of versions of the target whose objects are not all there.
-
-        What was read back long ago may have been taken away since, past the log.
-        """
-        found = self.target.verify([f"#{one.id}" for one in versions], level="records")
-        return {problem.version for problem in found.problems}
 
     def _archive(self, wanted: Archive) -> Mapping[str, Any]:
         return archive_target(

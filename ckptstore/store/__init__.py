@@ -5,7 +5,8 @@ the command line stays quick.
 """
 
 from ckptstore.store.mending import mend_superblock, rotate_key
+from ckptstore.store.opening import open_store
 from ckptstore.store.run import Run
-from ckptstore.store.store import Store, open_store
+from ckptstore.store.store import Store
 
 __all__ = ["Run", "Store", "mend_superblock", "open_store", "rotate_key"]

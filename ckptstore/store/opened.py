@@ -127,7 +127,7 @@ class OpenedReplicas:
         self, url: str | os.PathLike[str], given: Mapping[str, Any], *, create: bool = False
     ) -> Store:
         """Open the store at a location, with the limits of this one unless options say else."""
-        from ckptstore.store.store import open_store
+        from ckptstore.store.opening import open_store
 
         own = self._repo.options
         options: dict[str, Any] = {

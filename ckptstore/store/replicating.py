@@ -189,7 +189,7 @@ def open_target(
     CkptStoreError
         As :func:`ckptstore.store.open_store`.
     """
-    from ckptstore.store.store import open_store
+    from ckptstore.store.opening import open_store
 
     with ExitStack() as stack:
         try:

@@ -1,13 +1,15 @@
-"""The part of the facade that decides what is kept: pins, retention, ageing, removal."""
+"""The part of the facade that decides what is kept: pins, retention, ageing, removal, space."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.errors import InvalidInputError
+from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.lifecycle import LowerLevel
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
@@ -16,7 +18,9 @@ from ckptstore.repo import Repo
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.encodings.encoding import Encoding
+    from ckptstore.engine.engine import EngineSpec
     from ckptstore.ops.ageing import Target
+    from ckptstore.ops.gc import GcReport
     from ckptstore.ops.remove import Removal
     from ckptstore.ops.retain import AnyPolicy, RetainReport
 
@@ -217,6 +221,36 @@ class Retaining:
         catalog = self._repo.refresh()
         ids = [find_deleted(catalog, parse_ref(ref)) for ref in check_listed(refs, "refs")]
         return undelete(self._repo, self._manifests, ids)
+
+    def gc(
+        self,
+        *,
+        grace_s: float = limits.GC_GRACE_S,
+        orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
+        repack_below: float | None = limits.GC_REPACK_BELOW,
+        dry_run: bool = False,
+        holders: bool = False,
+        force: bool = False,
+        executor: EngineSpec | None = None,
+        workers: int | None = None,
+        progress: ProgressCallback = silent,
+    ) -> GcReport:
+        """Free the space of what no version needs; see :func:`ckptstore.ops.gc.gc`."""
+        from ckptstore.ops.gc import gc
+
+        return gc(
+            self._repo,
+            self._manifests,
+            grace_s=grace_s,
+            orphan_age_s=orphan_age_s,
+            repack_below=repack_below,
+            dry_run=dry_run,
+            holders=holders,
+            force=force,
+            executor=executor,
+            workers=workers,
+            progress=progress,
+        )
 
 
 def _target(level: LowerLevel, lossy: Encoding | str | None) -> Target:

@@ -1,0 +1,197 @@
+"""The part of the facade that gives back what was saved: lazily, whole, or into a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ckptstore.catalog.refs import parse_ref
+from ckptstore.errors import CkptStoreError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+from ckptstore.store import restarts
+
+if TYPE_CHECKING:
+    from ckptstore.checkpoint.content import Content
+    from ckptstore.checkpoint.lazy import LazyVersion
+    from ckptstore.checkpoint.transfer import TransferReport
+    from ckptstore.format.paths import Pattern
+    from ckptstore.tensors.adapters import TypeAdapter
+    from ckptstore.tensors.restore import MapLocation
+
+__all__ = ["Loading"]
+
+
+class Loading:
+    """What :class:`ckptstore.Store` does to read versions."""
+
+    _repo: Repo
+
+    if TYPE_CHECKING:
+
+        def resolve(self, ref: str) -> Version:
+            """Return the version that a ref names."""
+
+        def _content(self, version: Version, *, fall_through: bool = True) -> Content: ...
+
+        def _whole(self, version: Version, error: CkptStoreError) -> Content: ...
+
+        def _refill(self, version: Version) -> Version: ...
+
+    def version(self, ref: str, *, fall_through: bool = True) -> LazyVersion:
+        """Return a version to be read lazily; reads its manifest and no data.
+
+        Parameters
+        ----------
+        fall_through
+            As in :meth:`load`.
+
+        Raises
+        ------
+        CorruptObjectError
+            The manifest is damaged. Else as :meth:`resolve`.
+        """
+        return self._lazy(self.resolve(ref), fall_through=fall_through)
+
+    def load(
+        self,
+        ref: str,
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        map_location: MapLocation = None,
+        into: object = None,
+        adapters: Sequence[TypeAdapter] = (),
+        progress: ProgressCallback = silent,
+        fall_through: bool = True,
+        refill: bool = False,
+    ) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return the state of a version, every byte checked.
+
+        What is not here (any more), or is damaged, is read from the nearest replica that has a
+        name and has the version, what is here, here; the logger ``ckptstore`` says so once.
+
+        Parameters
+        ----------
+        ref
+            Names the version; see :meth:`resolve`. ``latest-valid`` takes the newest that loads:
+            what is damaged in the part that is asked for is skipped, with a warning.
+        include, exclude
+            Patterns of paths, such as ``"model.*"``; ``*`` also crosses dots, and a path stands
+            for everything below it. Only the chunks that are needed are fetched.
+        map_location
+            As in ``torch.load``, but None means the CPU.
+        into
+            A state whose tensors are filled in place (``model.state_dict()``, say) and returned.
+            After an error they may hold anything.
+        adapters
+            For objects that were saved through a :class:`ckptstore.TypeAdapter`.
+        progress
+            Called with the bytes done.
+        fall_through
+            Whether replicas are asked at all.
+        refill
+            A version of which only the record is here is brought back from a replica first
+            (:meth:`replicate`), and then loaded from here.
+
+        Raises
+        ------
+        VersionNotFoundError, TensorNotFoundError
+            The ref or a pattern names nothing; or only a part of the version is here, and no
+            replica has it either, or none can be reached: the message has every reason.
+        CorruptTensorError
+            A stored tensor is damaged, here and in every replica; names it. Other tensors can still
+            be loaded.
+        StorageError
+            The storage failed.
+        """
+
+        def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
+            found = self._refill(version) if refill else version
+            return self._lazy(found, fall_through=fall_through).load(
+                include=include,
+                exclude=exclude,
+                map_location=map_location,
+                into=into,
+                adapters=adapters,
+                progress=progress,
+            )
+
+        parsed = parse_ref(ref)
+        return (
+            self._first_sound(parsed.run, load)
+            if parsed.kind == "valid"
+            else load(self.resolve(ref))
+        )
+
+    def load_into(
+        self,
+        ref: str,
+        target: object,
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        rename: Mapping[Pattern, Pattern] | None = None,
+        cast: bool = True,
+        strict: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> TransferReport:
+        """Fill a different model from a version, as far as names and shapes fit; say what did not.
+
+        Parameters
+        ----------
+        ref
+            Names the version; see :meth:`resolve`.
+        target
+            A module, or a state of tensors and modules such as ``{"model": model}``. Parameters
+            and persistent buffers are filled in place, where they are.
+        include, exclude
+            Patterns of paths of the version; ``["model"]`` keeps the optimizer out of the report.
+        rename
+            Prefix of a path of the version to what the target calls it: ``{"model": ""}`` for a
+            module whose names lie below ``model`` in the version.
+        cast
+            Convert values to the target's dtype; if not, another dtype is a mismatch.
+        strict
+            Refuse before anything is read unless all names and shapes fit.
+        progress
+            Called with the bytes done.
+
+        Raises
+        ------
+        VersionNotFoundError, TensorNotFoundError
+            The ref, a pattern or a prefix names nothing.
+        InvalidInputError
+            The target holds no tensor, two paths get one name, or `strict` is not met.
+        CorruptTensorError, StorageError
+            A tensor cannot be read; the target may then hold anything.
+        """
+        from ckptstore.checkpoint.transfer import TransferRequest, transfer
+
+        version = self.version(ref)
+        request = TransferRequest(
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            cast=cast,
+            strict=strict,
+            progress=progress,
+        )
+        return transfer(self._repo, version.info, version._content, target, request)
+
+    def _lazy(self, version: Version, *, fall_through: bool = True) -> LazyVersion:
+        from ckptstore.checkpoint.lazy import LazyVersion
+
+        restarts.chosen(self._repo, version.run)
+        content = self._content(version, fall_through=fall_through)
+        whole = None
+        if fall_through and version.level != "full" and self._repo.log.catalog.replicas:
+            whole = partial(self._whole, version)
+        return LazyVersion(self._repo, version, content, whole=whole)
+
+    def _first_sound(self, run: str, load: Callable[[Version], Any]) -> Any:  # noqa: ANN401
+        from ckptstore.ops.latest_valid import first_sound
+
+        return first_sound(self._repo, run, load)

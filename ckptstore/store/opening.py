@@ -1,0 +1,125 @@
+"""Opens a store at a location; what :func:`ckptstore.open` is."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ckptstore import limits
+from ckptstore.backends.key_sources import is_key_spec
+from ckptstore.config import Options, workers_default
+from ckptstore.errors import InvalidInputError
+from ckptstore.repo import open_repo
+from ckptstore.store.opened import ReplicaOptions
+from ckptstore.store.store import Store
+from ckptstore.store.tiers import check_given
+
+if TYPE_CHECKING:
+    from ckptstore.backends.key_sources import KeyInput
+
+__all__ = ["open_store"]
+
+
+def open_store(
+    url: str | os.PathLike[str],
+    *,
+    create: bool = False,
+    read_only: bool = False,
+    single_writer: bool = False,
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
+    host_bytes: int = limits.HOST_BYTES_DEFAULT,
+    workers: int | None = None,
+    codec: str = "auto",
+    base_bytes: int = limits.BASE_BYTES_DEFAULT,
+    engine: str = "auto",
+    staging_bytes: int | None = None,
+    in_flight: int = limits.IN_FLIGHT_DEFAULT,
+    encryption_key: KeyInput | None = None,
+    replicas: ReplicaOptions | None = None,
+    **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
+) -> Store:
+    """Open the store at a location. Exported as ``ckptstore.open``.
+
+    Parameters
+    ----------
+    url
+        A path, or any fsspec URL: ``/data/ckpts``, ``s3://bucket/ckpts``, ``gs://bucket/ckpts``,
+        ``memory://name``.
+    create
+        Make a store where there is none; opens it where there is one.
+    read_only
+        Refuse every write.
+    single_writer
+        You vouch that no one else writes while this store is open. Needed only on storage that
+        cannot create an object conditionally (see ``ckptstore doctor``).
+    chunk_bytes
+        Size of chunks of a new store, in bytes.
+    host_bytes
+        Host memory for chunks in flight, in bytes, of one save or load.
+    workers
+        Threads that hash, encode and decode; by default the usable processors, at most 8.
+    codec
+        ``"auto"``: compressed or raw, whichever this storage and these processors are measured to
+        save faster; ``"planes"``: always the fewest bytes; ``"raw"``, ``"zstd"``, or ``"delta"``:
+        see :data:`ckptstore.config.CODEC_CHOICES`.
+    base_bytes
+        Host memory for what the next save with ``"delta"`` takes differences to, in bytes; 0 keeps
+        nothing between saves.
+    engine
+        Who writes saves in the background: ``"process"``, ``"thread"``, or ``"auto"``, which is a
+        process wherever one can reach the storage.
+    staging_bytes
+        Host memory for states that are staged and not yet durable, in bytes, never exceeded; by
+        default half of what the process may use. None of it is taken before the first save in the
+        background, and no more than its state needs.
+    in_flight
+        Saves in the background that may be under way at once.
+    encryption_key
+        Opens an encrypted store, and makes a new one such: ``"file:PATH"``, ``"env:NAME"``,
+        ``"command:CMD"``, or 32 bytes. See docs/howto/encryption.md.
+    replicas
+        By the name of a replica (:meth:`Store.add_replica`): options to open it with, as for this
+        function, such as ``{"cold": {"endpoint_url": "..."}}``; or an open store. Never stored.
+    storage_options
+        Handed to the storage library (s3fs, gcsfs, ...), such as ``endpoint_url`` or ``profile``.
+        Credentials belong into their usual chains, not here.
+
+    Raises
+    ------
+    InvalidUrlError
+        It is no location.
+    InvalidInputError
+        An option is of another type, out of its bounds, or none of its choices.
+    StoreNotFoundError
+        There is no store, and `create` is False.
+    MissingKeyError, WrongKeyError, EncryptionKeyError
+        The store is encrypted, and no key was given, or another; or it is not, and one was.
+    UnsafeBackendError
+        A store is to be created where several writers would lose commits.
+    StorageError
+        The storage failed, or refused the credentials.
+    """
+    if is_key_spec(storage_options.get("key")):
+        msg = "key is an option of the storage library, and not the key of an encrypted store"
+        raise InvalidInputError(msg, hint="give encryption_key=")
+    options = Options(
+        host_bytes=host_bytes,
+        workers=workers_default() if workers is None else workers,
+        codec=codec,
+        base_bytes=base_bytes,
+        read_only=read_only,
+        single_writer=single_writer,
+        engine=engine,
+        staging_bytes=staging_bytes,
+        in_flight=in_flight,
+    )
+    check_given(replicas)
+    repo = open_repo(
+        url,
+        create=create,
+        options=options,
+        chunk_bytes=chunk_bytes,
+        key=encryption_key,
+        storage_options=storage_options,
+    )
+    return Store(repo, replicas=replicas)
