@@ -33,21 +33,24 @@ read from this record alone, with no store-wide index.
 from __future__ import annotations
 
 import itertools
-import math
-import re
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Final
+from dataclasses import dataclass
+from typing import Any, Final
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
-from ckptstore.format import bases, framing
-from ckptstore.format.blocks import Blocks, tiling_problem
-from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.recipes import Recipe, Stored, recipe_problem
+from ckptstore.format import framing
+from ckptstore.format.manifest_body import (
+    BODY,
+    COLUMNS,
+    bases_record,
+    corrupt,
+    table_of,
+    tensors_of,
+    without_bases,
+)
 from ckptstore.format.tables import PieceTable, TensorRecord
 
 __all__ = [
@@ -71,15 +74,6 @@ FLAG_RECIPES: Final = 2
 FLAG_BASES: Final = 4
 """A piece is stored as its difference to another one."""
 _FLAGS: Final = FLAG_BLOCKS | FLAG_RECIPES | FLAG_BASES
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}\Z")
-_COLUMNS: Final[dict[str, np.dtype[Any]]] = {
-    "raw": np.dtype("<u4"),
-    "pack": np.dtype("<u4"),
-    "offset": np.dtype("<u8"),
-    "stored": np.dtype("<u4"),
-    "inner": np.dtype("<u4"),
-    "slab": np.dtype("<u4"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +108,7 @@ def encode(manifest: Manifest) -> bytes:
     LimitError
         If a reader would refuse it, for its size or for anything else.
     """
-    tensors = [*manifest.tensors, *_bases_record(manifest)]
+    tensors = [*manifest.tensors, *_bases_records(manifest)]
     dtypes = sorted({record.dtype for record in tensors})
     roles = sorted({record.role for record in tensors})
     dtype_at = {name: place for place, name in enumerate(dtypes)}
@@ -137,7 +131,7 @@ def encode(manifest: Manifest) -> bytes:
         "packs": bytes.fromhex("".join(table.packs)),
         "ids": table.ids.tobytes(),
     }
-    for name, dtype in _COLUMNS.items():
+    for name, dtype in COLUMNS.items():
         body[name] = getattr(table, name).astype(dtype, copy=False).tobytes()
     blocks = [(n, r.blocks.encode()) for n, r in enumerate(manifest.tensors) if r.blocks]
     if blocks:
@@ -162,50 +156,11 @@ def encode(manifest: Manifest) -> bytes:
     return data
 
 
-def _bases_record(manifest: Manifest) -> list[TensorRecord]:
+def _bases_records(manifest: Manifest) -> list[TensorRecord]:
     """Return the record that stands for what deltas refer to; none where nothing is a delta."""
     if manifest.pieces.base is None:
         return []
-    return [_bases_of(int(manifest.pieces.raw[manifest.first[-1] :].sum(dtype=np.uint64)))]
-
-
-def _bases_of(size: int) -> TensorRecord:
-    return TensorRecord(dtype="uint8", shape=(size,), order=None, role=bases.ROLE, nbytes=size)
-
-
-_Dims = Annotated[tuple[int, ...], msgspec.Meta(max_length=limits.TENSOR_DIMS_MAX)]
-_Tensor = tuple[int, int, _Dims, _Dims | None, int, int]
-
-
-class _Body(msgspec.Struct, frozen=True, kw_only=True):
-    """The MessagePack map, typed; what it means is checked in :func:`decode`.
-
-    The lengths of lists are checked before their elements are built: a few bytes of a compressed
-    record can stand for millions of elements.
-    """
-
-    version: str
-    chunk_bytes: int
-    skeleton: bytes
-    tensors: Annotated[list[_Tensor], msgspec.Meta(max_length=limits.TENSORS_MAX)]
-    dtypes: Annotated[list[str], msgspec.Meta(max_length=len(ITEM_BYTES))]
-    roles: Annotated[list[str], msgspec.Meta(max_length=limits.ROLES_MAX)]
-    packs: bytes
-    ids: bytes
-    raw: bytes
-    pack: bytes
-    offset: bytes
-    stored: bytes
-    inner: bytes
-    slab: bytes
-    blocks: Annotated[list[tuple[int, bytes]], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
-    recipes: Annotated[list[Stored], msgspec.Meta(max_length=limits.TENSORS_MAX)] = []
-    base: bytes = b""
-
-
-# Made once, on import: msgspec 0.22 crashes (a NULL pointer) when several threads decode the first
-# record of a type at once, since each fills in what is known of the type.
-_BODY: Final = msgspec.msgpack.Decoder(_Body)
+    return [bases_record(int(manifest.pieces.raw[manifest.first[-1] :].sum(dtype=np.uint64)))]
 
 
 def decode(data: bytes, *, where: str, version: str) -> Manifest:
@@ -229,24 +184,24 @@ def decode(data: bytes, *, where: str, version: str) -> Manifest:
         MAGIC, data, where=where, raw_bytes_max=limits.MANIFEST_RAW_BYTES_MAX, flags_known=_FLAGS
     )
     try:
-        body = _BODY.decode(raw)
+        body = BODY.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise _corrupt(where, f"not a manifest: {error}") from error
+        raise corrupt(where, f"not a manifest: {error}") from error
     if body.version != version:
-        raise _corrupt(where, f"it describes version {body.version[:40]!r}, not {version}")
+        raise corrupt(where, f"it describes version {body.version[:40]!r}, not {version}")
     if not limits.CHUNK_BYTES_MIN <= body.chunk_bytes <= limits.CHUNK_RAW_BYTES_MAX:
-        raise _corrupt(where, f"chunk size {body.chunk_bytes}")
+        raise corrupt(where, f"chunk size {body.chunk_bytes}")
     flags = framing.frame_flags(data)
     if bool(body.blocks) != bool(flags & FLAG_BLOCKS):
-        raise _corrupt(where, "the flag of blocks is not what the record holds")
+        raise corrupt(where, "the flag of blocks is not what the record holds")
     if bool(body.recipes) != bool(flags & FLAG_RECIPES):
-        raise _corrupt(where, "the flag of recipes is not what the record holds")
+        raise corrupt(where, "the flag of recipes is not what the record holds")
     if bool(body.base) != bool(flags & FLAG_BASES):
-        raise _corrupt(where, "the flag of bases is not what the record holds")
-    pieces = _table(body, where)
-    tensors, first = _tensors(body, pieces, where)
+        raise corrupt(where, "the flag of bases is not what the record holds")
+    pieces = table_of(body, where)
+    tensors, first = tensors_of(body, pieces, where)
     if body.base:
-        tensors, first = _without_bases(tensors, first, pieces, where)
+        tensors, first = without_bases(tensors, first, pieces, where)
     return Manifest(
         version=body.version,
         chunk_bytes=body.chunk_bytes,
@@ -264,6 +219,7 @@ class _Outline(msgspec.Struct, frozen=True, kw_only=True):
     packs: bytes
 
 
+# Made once, as the decoder of the whole map.
 _OUTLINE: Final = msgspec.msgpack.Decoder(_Outline)
 
 
@@ -286,163 +242,8 @@ def outline(data: bytes, *, where: str) -> tuple[str, tuple[str, ...]]:
     try:
         body = _OUTLINE.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        raise _corrupt(where, f"not a manifest: {error}") from error
+        raise corrupt(where, f"not a manifest: {error}") from error
     size = len(body.packs)
     if size % 16 or size > 16 * limits.PACKS_MAX:
-        raise _corrupt(where, f"{size} bytes of packs")
+        raise corrupt(where, f"{size} bytes of packs")
     return body.version, tuple(body.packs[at : at + 16].hex() for at in range(0, size, 16))
-
-
-def _table(body: _Body, where: str) -> PieceTable:
-    """Return the columns, of one length and within the limits of chunks and packs."""
-    count, rest = divmod(len(body.ids), 32)
-    packs_count, packs_rest = divmod(len(body.packs), 16)
-    if rest or packs_rest or count > limits.PIECES_MAX or packs_count > limits.PACKS_MAX:
-        raise _corrupt(where, f"{len(body.ids)} bytes of ids, {len(body.packs)} of packs")
-    columns: dict[str, npt.NDArray[Any]] = {}
-    for name, dtype in _COLUMNS.items():
-        column: bytes = getattr(body, name)
-        if len(column) != count * dtype.itemsize:
-            raise _corrupt(where, f"column {name} has {len(column)} bytes for {count} pieces")
-        columns[name] = np.frombuffer(column, dtype)
-    packs = [body.packs[at : at + 16].hex() for at in range(0, len(body.packs), 16)]
-    if count:
-        ends = columns["inner"].astype(np.uint64) + columns["raw"]
-        over = (
-            int(columns["pack"].max()) >= len(packs)
-            or int(columns["slab"].max()) > limits.CHUNK_RAW_BYTES_MAX
-            or int(columns["stored"].max()) > limits.CHUNK_STORED_BYTES_MAX
-            or int(columns["offset"].max()) > limits.PACK_BYTES_MAX
-            or bool((ends > columns["slab"]).any())
-            or int(columns["raw"].min()) == 0
-        )
-        if over:
-            raise _corrupt(where, "a piece points outside its pack or chunk")
-    ids = np.frombuffer(body.ids, np.uint8).reshape(count, 32)
-    if body.base:
-        if len(body.base) != 4 * count:
-            raise _corrupt(where, f"column base has {len(body.base)} bytes for {count} pieces")
-        columns["base"] = np.frombuffer(body.base, np.dtype("<u4"))
-    return PieceTable(ids=ids, packs=packs, **columns)
-
-
-def _tensors(
-    body: _Body, pieces: PieceTable, where: str
-) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
-    """Return the tensors, whose pieces follow each other and add up to their bytes."""
-    if not all(_NAME.match(name) for name in (*body.dtypes, *body.roles)):
-        raise _corrupt(where, "a dtype or role is no name")
-    records: list[TensorRecord] = []
-    first = [0]
-    blocks = _blocks(body, where)
-    for place, (dtype, role, shape, order, nbytes, count) in enumerate(body.tensors):
-        fits = (
-            0 <= dtype < len(body.dtypes)
-            and 0 <= role < len(body.roles)
-            and count >= 0
-            and nbytes >= 0
-            and len(shape) <= limits.TENSOR_DIMS_MAX
-            and all(0 <= size < 1 << 63 for size in shape)
-            and (order is None or sorted(order) == list(range(len(shape))))
-        )
-        if not fits:
-            raise _corrupt(where, f"tensor {place} is out of bounds")
-        records.append(
-            TensorRecord(
-                dtype=body.dtypes[dtype],
-                shape=shape,
-                order=order,
-                role=body.roles[role],
-                nbytes=nbytes,
-                blocks=blocks.get(place),
-            )
-        )
-        first.append(first[-1] + count)
-    if first[-1] != len(pieces):
-        raise _corrupt(where, f"{first[-1]} pieces named, {len(pieces)} listed")
-    _add_recipes(body, records, where)
-    sums = np.concatenate(([0], np.cumsum(pieces.raw, dtype=np.uint64)))
-    for place, record in enumerate(records):
-        own_bytes = 0 if record.recipe else record.nbytes
-        if int(sums[first[place + 1]] - sums[first[place]]) != own_bytes:
-            raise _corrupt(where, f"the pieces of tensor {place} do not add up to its bytes")
-    counts = [last - start for start, last in itertools.pairwise(first)]
-    items = np.array([ITEM_BYTES.get(record.dtype, 1) for record in records], np.int64)
-    if np.any(pieces.raw % np.repeat(items, counts)):
-        raise _corrupt(where, "a piece ends inside of an element")
-    for place in blocks:
-        rows = range(first[place], first[place + 1])
-        _check_blocks(records[place], sums[rows.start : rows.stop + 1] - sums[rows.start], where)
-    return tuple(records), tuple(first)
-
-
-def _without_bases(
-    tensors: tuple[TensorRecord, ...], first: tuple[int, ...], pieces: PieceTable, where: str
-) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
-    """Return the tensors without the record of the bases, which the last one must be."""
-    problem = "the last tensor does not stand for the bases"
-    if tensors and tensors[-1] == _bases_of(tensors[-1].nbytes) and pieces.base is not None:
-        problem = "a recipe that is made of bases"
-        if not any(len(tensors) - 1 in r.recipe.sources for r in tensors if r.recipe):
-            problem = bases.bases_problem(
-                pieces.base, pieces.raw, pieces.inner, pieces.slab, own=first[-2], ids=pieces.ids
-            )
-    if problem:
-        raise _corrupt(where, f"deltas: {problem}")
-    return tensors[:-1], first[:-1]
-
-
-def _add_recipes(body: _Body, records: list[TensorRecord], where: str) -> None:
-    """Give each tensor the recipe that it has; all of them can be followed."""
-    last = -1
-    for stored in body.recipes:
-        place, recipe = stored[0], Recipe.decode(stored)
-        if recipe is None or not last < place < len(records):
-            raise _corrupt(where, f"the recipe of tensor {place} is none")
-        records[place] = replace(records[place], recipe=recipe)
-        last = place
-    for place, *_ in body.recipes:
-        if problem := recipe_problem(place, records):
-            raise _corrupt(where, f"tensor {place} follows from {problem}")
-
-
-def _blocks(body: _Body, where: str) -> dict[int, Blocks]:
-    """Return the boxes by place of their tensor; not yet compared with what it is."""
-    found: dict[int, Blocks] = {}
-    count = 0
-    for place, data in body.blocks:
-        inside = 0 <= place < len(body.tensors) and place not in found
-        blocks = Blocks.decode(data, len(body.tensors[place][2])) if inside else None
-        if blocks is None:
-            raise _corrupt(where, f"the blocks of tensor {place} are none")
-        count += len(blocks)
-        if count > limits.BLOCKS_MAX:
-            raise _corrupt(where, f"more than {limits.BLOCKS_MAX} blocks")
-        found[place] = blocks
-    return found
-
-
-def _check_blocks(record: TensorRecord, ends: npt.NDArray[np.uint64], where: str) -> None:
-    """Check that boxes tile their tensor, and that none of them begins inside of a piece.
-
-    Parameters
-    ----------
-    ends
-        Bytes before each piece of the tensor, and all of them.
-    """
-    assert record.blocks is not None  # noqa: S101  # for the type checker: it was asked for
-    item = ITEM_BYTES.get(record.dtype, 0)
-    problem = tiling_problem(record.shape, record.blocks)
-    if record.order is not None or math.prod(record.shape) * item != record.nbytes:
-        problem = "boxes are stored row by row, and hold all of it"
-    if not problem:
-        sizes = record.blocks.table[:, 1].prod(axis=1).astype(np.uint64) * np.uint64(item)
-        if not bool(np.isin(np.cumsum(sizes), ends).all()):
-            problem = "a piece reaches from one box into the next"
-    if problem:
-        raise _corrupt(where, f"blocks of a tensor of {list(record.shape)}: {problem}")
-
-
-def _corrupt(where: str, what: str) -> CorruptObjectError:
-    msg = f"manifest {where}: {what}"
-    return CorruptObjectError(msg, hint="run ckptstore verify; other versions are not affected")
