@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -139,8 +140,16 @@ def _outcome(step: StepReport) -> str:
         return f"{packs} to {result['class']}{left}"
     if step.name == "evict":
         count = counted(result["evicted"], "version")
-        return f"{count} kept as records; {bytes_text(result['reclaimable_bytes'])} to reclaim"
+        freed = bytes_text(result["reclaimable_bytes"])
+        return f"{count} kept as records; {freed} to reclaim{_stays(result)}"
     if step.name.startswith("retain"):
         count = counted(result["changes"], "version")
-        return f"{count} changed; {bytes_text(result['reclaimable_bytes'])} to reclaim"
+        freed = bytes_text(result["reclaimable_bytes"])
+        return f"{count} changed; {freed} to reclaim{_stays(result)}"
     return f"{bytes_text(result['reclaimable_now_bytes'])} freed"
+
+
+def _stays(result: Mapping[str, Any]) -> str:
+    """Return how many versions stay since the target is not seen to hold them."""
+    stays = result.get("missed", 0) + result.get("returned", 0)
+    return f"; {counted(stays, 'version')} not whole in the target: here as before" if stays else ""

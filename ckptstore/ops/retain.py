@@ -6,7 +6,7 @@ tagged or pinned meanwhile stays, and one that became the head too.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -20,16 +20,20 @@ from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
 from ckptstore.format.commit import Op
 from ckptstore.format.lifecycle import SetPolicy
 from ckptstore.format.manifest import PieceTable
+from ckptstore.model import Version
 from ckptstore.ops import ageing
 from ckptstore.ops.ageing import Prepared, Target
 from ckptstore.ops.lowering import Lowered, weigh
 from ckptstore.ops.rounded import Rounding
 from ckptstore.repo import Repo
 
-__all__ = ["AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
+__all__ = ["AfterCommit", "AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
 
 AnyPolicy: TypeAlias = "Policy | Mapping[str, object]"
 """A policy, or its JSON form: ``{"full": "last 3", "weights": ["best 5 val_loss"]}``."""
+AfterCommit: TypeAlias = "Callable[[Sequence[Version], Collection[str]], Collection[str]]"
+"""Given the versions that a commit has changed, as they were, and the ids of those that it deleted;
+gives the ids of versions that stay from now on as they are."""
 _Key: TypeAlias = tuple[str, str, str]
 _RECENT = 2
 """Versions that were written just before, whose pieces are looked through for equal ones."""
@@ -112,7 +116,8 @@ def retain(
     run: str | None = None,
     dry_run: bool,
     quick: bool = False,
-    free: Container[str] | None = None,
+    free: Collection[str] | None = None,
+    after: AfterCommit | None = None,
 ) -> RetainReport:
     """Plan what becomes of versions, and carry it out unless `dry_run`.
 
@@ -123,6 +128,8 @@ def retain(
     free
         Ids of versions that may change; all others, those that come meanwhile too, stay as they
         are. None: all may.
+    after
+        With `free`: called after each commit; see :data:`AfterCommit`.
 
     Raises
     ------
@@ -140,7 +147,7 @@ def retain(
     checked = None if policy is None else check_policy(policy)
     if checked is not None:
         checked.check()
-    applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run, free=free)
+    applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run, free=free, after=after)
     plans = applying.plans(repo.refresh())
     if not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
@@ -188,9 +195,11 @@ class _Retaining:
         cache: Manifests,
         policy: Policy | None,
         run: str | None,
-        free: Container[str] | None,
+        free: Collection[str] | None,
+        after: AfterCommit | None,
     ) -> None:
-        self._free = free
+        self._free = None if free is None else set(free)
+        self._after = after
         self._repo = repo
         self._cache = cache
         self._policy = policy
@@ -198,6 +207,8 @@ class _Retaining:
         self._now_ms = repo.environment.now_ms()
         self._prepared: dict[_Key, Prepared] = {}
         self._recent: list[PieceTable] = []
+        self._changed: list[Version] = []
+        self._gone: list[str] = []
         self.lowered: dict[str, Lowered] = {}
         """Version id to what is left of it, where tensors had to be read to know that."""
 
@@ -235,6 +246,7 @@ class _Retaining:
             if commit is not None:
                 numbers.append(commit.number)
                 self._note()
+                self._look()
             elif not left:
                 return numbers
 
@@ -276,11 +288,17 @@ class _Retaining:
     def _build(self, now: Catalog) -> Sequence[Op]:
         gone, aged = self._todo(now)
         ops: list[Op] = []
+        self._gone = gone[: limits.VERSIONS_PER_OP_MAX]
         if gone:
-            part = gone[: limits.VERSIONS_PER_OP_MAX]
-            ops += lifecycle_changes.delete(now, part, reason="retention")
+            ops += lifecycle_changes.delete(now, self._gone, reason="retention")
         moves = [prepared.move for key, prepared in self._prepared.items() if key in aged]
+        self._changed = [now.version(one) for one in (*self._gone, *(m.version for m in moves))]
         return [*ops, *ageing.relocating(now, moves)]
+
+    def _look(self) -> None:
+        """Let the caller look at what was committed, and hold on to what must stay from now on."""
+        if self._after is not None and self._free is not None:
+            self._free -= set(self._after(self._changed, self._gone))
 
     def _note(self) -> None:
         """Remember what the moves that were committed have made of their versions."""

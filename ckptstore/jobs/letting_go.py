@@ -1,0 +1,162 @@
+"""The steps of a job that let go of versions in the source, of what the target is seen to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ckptstore.jobs.held import has, is_settled, rests_on
+from ckptstore.model import Version
+from ckptstore.ops.evict import evict
+from ckptstore.ops.retain import RetainReport, retain
+from ckptstore.ops.second_look import SecondLook
+from ckptstore.store.store import Store
+
+__all__ = ["evict_source", "retain_source", "retained"]
+
+
+def evict_source(
+    source: Store,
+    target: Store,
+    versions: Sequence[Version],
+    *,
+    coming: Collection[str],
+    dry_run: bool,
+) -> Mapping[str, Any]:
+    """Keep the record alone of what the target has; return the figures of it.
+
+    Parameters
+    ----------
+    versions
+        Those that no rule keeps.
+    coming
+        As of :func:`ckptstore.ops.evict.evict`.
+
+    Raises
+    ------
+    CkptStoreError
+        As of that.
+    """
+    report = evict(
+        source.repo,
+        source._manifests,
+        target.repo,
+        versions,
+        missing=lambda wanted: _missing(target, wanted),
+        coming=coming,
+        dry_run=dry_run,
+    )
+    return {
+        "evicted": len(report.evicted),
+        "reclaimable_bytes": report.reclaimable_bytes,
+        "missed": len(report.missed),
+        "returned": len(report.returned),
+        "failures": [asdict(failure) for failure in report.lost],
+    }
+
+
+def retain_source(
+    source: Store,
+    target: Store,
+    selected: Sequence[Version],
+    policy: Mapping[str, Any] | None,
+    *,
+    coming: Collection[str],
+    dry_run: bool,
+) -> Mapping[str, Any]:
+    """Thin out the source, but for what is selected and not in the target; return the figures.
+
+    That may be too young for the selection, or have been saved since it was made; or the target has
+    let it go because it is here. Of what goes since the target has it, the objects are looked for
+    there before, and its log is read again after each commit: what the target lost meanwhile is
+    taken back.
+
+    Parameters
+    ----------
+    policy
+        None for the source's own.
+    coming
+        With `dry_run`: ids of versions that the target would have by now.
+
+    Raises
+    ------
+    CkptStoreError
+        As :func:`ckptstore.ops.retain.retain`; or the target does not answer to the second look:
+        what the last commit let go was taken back.
+    """
+    catalog = source.repo.refresh()
+    there = target.repo.refresh()
+    here = source.info.store_id
+    free = {version.id for version in catalog.versions()}
+    waiting = {
+        version.id
+        for version in selected
+        if not has(there, version) or rests_on(there, version, here)
+    }
+    free -= waiting.difference(coming) if dry_run else waiting
+    chosen = {version.id for version in selected}
+    cache = source._manifests
+    planned = retain(source.repo, cache, policy=policy, dry_run=True, quick=True, free=free)
+    # Of what goes, that which goes since the target has it.
+    relied = [
+        one.version
+        for one in planned.changes
+        if one.version.id in chosen and _holds(target, one.version)
+    ]
+    missed = _missing(target, relied) if relied else set()
+    second = SecondLook(
+        here=source.repo,
+        cache=cache,
+        there=target.repo,
+        holds=lambda version: _holds(target, version),
+        done="removed or reduced",
+    )
+    looked = {version.id for version in relied}
+
+    def after(changed: Sequence[Version], deleted: Collection[str]) -> Collection[str]:
+        concerned = [version for version in changed if version.id in looked]
+        if concerned:
+            second.look(concerned, deleted=deleted)
+        return {*second.returned, *(failure.version for failure in second.lost)}
+
+    report = retain(
+        source.repo,
+        cache,
+        policy=policy,
+        dry_run=dry_run,
+        # What was not planned for was not looked at; it may go the next time.
+        free={one.version.id for one in planned.changes} - missed,
+        after=after,
+    )
+    return {
+        **retained(report, without=second.returned),
+        "missed": len(missed),
+        "returned": len(second.returned),
+        "failures": [asdict(failure) for failure in second.lost],
+    }
+
+
+def retained(report: RetainReport, *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Return the figures of a retention, but for versions that were taken back."""
+    changes = [one for one in report.changes if one.version.id not in without]
+    return {
+        "changes": len(changes),
+        "reclaimable_bytes": sum(one.reclaimable_bytes for one in changes),
+        "commits": len(report.commits),
+    }
+
+
+def _holds(target: Store, version: Version) -> bool:
+    """Return whether the target has the content of a version, by its log as it was last read."""
+    there = target.repo.catalog
+    return has(there, version) and not is_settled(there.version(version.id))
+
+
+def _missing(target: Store, versions: Sequence[Version]) -> set[str]:
+    """Return ids of versions of the target whose objects are not all there.
+
+    What was read back long ago may have been taken away since, past the log.
+    """
+    found = target.verify([f"#{one.id}" for one in versions], level="records")
+    return {problem.version for problem in found.problems}
