@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json as jsonlib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,10 +12,10 @@ import msgspec
 import typer
 
 from ckptstore.cli.archive_job import run_file
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import full_ref, opened
+from ckptstore.cli.session import full_ref, opened_to_write
 from ckptstore.cli.text import bytes_text, counted, seconds_text
 from ckptstore.errors import InvalidInputError, PolicyError
 
@@ -27,10 +29,10 @@ _LISTED = 10
 """Packs shown that stay or could not be moved; the document has all."""
 
 
-def archive(
-    refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions to move.")
-    ] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MoveOptions:
+    """What is moved where."""
+
     storage_class: Annotated[
         str | None,
         typer.Option(
@@ -39,13 +41,13 @@ def archive(
             help="The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS "
             "NEARLINE, COLDLINE, ARCHIVE; STANDARD brings packs back.",
         ),
-    ] = None,
+    ] = None
     run: Annotated[
         list[str] | None,
         typer.Option(
             "--run", metavar="RUN", help="All versions of this run, but its head. Repeatable."
         ),
-    ] = None,
+    ] = None
     keep_hot: Annotated[
         list[str] | None,
         typer.Option(
@@ -54,27 +56,26 @@ def archive(
             help="All versions but heads and those that these rules of a retention policy keep: "
             "'last 5, tagged'. Repeatable.",
         ),
-    ] = None,
+    ] = None
     min_age: Annotated[
         str | None,
         typer.Option(
             "--min-age", metavar="TIME", help="Only what was saved so long ago, such as 30d."
         ),
-    ] = None,
+    ] = None
     lifecycle: Annotated[
         bool,
         typer.Option(
             "--lifecycle",
             help="Move nothing: print a rule by which the bucket itself moves packs of --min-age.",
         ),
-    ] = False,
-    job: Annotated[
-        Path | None,
-        typer.Option("--job", metavar="FILE", help="Run the archival job of this TOML file."),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Say what would be done; change nothing.")
-    ] = False,
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _JobOptions:
+    """What a job goes by, and what becomes of its report."""
+
     since: Annotated[
         str | None,
         typer.Option(
@@ -83,13 +84,13 @@ def archive(
             help="Of a job: only versions saved since then: 2026-03-01T12:00:00Z; or `last`: the "
             "last run that did all it should, as the file of --report says.",
         ),
-    ] = None,
+    ] = None
     report_file: Annotated[
         Path | None,
         typer.Option(
             "--report", metavar="FILE", help="Of a job: also write the JSON document to this file."
         ),
-    ] = None,
+    ] = None
     metrics: Annotated[
         Path | None,
         typer.Option(
@@ -97,12 +98,22 @@ def archive(
             metavar="FILE",
             help="Of a job: write figures for Prometheus's node exporter to this .prom file.",
         ),
+    ] = None
+
+
+def archive(
+    refs: Annotated[
+        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions to move.")
     ] = None,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    *,
+    move: _MoveOptions,
+    job: Annotated[
+        Path | None,
+        typer.Option("--job", metavar="FILE", help="Run the archival job of this TOML file."),
+    ] = None,
+    dry_run: Annotated[bool, dry_run("Say what would be done; change nothing.")] = False,
+    reporting: _JobOptions,
+    options: WriterOptions,
 ) -> None:
     """Move what only these versions need to a colder storage class; or run an archival job.
 
@@ -115,36 +126,29 @@ def archive(
     other no harm. Exits with 0 if all was done, with the code of the first step that failed, or
     with 7 if a version is not replicated that should be by now.
     """
-    output = Output("archive", as_json=json, quiet=quiet)
+    output = options.output("archive")
+    _check(refs, move, job, reporting)
     if job is not None:
-        if any((refs, storage_class, run, keep_hot, min_age, lifecycle)):
-            msg = "--job takes everything from its file"
-            raise InvalidInputError(msg, hint="its table [archive] is for storage classes")
         run_file(
-            output, job, dry_run=dry_run, since=since, report_file=report_file, metrics=metrics
+            output,
+            job,
+            dry_run=dry_run,
+            since=reporting.since,
+            report_file=reporting.report_file,
+            metrics=reporting.metrics,
         )
         return
-    if since or report_file or metrics:
-        msg = "--since, --report and --metrics are of jobs"
-        raise InvalidInputError(msg, hint="give --job FILE")
-    if storage_class is None:
-        msg = "neither a storage class nor a job is given"
-        raise InvalidInputError(msg, hint="--class GLACIER, or --job FILE")
-    age_s = _seconds(min_age)
-    writing = not (dry_run or lifecycle)
-    with opened(store, option, writing=writing, key=key) as opening:
-        if lifecycle:
-            _show_rule(output, opening, storage_class, age_s)
+    age_s = _seconds(move.min_age)
+    with opened_to_write(options, writing=not (dry_run or move.lifecycle)) as opening:
+        if move.lifecycle:
+            _show_rule(output, opening, str(move.storage_class), age_s)
             return
-        if not (refs or run or keep_hot or min_age):
-            msg = "no version is named"
-            raise InvalidInputError(msg, hint="name REFs; or --run, --keep-hot, --min-age")
         with progress_bars(output) as progress:
             report = opening.archive(
                 [full_ref(opening, ref) for ref in refs] if refs else None,
-                storage_class=storage_class,
-                runs=run or None,
-                keep_hot=keep_hot or None,
+                storage_class=str(move.storage_class),
+                runs=move.run or None,
+                keep_hot=move.keep_hot or None,
                 min_age_s=age_s,
                 dry_run=dry_run,
                 progress=progress,
@@ -154,6 +158,26 @@ def archive(
         output.show(document, lambda screen: _draw(screen, report, names))
     if not report.ok:
         raise typer.Exit(PolicyError.exit_code)
+
+
+def _check(
+    refs: Sequence[str] | None, move: _MoveOptions, job: Path | None, reporting: _JobOptions
+) -> None:
+    """Refuse a command line that asks for nothing, or for two things."""
+    msg = hint = ""
+    chosen = any((refs, move.run, move.keep_hot, move.min_age))
+    if job is not None:
+        if chosen or move.storage_class or move.lifecycle:
+            msg = "--job takes everything from its file"
+            hint = "its table [archive] is for storage classes"
+    elif reporting.since or reporting.report_file or reporting.metrics:
+        msg, hint = "--since, --report and --metrics are of jobs", "give --job FILE"
+    elif move.storage_class is None:
+        msg, hint = "neither a storage class nor a job is given", "--class GLACIER, or --job FILE"
+    elif not (chosen or move.lifecycle):
+        msg, hint = "no version is named", "name REFs; or --run, --keep-hot, --min-age"
+    if msg:
+        raise InvalidInputError(msg, hint=hint)
 
 
 def _seconds(text: str | None) -> float:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.cli.documents import metrics_document
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
-from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.options import CommonOptions
+from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text
@@ -29,6 +29,7 @@ _ORDER: Final = ("changed", "added", "removed", "moved", "same")
 def diff(
     first: Annotated[str, typer.Argument(metavar="REF", help="The version before.")],
     second: Annotated[str, typer.Argument(metavar="REF2", help="The version after.")],
+    *,
     values: Annotated[
         bool,
         typer.Option(
@@ -39,18 +40,14 @@ def diff(
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, metavar="N", help="Tensors to list; 0 for all.")
     ] = _ROWS,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """Compare two versions: tensors added, removed, moved, changed; values that differ.
 
     Without --values nothing but the two manifests is read.
     """
-    output = Output("diff", as_json=json, quiet=quiet)
-    with opened(store, option, key=key) as opening:
+    output = options.output("diff")
+    with opened(options) as opening:
         refs = [f"#{find_version(opening, ref).id}" for ref in (first, second)]
         report = opening.diff(*refs)
         errors: Mapping[str, TensorError | None] = {}
@@ -58,7 +55,7 @@ def diff(
             with progress_bars(output) as progress:
                 errors = report.errors(progress=progress)
     view = _View(report=report, errors=errors, with_values=values, limit=limit)
-    output.show(view.document() if json else {}, view.draw)
+    output.show(view.document() if options.json else {}, view.draw)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

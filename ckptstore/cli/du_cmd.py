@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptstore.cli.documents import role_document, total_bytes
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
@@ -29,17 +30,14 @@ def du(
             metavar="RUN|REF", help="One run, version by version; or one version, role by role."
         ),
     ] = None,
+    *,
     shared: Annotated[
         bool,
         typer.Option(
             "--shared", help="Who holds what: alone, and with whom. Reads every manifest."
         ),
     ] = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """Show the bytes of runs, versions and roles, and of the store's objects.
 
@@ -47,49 +45,79 @@ def du(
     have, STORED what the new part takes in the store. With --shared, HELD is what is needed to
     load it, and ALONE the part of that which nothing else needs: what deleting it would free.
     """
-    output = Output("du", as_json=json, quiet=quiet)
-    with opened(store, option, key=key) as opening:
-        runs = {info.name: info for info in opening.runs()}
-        version = None
-        if what is not None and what not in runs:
-            # A name alone is that of a run, even of one that is not there.
-            version = find_version(opening, what)
-        names = [] if version else [name for name in runs if what in {None, name}]
-        groups: dict[str, list[Version]] = {name: [] for name in names}
-        if version is not None:
-            groups[version.run] = [version]
-        else:
-            for usage in opening.usage(what):
-                groups[usage.version.run].append(usage.version)
+    output = options.output("du")
+    with opened(options) as opening:
+        version = _version(opening, what)
+        groups = _groups(opening, what, version)
         objects = _objects(opening) if what is None else None
         holding = _holding(opening, output, version) if shared else None
-        everything = [version for versions in groups.values() for version in versions]
-        document = {
-            "store": opening.url,
-            **role_document(_total(everything)),
-            "roles": _roles_document(everything),
-            "runs": [_run_document(name, versions) for name, versions in groups.items()],
-            "objects": objects,
-            "sharing": None if holding is None else holding.document(set(groups)),
-        }
-
-        def draw(screen: Screen) -> None:
-            if holding is not None:
-                holding.draw(screen, groups, one_run=what is not None)
-                return
-            if what is None:
-                _draw_runs(screen, groups)
-            else:
-                _draw_versions(screen, everything)
-            screen.line()
-            _draw_roles(screen, everything)
-            if objects is not None:
-                screen.line()
-                _draw_objects(screen, objects)
-
-        output.show(document, draw)
+        view = _View(groups=groups, one_run=what is not None, objects=objects, holding=holding)
+        output.show(view.document(opening.url), view.draw)
         for reason in () if holding is None else holding.skipped:
             output.note(f"left out: {reason}")
+
+
+def _version(store: Store, what: str | None) -> Version | None:
+    """Return the version that is asked for; None where a run or everything is."""
+    if what is None or what in {info.name for info in store.runs()}:
+        return None
+    # A name alone is that of a run, even of one that is not there.
+    return find_version(store, what)
+
+
+def _groups(store: Store, what: str | None, version: Version | None) -> dict[str, list[Version]]:
+    """Return versions by run, also of runs that have none."""
+    if version is not None:
+        return {version.run: [version]}
+    names = [info.name for info in store.runs() if what in {None, info.name}]
+    groups: dict[str, list[Version]] = {name: [] for name in names}
+    for usage in store.usage(what):
+        groups[usage.version.run].append(usage.version)
+    return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """What is shown of runs and their versions."""
+
+    groups: dict[str, list[Version]]
+    one_run: bool
+    """One run, or one version of it."""
+    objects: dict[str, dict[str, int]] | None
+    holding: Holding | None
+
+    @property
+    def everything(self) -> list[Version]:
+        """All versions, run after run."""
+        return [version for versions in self.groups.values() for version in versions]
+
+    def document(self, url: str) -> dict[str, Any]:
+        """Return all of it."""
+        everything = self.everything
+        return {
+            "store": url,
+            **role_document(_total(everything)),
+            "roles": _roles_document(everything),
+            "runs": [_run_document(name, versions) for name, versions in self.groups.items()],
+            "objects": self.objects,
+            "sharing": None if self.holding is None else self.holding.document(set(self.groups)),
+        }
+
+    def draw(self, screen: Screen) -> None:
+        """Draw who holds what, if that was asked for; else runs or versions, roles and objects."""
+        if self.holding is not None:
+            self.holding.draw(screen, self.groups, one_run=self.one_run)
+            return
+        everything = self.everything
+        if self.one_run:
+            _draw_versions(screen, everything)
+        else:
+            _draw_runs(screen, self.groups)
+        screen.line()
+        _draw_roles(screen, everything)
+        if self.objects is not None:
+            screen.line()
+            _draw_objects(screen, self.objects)
 
 
 def _holding(store: Store, output: Output, version: Version | None) -> Holding:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.options import (
-    AsJson,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-    ToKey,
-    ToOptions,
-    parse_storage_options,
-)
-from ckptstore.cli.output import Output, Screen
-from ckptstore.cli.session import full_ref, opened
+from ckptstore.cli.options import Runs, TargetOptions, WriterOptions, dry_run
+from ckptstore.cli.output import Screen
+from ckptstore.cli.session import full_ref, opened_to_write
 from ckptstore.cli.text import bytes_text, counted
 from ckptstore.errors import IntegrityError
 from ckptstore.store.replicating import open_target_of
@@ -30,18 +20,16 @@ __all__ = ["evict"]
 
 
 def evict(
-    to: Annotated[
-        str,
-        typer.Option("--replica", metavar="NAME", help="The replica that must have them."),
-    ],
     refs: Annotated[
         list[str] | None,
         typer.Argument(metavar="[REF]...", help="Versions; or give --run, --keep."),
     ] = None,
-    run: Annotated[
-        list[str] | None,
-        typer.Option("--run", metavar="RUN", help="All versions of this run. Repeatable."),
-    ] = None,
+    *,
+    to: Annotated[
+        str,
+        typer.Option("--replica", metavar="NAME", help="The replica that must have them."),
+    ],
+    run: Runs = None,
     keep: Annotated[
         list[str] | None,
         typer.Option(
@@ -51,17 +39,9 @@ def evict(
             "'last 5, best 2 val_loss'. Repeatable.",
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Say what would go; change nothing.")
-    ] = False,
-    to_option: ToOptions = None,
-    to_key: ToKey = None,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    dry_run: Annotated[bool, dry_run("Say what would go; change nothing.")] = False,
+    target: TargetOptions,
+    options: WriterOptions,
 ) -> None:
     """Keep but the record of versions that a replica has; loads then read them there.
 
@@ -69,11 +49,10 @@ def evict(
     pinned, nor the head of a run. The next ckptstore gc frees the space. Exits with 5 if the
     replica let a version go at the same moment and it could not be taken back.
     """
-    output = Output("evict", as_json=json, quiet=quiet)
-    options: dict[str, Any] = {**parse_storage_options(to_option or ()), "encryption_key": to_key}
+    output = options.output("evict")
     with (
-        opened(store, option, key=key, writing=not dry_run, single_writer=single_writer) as here,
-        open_target_of(here, f"replica:{to}", dry_run=dry_run, **options),
+        opened_to_write(options, writing=not dry_run) as here,
+        open_target_of(here, f"replica:{to}", dry_run=dry_run, **target.given()),
     ):
         report = here.evict(
             [full_ref(here, ref) for ref in refs] if refs else None,

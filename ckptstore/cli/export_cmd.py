@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import AsJson, Exclude, Include, Key, Quiet, StorageOptions, StoreUrl
-from ckptstore.cli.output import Output
+from ckptstore.cli.options import CommonOptions, PathOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, counted
@@ -22,8 +21,8 @@ _NAMED = 5
 def export(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
     path: Annotated[Path, typer.Argument(metavar="PATH", help="The .safetensors file to write.")],
-    include: Include = None,
-    exclude: Exclude = None,
+    *,
+    paths: PathOptions,
     strip_prefix: Annotated[
         str,
         typer.Option(
@@ -35,11 +34,7 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the file if it is there.")
     ] = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """Write tensors to a safetensors file; every byte is checked on the way.
 
@@ -48,14 +43,14 @@ def export(
     """
     from ckptstore.integrations.safetensors_export import export_safetensors
 
-    output = Output("export", as_json=json, quiet=quiet)
-    with opened(store, option, key=key) as opening, progress_bars(output) as progress:
+    output = options.output("export")
+    with opened(options) as opening, progress_bars(output) as progress:
         done = export_safetensors(
             opening,
             f"#{find_version(opening, ref).id}",
             path,
-            include=include or None,
-            exclude=exclude or None,
+            include=paths.include or None,
+            exclude=paths.exclude or None,
             strip_prefix=strip_prefix,
             overwrite=force,
             progress=progress,
@@ -71,8 +66,8 @@ def export(
     }
     count, size = counted(done.tensors_count, "tensor"), bytes_text(done.file_bytes)
     text = f"{done.path}: {count} of {done.version.run}@{done.version.step}, {size}"
-    output.show(document, lambda screen: None if quiet else screen.line(text))
-    if done.left_out and not json:
+    output.tell(document, text)
+    if done.left_out and not options.json:
         named = ", ".join(done.left_out[:_NAMED])
         more = f" and {len(done.left_out) - _NAMED} more" if done.left_out[_NAMED:] else ""
         output.note(f"left out, since they are no tensors: {named}{more}")

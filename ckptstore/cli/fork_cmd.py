@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptstore.cli.documents import total_bytes, version_document
-from ckptstore.cli.options import (
-    AsJson,
-    Exclude,
-    Include,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-    ToKey,
-    ToOptions,
-    parse_storage_options,
-)
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.options import PathOptions, TargetOptions, WriterOptions
+from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import find_version, opened, vouching
+from ckptstore.cli.session import find_version, opened, opened_place, opened_to_write, vouching
 from ckptstore.cli.text import bytes_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
+from ckptstore.model import Version
 from ckptstore.store.tiers import PREFIX
 
 if TYPE_CHECKING:
@@ -41,8 +30,8 @@ def fork(
     new_run: Annotated[
         str, typer.Argument(metavar="NEW_RUN", help="Name of the run; no run may have it.")
     ],
-    include: Include = None,
-    exclude: Exclude = None,
+    *,
+    paths: PathOptions,
     role: Annotated[
         list[str] | None,
         typer.Option(
@@ -61,36 +50,28 @@ def fork(
         str | None,
         typer.Option("--to", metavar="URL", help="Another store for the run; or replica:NAME."),
     ] = None,
-    to_option: ToOptions = None,
-    to_key: ToKey = None,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    target: TargetOptions,
+    options: WriterOptions,
 ) -> None:
     """Begin a run at a version; the new run shares its chunks, and no tensor is copied.
 
     With --to, only chunks that the other store does not have travel.
     """
-    output = Output("fork", as_json=json, quiet=quiet)
+    output = options.output("fork")
     renames = parse_renames(rename or ())
-    with opened(
-        store, option, key=key, writing=to is None, single_writer=single_writer and to is None
-    ) as opening:
+    # A run that begins elsewhere changes nothing here.
+    here = opened_to_write(options) if to is None else opened(options)
+    with here as opening:
         source = find_version(opening, ref)
-        target = (
-            nullcontext()
-            if to is None
-            else _target(opening, to, to_option, to_key, single_writer=single_writer)
-        )
-        with target as other, progress_bars(output) as progress:
+        with (
+            _target(opening, to, target, options) as other,
+            progress_bars(output) as progress,
+        ):
             run = opening.fork(
                 f"#{source.id}",
                 new_run,
-                include=include or None,
-                exclude=exclude or None,
+                include=paths.include or None,
+                exclude=paths.exclude or None,
                 roles=role or None,
                 rename=renames or None,
                 store=other,
@@ -98,42 +79,40 @@ def fork(
             )
             version = run.head
         assert version is not None  # noqa: S101  # a fork has a first version
-
-        def draw(screen: Screen) -> None:
-            if quiet:
-                screen.line(version.id)
-                return
-            total = total_bytes(version.roles.values())
-            sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} copied"
-            where = f"{version.run}@{version.step} is {version.id[:8]}"
-            screen.line(f"{where}, from {source.run}@{source.step} {source.id[:8]}: {sizes}")
-
         document = {
             "source": source.id,
             "to": to,
             "version": version_document(version, head=True),
         }
-        output.show(document, draw)
+        output.show(document, lambda screen: _draw(screen, source, version, quiet=options.quiet))
+
+
+def _draw(screen: Screen, source: Version, version: Version, *, quiet: bool) -> None:
+    if quiet:
+        screen.line(version.id)
+        return
+    total = total_bytes(version.roles.values())
+    sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} copied"
+    where = f"{version.run}@{version.step} is {version.id[:8]}"
+    screen.line(f"{where}, from {source.run}@{source.step} {source.id[:8]}: {sizes}")
 
 
 @contextmanager
 def _target(
-    here: Store,
-    url: str,
-    options: Sequence[str] | None,
-    key: str | None,
-    *,
-    single_writer: bool,
-) -> Iterator[Store]:
-    """Open the other store to write to: a place, or ``replica:NAME``."""
+    here: Store, url: str | None, target: TargetOptions, options: WriterOptions
+) -> Iterator[Store | None]:
+    """Open the other store to write to: a place, or ``replica:NAME``; None where there is none."""
+    if url is None:
+        yield None
+        return
+    single_writer = options.single_writer
+    given = target.given()
     if not url.startswith(PREFIX):
-        with opened(url, options, key=key, writing=True, single_writer=single_writer) as other:
+        with opened_place(url, given, writing=True, single_writer=single_writer) as other:
             yield other
         return
     name = url.removeprefix(PREFIX)
-    secret = {} if key is None else {"encryption_key": key}
-    own = {**parse_storage_options(options or ()), **secret}
-    here.give_options(name, {**own, "read_only": False, "single_writer": single_writer})
+    here.give_options(name, {**given, "read_only": False, "single_writer": single_writer})
     with vouching():
         yield here.replica(name)
 

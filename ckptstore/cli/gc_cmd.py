@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
@@ -9,19 +10,10 @@ import typer
 
 from ckptstore import limits
 from ckptstore.catalog.rules import duration_text, parse_duration
-from ckptstore.cli.options import (
-    AsJson,
-    EngineName,
-    EngineWorkers,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-)
-from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.options import EngineOptions, WriterOptions, dry_run
+from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import opened
+from ckptstore.cli.session import opened_to_write
 from ckptstore.cli.text import age_text, bytes_text, count_text, counted, seconds_text
 
 if TYPE_CHECKING:
@@ -35,10 +27,10 @@ _HOLDERS: Final = 20
 """Versions shown with ``--holders``; the document has all."""
 
 
-def gc(
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Say what would be freed; change nothing.")
-    ] = False,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SparingOptions:
+    """What a collection leaves alone."""
+
     grace: Annotated[
         str,
         typer.Option(
@@ -46,7 +38,7 @@ def gc(
             metavar="TIME",
             help="How long what is condemned stays for those who are reading it; 0 for not at all.",
         ),
-    ] = _GRACE,
+    ] = _GRACE
     orphan_age: Annotated[
         str,
         typer.Option(
@@ -55,7 +47,7 @@ def gc(
             help="Objects that no commit names are left alone so long: they may be uploads at "
             "work.",
         ),
-    ] = _ORPHAN_AGE,
+    ] = _ORPHAN_AGE
     repack_below: Annotated[
         float,
         typer.Option(
@@ -65,24 +57,24 @@ def gc(
             metavar="SHARE",
             help="Write packs anew of which less than this share is live.",
         ),
-    ] = limits.GC_REPACK_BELOW,
+    ] = limits.GC_REPACK_BELOW
     no_repack: Annotated[
         bool, typer.Option("--no-repack", help="Leave packs as they are; copy nothing.")
-    ] = False,
+    ] = False
+
+
+def gc(
+    *,
+    dry_run: Annotated[bool, dry_run("Say what would be freed; change nothing.")] = False,
+    spared: _SparingOptions,
     holders: Annotated[
         bool, typer.Option("--holders", help="Also show which versions hold how many bytes.")
     ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Collect even if commits seem to be lost.")
     ] = False,
-    engine: EngineName = None,
-    workers: EngineWorkers = None,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    engine: EngineOptions,
+    options: WriterOptions,
 ) -> None:
     """Free the space of what no version needs: condemn it now, delete it after a grace.
 
@@ -90,19 +82,19 @@ def gc(
     the next. NOW is what this run frees; LATER what a run after the grace will free; YOUNG what no
     version needs, but may be an upload at work.
     """
-    output = Output("gc", as_json=json, quiet=quiet)
-    grace_s, orphan_age_s = _seconds(grace), _seconds(orphan_age)
-    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
+    output = options.output("gc")
+    grace_s, orphan_age_s = _seconds(spared.grace), _seconds(spared.orphan_age)
+    with opened_to_write(options) as opening:
         with progress_bars(output) as progress:
             report = opening.gc(
                 grace_s=grace_s,
                 orphan_age_s=orphan_age_s,
-                repack_below=None if no_repack else repack_below,
+                repack_below=None if spared.no_repack else spared.repack_below,
                 dry_run=dry_run,
                 holders=holders,
                 force=force,
-                executor=engine,
-                workers=workers,
+                executor=engine.engine,
+                workers=engine.workers,
                 progress=progress,
             )
         document = {"store": opening.url, **msgspec.to_builtins(report)}

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ckptstore.cli.documents import total_bytes, version_document
-from ckptstore.cli.options import (
-    AsJson,
-    Key,
-    MetricValues,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-    parse_metrics,
-)
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.options import MetricValues, WriterOptions, parse_metrics
+from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import opened
+from ckptstore.cli.session import opened_to_write
 from ckptstore.cli.text import bytes_text
 from ckptstore.errors import InvalidInputError
+from ckptstore.model import Version
 
 __all__ = ["import_"]
 
@@ -37,6 +30,7 @@ def import_(
         ),
     ],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run; made if it is not there.")],
+    *,
     step: Annotated[int, typer.Option("--step", min=0, metavar="N", help="Step of the version.")],
     metric: MetricValues = None,
     lower: Annotated[
@@ -56,25 +50,16 @@ def import_(
             "--under", metavar="KEY", help="Put the content below this key of the state: model."
         ),
     ] = "",
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Save the content of a file as a version; nothing in it is executed.
 
     Files of torch.save are read with weights_only=True: one that needs more is refused.
     """
-    output = Output("import", as_json=json, quiet=quiet)
+    output = options.output("import")
     metrics = parse_metrics(metric or ())
-    both = sorted({*(lower or ())} & {*(higher or ())})
-    if both:
-        msg = f"the metric {both[0]!r} is given to both --min and --max"
-        raise InvalidInputError(msg)
-    directions = dict.fromkeys(lower or (), "min") | dict.fromkeys(higher or (), "max")
-    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
+    directions = _directions(lower or (), higher or ())
+    with opened_to_write(options) as opening:
         from ckptstore.integrations.file_import import import_file
 
         with progress_bars(output) as progress:
@@ -89,13 +74,23 @@ def import_(
                 under=under,
                 progress=progress,
             )
+        document = {"version": version_document(version, head=True)}
+        output.show(document, lambda screen: _draw(screen, version, quiet=options.quiet))
 
-        def draw(screen: Screen) -> None:
-            if quiet:
-                screen.line(version.id)
-                return
-            total = total_bytes(version.roles.values())
-            sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} stored"
-            screen.line(f"{version.run}@{version.step} is {version.id[:8]}: {sizes}")
 
-        output.show({"version": version_document(version, head=True)}, draw)
+def _directions(lower: Sequence[str], higher: Sequence[str]) -> dict[str, str]:
+    """Return which way each metric is better."""
+    both = sorted({*lower} & {*higher})
+    if both:
+        msg = f"the metric {both[0]!r} is given to both --min and --max"
+        raise InvalidInputError(msg)
+    return {**dict.fromkeys(lower, "min"), **dict.fromkeys(higher, "max")}
+
+
+def _draw(screen: Screen, version: Version, *, quiet: bool) -> None:
+    if quiet:
+        screen.line(version.id)
+        return
+    total = total_bytes(version.roles.values())
+    sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} stored"
+    screen.line(f"{version.run}@{version.step} is {version.id[:8]}: {sizes}")

@@ -6,16 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import (
-    AsJson,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-    parse_storage_options,
-)
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.options import WriterOptions
+from ckptstore.cli.output import Screen
 from ckptstore.cli.probe_table import draw_findings
 from ckptstore.cli.session import location, vouching
 from ckptstore.cli.text import bytes_text, parse_bytes
@@ -30,31 +22,26 @@ def init(
     url: Annotated[
         str | None, typer.Argument(metavar="URL", help="Where; else --store or CKPTSTORE_URL.")
     ] = None,
+    *,
     chunk_size: Annotated[
         str,
         typer.Option(
             "--chunk-size", metavar="BYTES", help="Size of chunks before compression: 64KiB-64MiB."
         ),
     ] = "4MiB",
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Create a store; refuses storage where two writers would lose commits."""
-    output = Output("init", as_json=json, quiet=quiet)
+    output = options.output("init")
     chunk_bytes = parse_bytes(chunk_size)
-    storage_options = parse_storage_options(option or ())
     with (
         vouching(),
         create_repo(
-            location(url or store),
-            options=Options(single_writer=single_writer),
+            location(url or options.store),
+            options=Options(single_writer=options.single_writer),
             chunk_bytes=chunk_bytes,
-            key=key,
-            storage_options=storage_options,
+            key=options.key,
+            storage_options=options.storage_options(),
         ) as repo,
     ):
         made = repo.superblock
@@ -69,7 +56,7 @@ def init(
             "encrypted": made.encryption is not None,
             "probe": made.probe,
         }
-        output.show(document, lambda screen: _draw(screen, repo.url, made, quiet=quiet))
+        output.show(document, lambda screen: _draw(screen, repo.url, made, quiet=options.quiet))
 
 
 def _draw(screen: Screen, url: str, made: Superblock, *, quiet: bool) -> None:

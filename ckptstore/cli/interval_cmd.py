@@ -8,8 +8,8 @@ import typer
 
 from ckptstore.catalog.intervals import Advice, Observed, advise, observe_failures
 from ckptstore.catalog.rules import parse_duration
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.options import CommonOptions
+from ckptstore.cli.output import Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import counted, seconds_text
 from ckptstore.errors import InvalidInputError
@@ -19,6 +19,7 @@ __all__ = ["interval"]
 
 def interval(
     run: Annotated[str, typer.Argument(metavar="RUN", help="Whose saves were measured.")],
+    *,
     mtbf: Annotated[
         str | None,
         typer.Option(
@@ -35,15 +36,11 @@ def interval(
         str | None,
         typer.Option(metavar="TIME", help="From a failure until training goes on. 0s without."),
     ] = None,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """Advise how often to save, from what saves take and how often training fails."""
-    output = Output("interval", as_json=json, quiet=quiet)
-    with opened(store, option, key=key) as opening:
+    output = options.output("interval")
+    with opened(options) as opening:
         catalog = opening.repo.refresh()
         catalog.run(run)
         observed = None

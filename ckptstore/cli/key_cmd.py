@@ -10,15 +10,7 @@ from typing import Annotated
 import typer
 
 from ckptstore.backends.key_sources import make_key_file, read_key
-from ckptstore.cli.options import (
-    AsJson,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-    parse_storage_options,
-)
+from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import location, vouching
 from ckptstore.errors import InvalidInputError
@@ -49,6 +41,7 @@ def key(
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", help="Of a new key; never overwritten.")
     ] = None,
+    *,
     new_key: Annotated[
         str | None,
         typer.Option("--new-key", metavar="SPEC", help="The key to rotate to, as --key."),
@@ -60,50 +53,55 @@ def key(
             help="The keys that open the store now go on to do so, until a rotation without this.",
         ),
     ] = False,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Make a key for encrypted stores, say which key one is, or change the key of a store.
 
     A rotation rewrites one small object and no version: what it wraps, the data key of the store,
     stays the same. Keys are never printed.
     """
-    output = Output("key", as_json=json, quiet=quiet)
+    output = options.output("key")
+    _check(action, file, new_key)
+    if file is not None:
+        made = make_key_file(file)
+        document: dict[str, object] = {"action": "new", "file": str(file), "key": made.id}
+        output.show(document, lambda screen: _draw_new(screen, file, made.id, quiet=options.quiet))
+        return
+    if not options.key:
+        msg = "no key is given"
+        raise InvalidInputError(msg, hint=_SPEC.format("--key"))
+    if new_key is None:
+        found = read_key(options.key).id
+        output.show({"action": "id", "key": found}, lambda screen: screen.line(found))
+        return
+    _rotate(output, options, options.key, new_key, keep_old=keep_old)
+
+
+def _check(action: KeyAction, file: Path | None, new_key: str | None) -> None:
     if (file is not None) is not (action is KeyAction.NEW):
         msg = "a new key wants a FILE, and nothing else does"
         raise InvalidInputError(msg, hint="ckptstore key new FILE")
     if (new_key is not None) is not (action is KeyAction.ROTATE):
         msg = "a rotation wants --new-key SPEC, and nothing else does"
         raise InvalidInputError(msg, hint=_SPEC.format("--new-key"))
-    if file is not None:
-        made = make_key_file(file)
-        document: dict[str, object] = {"action": "new", "file": str(file), "key": made.id}
-        output.show(document, lambda screen: _draw_new(screen, file, made.id, quiet=quiet))
-        return
-    if not key:
-        msg = "no key is given"
-        raise InvalidInputError(msg, hint=_SPEC.format("--key"))
-    if new_key is None:
-        found = read_key(key).id
-        output.show({"action": "id", "key": found}, lambda screen: screen.line(found))
-        return
+
+
+def _rotate(
+    output: Output, options: WriterOptions, key: str, new_key: str, *, keep_old: bool
+) -> None:
     with vouching():
         done = rotate_key(
-            location(store),
+            location(options.store),
             encryption_key=key,
             new_key=new_key,
             keep_old=keep_old,
-            single_writer=single_writer,
-            **parse_storage_options(option or ()),
+            single_writer=options.single_writer,
+            **options.storage_options(),
         )
 
     def draw(screen: Screen) -> None:
         screen.line(f"opened by {', '.join(done.keys)} from now on")
-        if done.dropped and not quiet:
+        if done.dropped and not output.quiet:
             screen.line(f"no longer by {', '.join(done.dropped)}")
 
     output.show({"action": "rotate", **asdict(done)}, draw)

@@ -14,7 +14,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.history import history
 from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.metric_history import draw_history, history_document
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, time_text
@@ -50,6 +50,7 @@ def log(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="Only commits that touch this run.")
     ] = None,
+    *,
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, metavar="N", help="The newest N; 0 for all.")
     ] = _ROWS,
@@ -68,21 +69,17 @@ def log(
         typer.Option("--graph", help="The tree of versions, not commits: runs, forks, rollbacks."),
     ] = False,
     utc: Utc = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """Show who committed what and when, newest first; or a metric, or the tree of versions."""
-    output = Output("log", as_json=json, quiet=quiet)
+    output = options.output("log")
     if metric and graph:
         msg = "--metric and --graph are two views: choose one"
         raise InvalidInputError(msg)
     if (metric and not run) or (plot and not metric):
         msg = "--metric wants a RUN, and --plot wants --metric"
         raise InvalidInputError(msg, hint="ckptstore log RUN --metric val_loss --plot val_loss.svg")
-    with opened(store, option, key=key) as opening:
+    with opened(options) as opening:
         if run is not None and metric is not None:
             _metric(output, opening, run, metric, limit=limit, plot=plot, utc=utc)
             return
@@ -99,7 +96,7 @@ def log(
             "commits": [_commit_document(commit) for commit in commits],
         }
         output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
-        if run is None and len(commits) < catalog.number and not json:
+        if run is None and len(commits) < catalog.number and not options.json:
             shown = f"{count_text(len(commits))} of {counted(catalog.number, 'commit')}"
             output.note(f"{shown}; --limit 0 shows all")
 

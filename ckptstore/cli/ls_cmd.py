@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
 from ckptstore.cli.documents import run_document, state_marks, total_bytes, version_document
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl, Utc
+from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import age_text, bytes_text, count_text, counted, metric_text, time_text
@@ -35,6 +36,7 @@ def ls(
     run: Annotated[
         str | None, typer.Argument(metavar="RUN", help="Only the versions of this run.")
     ] = None,
+    *,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -50,52 +52,39 @@ def ls(
         typer.Option("--metric", metavar="NAME", help="A metric to show a column of. Repeatable."),
     ] = None,
     utc: Utc = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """List runs and versions, newest first; the best of each run is marked with *."""
-    output = Output("ls", as_json=json, quiet=quiet)
-    with opened(store, option, key=key) as opening:
+    output = options.output("ls")
+    with opened(options) as opening:
         catalog = opening.repo.refresh()
         runs = catalog.runs() if run is None else [catalog.run(run)]
         total = catalog.versions_count if run is None else runs[0].versions_count
-        most = (total if json else _ROWS) if limit is None else limit or total
+        most = (total if options.json else _ROWS) if limit is None else limit or total
         versions = list(islice(catalog.versions(run, newest_first=True), most))
         listing = _Listing(
             catalog=catalog,
             runs=runs,
             versions=versions,
+            total=total,
+            heads={info.head for info in runs},
             best=best_marks(catalog, runs),
             one_run=run is not None,
             metrics=metric or _usual_metrics(runs, versions),
             utc=utc,
             output=output,
         )
-        document = {
-            "store": opening.url,
-            "runs": [run_document(info) for info in runs],
-            "versions_count": total,
-            "versions": [
-                version_document(
-                    version,
-                    head=version.id in listing.heads,
-                    best=listing.best.get(version.id, ()),
-                )
-                for version in versions
-            ]
-            if json
-            else [],
-        }
-        output.show(document, listing.draw)
-    if not json:
-        if not total:
-            output.note("no versions yet")
-        elif len(versions) < total:
-            shown = f"{count_text(len(versions))} of {counted(total, 'version')}"
-            output.note(f"{shown}; --limit 0 lists all")
+        output.show(listing.document(opening.url) if options.json else {}, listing.draw)
+    if not options.json:
+        _note_rest(output, len(versions), total)
+
+
+def _note_rest(output: Output, shown: int, total: int) -> None:
+    if not total:
+        output.note("no versions yet")
+    elif shown < total:
+        text = f"{count_text(shown)} of {counted(total, 'version')}"
+        output.note(f"{text}; --limit 0 lists all")
 
 
 def _usual_metrics(runs: Sequence[RunInfo], versions: Sequence[Version]) -> list[str]:
@@ -113,16 +102,29 @@ class _Listing:
     catalog: Catalog
     runs: Sequence[RunInfo]
     versions: Sequence[Version]
+    total: int
+    """Versions that there are, listed or not."""
+    heads: AbstractSet[str]
+    """Ids of the heads of the runs listed."""
     best: Mapping[str, set[str]]
     one_run: bool
     metrics: Sequence[str]
     utc: bool
     output: Output
 
-    @property
-    def heads(self) -> set[str]:
-        """Ids of the heads of the runs listed."""
-        return {info.head for info in self.runs}
+    def document(self, url: str) -> dict[str, Any]:
+        """Return all of it."""
+        return {
+            "store": url,
+            "runs": [run_document(info) for info in self.runs],
+            "versions_count": self.total,
+            "versions": [
+                version_document(
+                    version, head=version.id in self.heads, best=self.best.get(version.id, ())
+                )
+                for version in self.versions
+            ],
+        }
 
     def draw(self, screen: Screen) -> None:
         """Draw the runs, unless one was asked for, and the versions."""

@@ -26,6 +26,7 @@ from ckptstore.cli.failures import (
     write_error,
     write_error_document,
 )
+from ckptstore.cli.groups import flattened
 from ckptstore.cli.output import Pipe
 from ckptstore.errors import CkptStoreError, InvalidInputError
 
@@ -93,7 +94,7 @@ def build_app(only: str = "") -> typer.Typer:
     app.callback(invoke_without_command=True)(_root)
     for name in [only] if only else COMMANDS:
         module = import_module(f"ckptstore.cli.{name}_cmd")
-        app.command(name)(getattr(module, COMMANDS[name]))
+        app.command(name)(flattened(getattr(module, COMMANDS[name])))
     return app
 
 

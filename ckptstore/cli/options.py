@@ -1,33 +1,38 @@
-"""Options that several commands share, declared once, and what their texts mean."""
+"""Options that several commands share, declared once, and what their texts mean.
+
+What comes together is a group, of which a command has one parameter: :mod:`ckptstore.cli.groups`.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
+from ckptstore.cli.output import Output
 from ckptstore.errors import InvalidInputError
 
 __all__ = [
     "AsJson",
-    "EngineName",
-    "EngineWorkers",
-    "Exclude",
-    "Include",
-    "Key",
+    "CommonOptions",
+    "EngineOptions",
     "MetricValues",
+    "PathOptions",
     "Quiet",
-    "SingleWriter",
+    "Runs",
     "StorageOptions",
     "StoreUrl",
-    "ToKey",
-    "ToOptions",
+    "TargetOptions",
     "Utc",
+    "WriterOptions",
+    "dry_run",
     "parse_metrics",
     "parse_storage_options",
+    "secret",
 ]
 
 _PANEL = "Common options"
@@ -55,14 +60,6 @@ StorageOptions = Annotated[
         rich_help_panel=_PANEL,
     ),
 ]
-ToOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--to-option",
-        metavar="KEY=VALUE",
-        help="As --option, for the storage of the other store. Repeatable.",
-    ),
-]
 Key = Annotated[
     str | None,
     typer.Option(
@@ -72,14 +69,6 @@ Key = Annotated[
         show_envvar=True,
         help="The key of an encrypted store: file:PATH, env:NAME or command:CMD.",
         rich_help_panel=_PANEL,
-    ),
-]
-ToKey = Annotated[
-    str | None,
-    typer.Option(
-        "--to-key",
-        metavar="SPEC",
-        help="As --key, for the other store; one that is made then is encrypted.",
     ),
 ]
 AsJson = Annotated[
@@ -95,47 +84,136 @@ Quiet = Annotated[
 Utc = Annotated[
     bool, typer.Option("--utc", help="Times in UTC instead of local time.", rich_help_panel=_PANEL)
 ]
-SingleWriter = Annotated[
-    bool,
-    typer.Option(
-        "--single-writer",
-        help="You vouch that no one else writes meanwhile: allows storage that cannot create an "
-        "object only if it is absent.",
-    ),
-]
-EngineName = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        metavar="ENGINE",
-        help="Who does the work: threads of this process (the default), processes, dask:local, or "
-        "the workers of a Dask scheduler, dask://HOST:PORT.",
-    ),
-]
-EngineWorkers = Annotated[
-    int | None,
-    typer.Option(
-        "--workers", min=1, metavar="N", help="How many tasks run at once; as --engine has it."
-    ),
-]
-Include = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--include",
-        metavar="PATTERN",
-        help="Only tensors whose path matches, such as 'model.*'. Repeatable.",
-    ),
-]
-Exclude = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--exclude", metavar="PATTERN", help="Leave out tensors whose path matches. Repeatable."
-    ),
-]
 MetricValues = Annotated[
     list[str] | None,
     typer.Option("--metric", metavar="NAME=VALUE", help="A metric of the version. Repeatable."),
 ]
+Runs = Annotated[
+    list[str] | None,
+    typer.Option("--run", metavar="RUN", help="All versions of this run. Repeatable."),
+]
+
+
+def dry_run(text: str) -> Any:  # noqa: ANN401 - what Typer declares options with is its own
+    """Return ``--dry-run``, whose help says what it does of a command."""
+    return typer.Option("--dry-run", "-n", help=text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommonOptions:
+    """What every command has: where the store is, what opens it, how the result is printed."""
+
+    store: StoreUrl = None
+    option: StorageOptions = None
+    key: Key = None
+    json: AsJson = False
+    quiet: Quiet = False
+
+    def output(self, command: str) -> Output:
+        """Return where the result of a command goes."""
+        return Output(command, as_json=self.json, quiet=self.quiet)
+
+    def storage_options(self) -> dict[str, Any]:
+        """Return what ``--option`` asks of the storage library.
+
+        Raises
+        ------
+        InvalidInputError
+            As :func:`parse_storage_options`.
+        """
+        return parse_storage_options(self.option or ())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions(CommonOptions):
+    """What every command has that may change the store."""
+
+    single_writer: Annotated[
+        bool,
+        typer.Option(
+            "--single-writer",
+            help="You vouch that no one else writes meanwhile: allows storage that cannot create "
+            "an object only if it is absent.",
+        ),
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions:
+    """How another store is opened: that of ``--to``, ``--replica`` or an argument."""
+
+    to_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to-option",
+            metavar="KEY=VALUE",
+            help="As --option, for the storage of the other store. Repeatable.",
+        ),
+    ] = None
+    to_key: Annotated[
+        str | None,
+        typer.Option(
+            "--to-key",
+            metavar="SPEC",
+            help="As --key, for the other store; one that is made then is encrypted.",
+        ),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Return them as :func:`ckptstore.open` takes them; the key only where there is one.
+
+        Raises
+        ------
+        InvalidInputError
+            As :func:`parse_storage_options`.
+        """
+        return {**parse_storage_options(self.to_option or ()), **secret(self.to_key)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Who does the work."""
+
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="ENGINE",
+            help="Who does the work: threads of this process (the default), processes, dask:local, "
+            "or the workers of a Dask scheduler, dask://HOST:PORT.",
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers", min=1, metavar="N", help="How many tasks run at once; as --engine has it."
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathOptions:
+    """Which tensors, by their paths."""
+
+    include: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--include",
+            metavar="PATTERN",
+            help="Only tensors whose path matches, such as 'model.*'. Repeatable.",
+        ),
+    ] = None
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--exclude", metavar="PATTERN", help="Leave out tensors whose path matches. Repeatable."
+        ),
+    ] = None
+
+
+def secret(key: str | None) -> dict[str, Any]:
+    """Return a key as an option of :func:`ckptstore.open`; nothing where there is none."""
+    return {} if key is None else {"encryption_key": key}
 
 
 def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:

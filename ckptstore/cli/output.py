@@ -154,6 +154,21 @@ class Output:
         except BrokenPipeError as error:
             raise Pipe from error
 
+    def tell(self, document: Mapping[str, Any], *lines: str) -> None:
+        """Print the result of what a command did: `document`, or lines; without ``--quiet``.
+
+        Raises
+        ------
+        Pipe
+            The reader has gone away.
+        """
+
+        def draw(screen: Screen) -> None:
+            for line in () if self.quiet else lines:
+                screen.line(line)
+
+        self.show(document, draw)
+
     def note(self, text: str) -> None:
         """Print a remark to stderr, unless quiet."""
         if not self.quiet:

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from ckptstore.cli.options import (
-    AsJson,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-    ToKey,
-    ToOptions,
-    parse_storage_options,
-)
+from ckptstore.cli.options import TargetOptions, WriterOptions
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.session import opened
+from ckptstore.cli.session import opened_to_write
 from ckptstore.cli.text import count_text
 from ckptstore.errors import InvalidInputError
 
@@ -49,17 +39,12 @@ def replica(
     url: Annotated[
         str | None, typer.Argument(metavar="[URL]", help="Where it is; with add.")
     ] = None,
+    *,
     create: Annotated[
         bool, typer.Option("--create", help="With add: make the store where there is none.")
     ] = False,
-    to_option: ToOptions = None,
-    to_key: ToKey = None,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    target: TargetOptions,
+    options: WriterOptions,
 ) -> None:
     """Name other stores that keep versions of this one: list them, add one, forget one.
 
@@ -67,15 +52,12 @@ def replica(
     job names a second store. The log keeps name, place and id; never options, keys or credentials.
     A store of another id in the place of one is refused. Nothing is copied and nothing is deleted.
     """
-    output = Output("replica", as_json=json, quiet=quiet)
+    output = options.output("replica")
     _check(action, name, url)
     writing = action is not Action.LS
-    with opened(store, option, key=key, writing=writing, single_writer=single_writer) as found:
+    with opened_to_write(options, writing=writing) as found:
         if action is Action.ADD:
-            options: dict[str, Any] = parse_storage_options(to_option or ())
-            if to_key is not None:
-                options["encryption_key"] = to_key
-            added = found.add_replica(str(name), str(url), create=create, **options)
+            added = found.add_replica(str(name), str(url), create=create, **target.given())
             _show_one(output, found, added, f"{added.name} is {added.url}, store {added.store[:8]}")
         elif action is Action.RM:
             gone = found.repo.refresh().replicas.get(str(name))

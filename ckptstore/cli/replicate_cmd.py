@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from ckptstore.cli.options import (
-    AsJson,
-    EngineName,
-    EngineWorkers,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-    ToKey,
-    ToOptions,
-    parse_storage_options,
-)
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.options import EngineOptions, Runs, TargetOptions, WriterOptions, dry_run
+from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import opened, vouching
+from ckptstore.cli.session import opened_to_write, vouching
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text
 from ckptstore.store.replicating import open_target_of
 
@@ -32,43 +21,34 @@ if TYPE_CHECKING:
 
 __all__ = ["replicate"]
 
+_To = Annotated[
+    str,
+    typer.Option(
+        "--to", metavar="URL", help="The other store, made if there is none; or replica:NAME."
+    ),
+]
+_Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep",
+        metavar="RULES",
+        help="Of the runs, what a retention policy of these rules would keep: "
+        "'tagged, best 2 val_loss'. Repeatable.",
+    ),
+]
 
-def replicate(
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="URL",
-            help="The other store, made if there is none; or replica:NAME.",
-        ),
-    ],
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Versions; all of the store if nothing is named."),
-    ] = None,
-    run: Annotated[
-        list[str] | None,
-        typer.Option("--run", metavar="RUN", help="All versions of this run. Repeatable."),
-    ] = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep",
-            metavar="RULES",
-            help="Of the runs, what a retention policy of these rules would keep: "
-            "'tagged, best 2 val_loss'. Repeatable.",
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Say what would travel; change nothing.")
-    ] = False,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TravelOptions:
+    """How chunks travel, and which again."""
+
     no_check: Annotated[
         bool,
         typer.Option(
             "--no-check",
             help="Do not read back what was written; the versions then do not count as replicated.",
         ),
-    ] = False,
+    ] = False
     limit_rate: Annotated[
         str | None,
         typer.Option(
@@ -76,7 +56,7 @@ def replicate(
             metavar="SIZE",
             help="Bytes a second, both directions together: 50MiB.",
         ),
-    ] = None,
+    ] = None
     again: Annotated[
         bool,
         typer.Option(
@@ -84,17 +64,28 @@ def replicate(
             help="Also bring what the other store has deleted, or keeps less of; what a REF names "
             "comes in any case.",
         ),
-    ] = False,
-    engine: EngineName = None,
-    workers: EngineWorkers = None,
-    to_option: ToOptions = None,
-    to_key: ToKey = None,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    ] = False
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The bandwidth limit; 0 for none."""
+        return 0.0 if self.limit_rate is None else float(parse_bytes(self.limit_rate))
+
+
+def replicate(
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[REF]...", help="Versions; all of the store if nothing is named."),
+    ] = None,
+    *,
+    to: _To,
+    run: Runs = None,
+    keep: _Keep = None,
+    dry_run: Annotated[bool, dry_run("Say what would travel; change nothing.")] = False,
+    travel: _TravelOptions,
+    engine: EngineOptions,
+    target: TargetOptions,
+    options: WriterOptions,
 ) -> None:
     """Make versions of a store versions of another: same ids, metrics, tags and lineage.
 
@@ -103,33 +94,28 @@ def replicate(
     Exits with 5 if a version could not be copied since it is damaged, with 8 if since it must be
     thawed first; the others are.
     """
-    output = Output("replicate", as_json=json, quiet=quiet)
-    rate = 0.0 if limit_rate is None else float(parse_bytes(limit_rate))
+    output = options.output("replicate")
+    rate = travel.bytes_per_s
     # What is noted in the source is worth less than the copy: a source may be read-only.
     with (
-        opened(store, option, key=key, writing=not dry_run, single_writer=single_writer) as source,
+        opened_to_write(options, writing=not dry_run) as source,
         vouching(),
         open_target_of(
-            source,
-            to,
-            dry_run=dry_run,
-            single_writer=single_writer,
-            encryption_key=to_key,
-            **parse_storage_options(to_option or ()),
-        ) as target,
+            source, to, dry_run=dry_run, single_writer=options.single_writer, **target.given()
+        ) as other,
     ):
         with progress_bars(output) as progress:
             report = source.replicate(
-                target,
+                other,
                 refs or None,
                 runs=run or None,
                 keep=keep or None,
-                check=not no_check,
+                check=not travel.no_check,
                 bytes_per_s=rate,
-                again=True if again else None,
+                again=True if travel.again else None,
                 dry_run=dry_run,
-                executor=engine,
-                workers=workers,
+                executor=engine.engine,
+                workers=engine.workers,
                 progress=progress,
             )
         document = {"store": source.url, **msgspec.to_builtins(report), "target": to}

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
+from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding import rounding_document, rounding_text
-from ckptstore.cli.session import opened
+from ckptstore.cli.session import opened_to_write
 from ckptstore.cli.text import bytes_text, count_text, counted, metric_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.ops.retain import RetainReport
@@ -21,14 +22,14 @@ from ckptstore.store import Store
 __all__ = ["retain"]
 
 
-def retain(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Only this run; all runs without it.")
-    ] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RuleOptions:
+    """The rules of a policy."""
+
     full: Annotated[
         list[str] | None,
         typer.Option(metavar="RULES", help="What is kept whole: 'last 3'. Repeatable."),
-    ] = None,
+    ] = None
     weights: Annotated[
         list[str] | None,
         typer.Option(
@@ -36,7 +37,7 @@ def retain(
             help="What is kept without optimizer and the like: 'best 5 val_loss, every 1000 "
             "steps'. Repeatable.",
         ),
-    ] = None,
+    ] = None
     weights_bf16: Annotated[
         list[str] | None,
         typer.Option(
@@ -44,7 +45,7 @@ def retain(
             metavar="RULES",
             help="What is kept as weights rounded to bfloat16. Repeatable.",
         ),
-    ] = None,
+    ] = None
     weights_int8: Annotated[
         list[str] | None,
         typer.Option(
@@ -52,18 +53,18 @@ def retain(
             metavar="RULES",
             help="What is kept as weights in 8 bits with a scale a block. Repeatable.",
         ),
-    ] = None,
+    ] = None
     record: Annotated[
         list[str] | None,
         typer.Option(metavar="RULES", help="What is kept as metrics only: 'all'. Repeatable."),
-    ] = None,
+    ] = None
     lossy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ENCODING",
             help="How far these two may go: 'int8:rel_l2=0.02,block=64'. Repeatable.",
         ),
-    ] = None,
+    ] = None
     encoding: Annotated[
         list[str] | None,
         typer.Option(
@@ -71,13 +72,34 @@ def retain(
             help="With --set: what the saves of the run are stored in: 'role:optimizer=dynamic8'. "
             "Repeatable.",
         ),
+    ] = None
+
+    def policy(self) -> Policy | None:
+        """Return the policy of these rules; None where there are none."""
+        rules = (self.full, self.weights, self.weights_bf16, self.weights_int8, self.record)
+        if not any((*rules, self.lossy, self.encoding)):
+            return None
+        return Policy.parse(
+            full=self.full or (),
+            weights=self.weights or (),
+            weights_bf16=self.weights_bf16 or (),
+            weights_int8=self.weights_int8 or (),
+            record=self.record or (),
+            lossy=self.lossy or (),
+            encodings=_encodings(self.encoding or []),
+        )
+
+
+def retain(
+    run: Annotated[
+        str | None, typer.Argument(metavar="RUN", help="Only this run; all runs without it.")
     ] = None,
+    *,
+    rules: _RuleOptions,
     apply: Annotated[
         bool, typer.Option("--apply", help="Do it. Without, nothing changes.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Change nothing, which is so without it, too.")
-    ] = False,
+    dry_run: Annotated[bool, dry_run("Change nothing, which is so without it, too.")] = False,
     quick: Annotated[
         bool,
         typer.Option(
@@ -91,35 +113,18 @@ def retain(
     clear: Annotated[
         bool, typer.Option("--clear", help="Take the stored policy of RUN, or of the store, away.")
     ] = False,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Say what a retention policy keeps of each version and why; with --apply, do it."""
-    output = Output("retain", as_json=json, quiet=quiet)
-    policy = None
-    if full or weights or weights_bf16 or weights_int8 or record or lossy or encoding:
-        policy = Policy.parse(
-            full=full or (),
-            weights=weights or (),
-            weights_bf16=weights_bf16 or (),
-            weights_int8=weights_int8 or (),
-            record=record or (),
-            lossy=lossy or (),
-            encodings=_encodings(encoding or []),
-        )
+    output = options.output("retain")
+    policy = rules.policy()
     _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
-    writing = apply or set_policy or clear
-    with opened(store, option, key=key, writing=writing, single_writer=single_writer) as opening:
+    with opened_to_write(options, writing=apply or set_policy or clear) as opening:
         if set_policy or clear:
             _store(opening, run, policy)
         if clear or (set_policy and not apply and not dry_run):
-            text = f"{run or 'the store'}: {policy or 'no policy'}"
             document = {"run": run, "policy": policy.to_json() if policy else None}
-            output.show(document, lambda screen: None if quiet else screen.line(text))
+            output.tell(document, f"{run or 'the store'}: {policy or 'no policy'}")
             return
         report = opening.retain(policy, run=run, dry_run=not apply, quick=quick)
         output.show(_document(opening, report), lambda screen: _draw(screen, report))

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
-from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.options import WriterOptions, dry_run
+from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding import rounding_document, rounding_text
-from ckptstore.cli.session import find_version, is_run_name, opened
+from ckptstore.cli.session import find_version, is_run_name, opened_to_write
 from ckptstore.cli.text import bytes_text, count_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.lifecycle import LowerLevel
@@ -44,6 +44,7 @@ def rm(
     refs: Annotated[
         list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
     ] = None,
+    *,
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="All versions of this run.")
     ] = None,
@@ -69,24 +70,15 @@ def rm(
             "--force", "-f", help="Also tagged ones, heads of runs, and the only verified one."
         ),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Only say what would be deleted.")
-    ] = False,
+    dry_run: Annotated[bool, dry_run("Only say what would be deleted.")] = False,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Why, for people who read the log.")
     ] = "",
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Delete versions, or a part of each; undelete brings back whole ones until gc has run."""
-    output = Output("rm", as_json=json, quiet=quiet)
-    with opened(
-        store, option, key=key, writing=not dry_run, single_writer=single_writer
-    ) as opening:
+    output = options.output("rm")
+    with opened_to_write(options, writing=not dry_run) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
         part = _PARTS.get(keep)
         found = opening.remove(
@@ -99,7 +91,7 @@ def rm(
             "versions": [_document(removal) for removal in found],
             "reclaimable_bytes": total,
         }
-        output.show(document, lambda screen: None if quiet else _draw(screen, found))
+        output.show(document, lambda screen: None if options.quiet else _draw(screen, found))
         output.note(_summary(found, part, dry_run=dry_run))
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Final
 
 import typer
 
-from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
-from ckptstore.cli.output import Output, Screen
-from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.options import WriterOptions
+from ckptstore.cli.output import Screen
+from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import count_text
 from ckptstore.model import Version
 
@@ -22,15 +22,11 @@ def rollback(
     ref: Annotated[
         str, typer.Argument(metavar="REF", help="The version to go back to, or forward again.")
     ],
+    *,
     reason: Annotated[
         str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")
     ] = "",
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Make a version the head of its run again; what came after is abandoned, not deleted.
 
@@ -38,13 +34,13 @@ def rollback(
     """
     from ckptstore.ops.rollback import rollback as roll
 
-    output = Output("rollback", as_json=json, quiet=quiet)
-    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
+    output = options.output("rollback")
+    with opened_to_write(options) as opening:
         found = find_version(opening, ref)
         done = roll(opening.repo, found.run, found.id, reason=reason)
 
     def draw(screen: Screen) -> None:
-        if quiet:
+        if options.quiet:
             return
         if done.head_before == done.target.id:
             screen.line(f"{_named(done.target)} is the head of its run already")

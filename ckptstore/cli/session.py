@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from ckptstore.cli.options import parse_storage_options
+from ckptstore.cli.options import CommonOptions, WriterOptions, secret
 from ckptstore.errors import (
     InvalidInputError,
     NotFoundError,
@@ -24,6 +25,8 @@ __all__ = [
     "location",
     "opened",
     "opened_for",
+    "opened_place",
+    "opened_to_write",
     "vouching",
 ]
 
@@ -45,15 +48,8 @@ def location(url: str | None) -> str:
 
 
 @contextmanager
-def opened(
-    url: str | None,
-    options: Sequence[str] | None,
-    *,
-    writing: bool = False,
-    single_writer: bool = False,
-    key: str | None = None,
-) -> Iterator[Store]:
-    """Open the store of a command for the length of a block; read-only unless `writing`.
+def opened(options: CommonOptions) -> Iterator[Store]:
+    """Open the store of a command for the length of a block, to read.
 
     Raises
     ------
@@ -62,24 +58,55 @@ def opened(
     CkptStoreError
         As :func:`ckptstore.store.open_store`.
     """
-    storage_options = parse_storage_options(options or ())
+    given = {**options.storage_options(), **secret(options.key)}
+    with opened_place(location(options.store), given) as store:
+        yield store
+
+
+@contextmanager
+def opened_to_write(options: WriterOptions, *, writing: bool = True) -> Iterator[Store]:
+    """Open the store of a command for the length of a block; read-only unless `writing`.
+
+    Raises
+    ------
+    CkptStoreError
+        As :func:`opened`.
+    """
+    given = {**options.storage_options(), **secret(options.key)}
+    single_writer = options.single_writer
+    with opened_place(
+        location(options.store), given, writing=writing, single_writer=single_writer
+    ) as store:
+        yield store
+
+
+@contextmanager
+def opened_place(
+    url: str, given: Mapping[str, Any], *, writing: bool = False, single_writer: bool = False
+) -> Iterator[Store]:
+    """Open the store in a place for the length of a block; read-only unless `writing`.
+
+    Parameters
+    ----------
+    given
+        Options of the storage library, and the key as ``encryption_key``.
+    single_writer
+        Storage that cannot create an object only if it is absent will do.
+
+    Raises
+    ------
+    CkptStoreError
+        As :func:`opened`.
+    """
     with (
         vouching(),
-        open_store(
-            location(url),
-            read_only=not writing,
-            single_writer=single_writer,
-            encryption_key=key,
-            **storage_options,
-        ) as store,
+        open_store(url, read_only=not writing, single_writer=single_writer, **given) as store,
     ):
         yield store
 
 
 @contextmanager
-def opened_for(
-    store: Store, url: str, options: Sequence[str] | None, key: str | None
-) -> Iterator[Store]:
+def opened_for(store: Store, url: str, given: Mapping[str, Any]) -> Iterator[Store]:
     """Open another store for the length of a block, to read: a place, or ``replica:NAME``.
 
     Raises
@@ -87,15 +114,13 @@ def opened_for(
     NotFoundError
         The store has no replica of this name.
     CkptStoreError
-        As :func:`ckptstore.store.open_store`.
+        As :func:`opened`.
     """
     if not url.startswith(PREFIX):
-        with opened(url, options, key=key) as other:
+        with opened_place(url, given) as other:
             yield other
         return
     name = url.removeprefix(PREFIX)
-    secret = {} if key is None else {"encryption_key": key}
-    given = {**parse_storage_options(options or ()), **secret}
     if given:
         store.give_options(name, given)
     yield store.replica(name)

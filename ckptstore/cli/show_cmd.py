@@ -19,8 +19,8 @@ from ckptstore.cli.documents import (
     total_bytes,
     version_document,
 )
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl, Utc
-from ckptstore.cli.output import Column, Output, Screen
+from ckptstore.cli.options import CommonOptions, Utc
+from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import (
     age_text,
@@ -52,6 +52,7 @@ def show(
     ref: Annotated[
         str, typer.Argument(metavar="REF", help="RUN, RUN@STEP, RUN@TAG, RUN@best:METRIC, ID ...")
     ],
+    *,
     tensors: Annotated[
         str | None,
         typer.Option(
@@ -62,16 +63,12 @@ def show(
         ),
     ] = None,
     utc: Utc = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt."""
-    output = Output("show", as_json=json, quiet=quiet)
-    most = _most(tensors, default=None if json else _TENSORS)
-    with opened(store, option, key=key) as opening:
+    output = options.output("show")
+    most = _most(tensors, default=None if options.json else _TENSORS)
+    with opened(options) as opening:
         version = find_version(opening, ref)
         catalog = opening.repo.catalog
         unlisted = most == 0 or version.level == "record"
@@ -85,7 +82,7 @@ def show(
             tensors_count=len(listed or ()),
             utc=utc,
         )
-        output.show(view.document(opening.url) if json else {}, view.draw)
+        output.show(view.document(opening.url) if options.json else {}, view.draw)
 
 
 def _most(text: str | None, *, default: int | None) -> int | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckptstore.cli.documents import role_document
-from ckptstore.cli.options import AsJson, Key, Quiet, StorageOptions, StoreUrl
+from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened
@@ -24,6 +24,7 @@ __all__ = ["stats"]
 
 
 def stats(
+    *,
     prometheus: Annotated[
         bool,
         typer.Option("--prometheus", help="Figures of runs and their last saves, for Prometheus."),
@@ -39,22 +40,18 @@ def stats(
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="With --plot: only this run.")
     ] = None,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: CommonOptions,
 ) -> None:
     """Show what a store holds and what it takes: versions, distinct chunks, sharing, objects.
 
     Reads the manifest of every version, and lists every object; with --prometheus or --plot the
     catalog alone.
     """
-    output = Output("stats", as_json=json, quiet=quiet)
+    output = options.output("stats")
     if (prometheus and plot is not None) or (run is not None and plot is None):
         msg = "--prometheus and --plot are two views, and --run wants --plot"
         raise InvalidInputError(msg, hint="ckptstore stats --plot saves.svg --run gpt")
-    with opened(store, option, key=key) as opening:
+    with opened(options) as opening:
         if prometheus:
             _show_exposition(opening, output)
             return

@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
-from ckptstore.cli.output import Output
-from ckptstore.cli.session import find_version, opened
+from ckptstore.cli.options import WriterOptions
+from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.errors import InvalidInputError
 
 __all__ = ["tag"]
@@ -19,19 +18,15 @@ def tag(
         str, typer.Argument(metavar="REF", help="The version; with --delete the run's name.")
     ],
     name: Annotated[str, typer.Argument(metavar="TAG", help="The tag; it moves if it exists.")],
+    *,
     delete: Annotated[
         bool, typer.Option("--delete", "-d", help="Take the tag away from the run.")
     ] = False,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Tag a version, so that RUN@TAG names it; or delete a tag of a run."""
-    output = Output("tag", as_json=json, quiet=quiet)
-    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
+    output = options.output("tag")
+    with opened_to_write(options) as opening:
         if delete:
             if "@" in ref or ref.startswith("#"):
                 msg = f"--delete wants the name of a run, not {ref!r}"
@@ -49,4 +44,4 @@ def tag(
             text = f"{found.run}@{name} is step {found.step}, {found.id[:8]}"
             if was and was != found.id:
                 text += f"; it was {was[:8]}"
-        output.show(document, lambda screen: None if quiet else screen.line(text))
+        output.tell(document, text)

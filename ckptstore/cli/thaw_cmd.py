@@ -9,8 +9,8 @@ import msgspec
 import typer
 
 from ckptstore import limits
-from ckptstore.cli.options import AsJson, Exclude, Include, Key, Quiet, StorageOptions, StoreUrl
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.options import CommonOptions, PathOptions, dry_run
+from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text
@@ -25,14 +25,14 @@ __all__ = ["thaw"]
 
 def thaw(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
+    *,
     role: Annotated[
         list[str] | None,
         typer.Option(
             "--role", metavar="ROLE", help="Only tensors of this role: weights, ... Repeatable."
         ),
     ] = None,
-    include: Include = None,
-    exclude: Exclude = None,
+    paths: PathOptions,
     wait: Annotated[
         bool, typer.Option("--wait", help="Return when everything can be read: minutes to days.")
     ] = False,
@@ -53,14 +53,8 @@ def thaw(
             "--poll", metavar="TIME", help="How often to look with --wait; by default as fits."
         ),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Say what is cold; ask for nothing.")
-    ] = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    dry_run: Annotated[bool, dry_run("Say what is cold; ask for nothing.")] = False,
+    options: CommonOptions,
 ) -> None:
     """Ask the storage to make readable what a version needs, and say how far that is.
 
@@ -69,16 +63,16 @@ def thaw(
     """
     from ckptstore.catalog.rules import parse_duration
 
-    output = Output("thaw", as_json=json, quiet=quiet)
+    output = options.output("thaw")
     poll_s = None if poll is None else float(parse_duration(poll))
-    with opened(store, option, key=key) as opening:
+    with opened(options) as opening:
         version = find_version(opening, ref)
         with progress_bars(output) as progress:
             report = opening.thaw(
                 f"#{version.id}",
                 roles=role or None,
-                include=include or None,
-                exclude=exclude or None,
+                include=paths.include or None,
+                exclude=paths.exclude or None,
                 wait=wait,
                 days=days,
                 tier=tier,

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import AsJson, Key, Quiet, SingleWriter, StorageOptions, StoreUrl
-from ckptstore.cli.output import Output, Screen
-from ckptstore.cli.session import full_ref, opened
+from ckptstore.cli.options import WriterOptions
+from ckptstore.cli.session import full_ref, opened_to_write
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.model import Version
 
@@ -21,22 +19,18 @@ def undelete(
         list[str] | None,
         typer.Argument(metavar="[REF]...", help="#ID, a bare id, or RUN@STEP."),
     ] = None,
+    *,
     run: Annotated[
         str | None, typer.Option("--run", metavar="RUN", help="All deleted versions of this run.")
     ] = None,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    options: WriterOptions,
 ) -> None:
     """Bring deleted versions back, all that are named or none."""
-    output = Output("undelete", as_json=json, quiet=quiet)
+    output = options.output("undelete")
     if bool(refs) == (run is not None):
         msg = "name versions, or a run with --run"
         raise InvalidInputError(msg, hint="ckptstore log shows what was deleted")
-    with opened(store, option, key=key, writing=True, single_writer=single_writer) as opening:
+    with opened_to_write(options) as opening:
         if run is not None:
             deleted = opening.repo.refresh().versions(run, deleted=True)
             named = [f"#{version.id}" for version in deleted]
@@ -50,7 +44,7 @@ def undelete(
             "versions": [{"id": v.id, "run": v.run, "step": v.step} for v in found],
         }
         lines = [f"{v.run}@{v.step} {v.id[:8]} is back{_less(v)}" for v in found]
-        output.show(document, lambda screen: None if quiet else _draw(screen, lines))
+        output.tell(document, *lines)
 
 
 def _less(version: Version) -> str:
@@ -58,8 +52,3 @@ def _less(version: Version) -> str:
     if version.level == "full":
         return ""
     return f"; it was reduced to {version.level}, which is for good"
-
-
-def _draw(screen: Screen, lines: Sequence[str]) -> None:
-    for line in lines:
-        screen.line(line)

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.options import (
-    AsJson,
-    EngineName,
-    EngineWorkers,
-    Key,
-    Quiet,
-    SingleWriter,
-    StorageOptions,
-    StoreUrl,
-)
+from ckptstore.cli.options import EngineOptions, WriterOptions, parse_storage_options, secret
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
-from ckptstore.cli.session import find_version, is_run_name, opened, opened_for
+from ckptstore.cli.session import find_version, is_run_name, opened_for, opened_to_write
 from ckptstore.cli.text import bytes_text, count_text, counted, seconds_text
 from ckptstore.errors import IntegrityError, InvalidInputError
 from ckptstore.model import Version
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from ckptstore.ops.repair_report import RepairReport
     from ckptstore.ops.verify import Problem, VerifyReport
@@ -44,17 +35,16 @@ class VerifyLevel(StrEnum):
     RECORDS = "records"
 
 
-def verify(
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="REF", help="Versions, runs; without any, all and the log."),
-    ] = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckOptions:
+    """What is checked, and how deep."""
+
     level: Annotated[
         VerifyLevel,
         typer.Option(
             "--level", help="full reads every byte; records only records and sizes of packs."
         ),
-    ] = VerifyLevel.FULL,
+    ] = VerifyLevel.FULL
     sample: Annotated[
         str,
         typer.Option(
@@ -62,20 +52,20 @@ def verify(
             metavar="SHARE",
             help="Read only a part of the chunks, such as 5%: another part each day, all in turn.",
         ),
-    ] = "100%",
+    ] = "100%"
     part: Annotated[
         int | None,
         typer.Option(
             "--part", min=0, metavar="N", help="Which part of a sample; if not given, the day's."
         ),
-    ] = None,
+    ] = None
     record: Annotated[
         bool,
         typer.Option("--record", help="Record in the log which versions were found sound."),
-    ] = False,
+    ] = False
     unverified: Annotated[
         bool, typer.Option("--unverified", help="Only versions that are not recorded as sound.")
-    ] = False,
+    ] = False
     resume: Annotated[
         Path | None,
         typer.Option(
@@ -83,7 +73,13 @@ def verify(
             metavar="FILE",
             help="Keep in FILE how far the check has come, and go on where it stopped.",
         ),
-    ] = None,
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HealOptions:
+    """The stores that damage is mended from."""
+
     heal_from: Annotated[
         list[str] | None,
         typer.Option(
@@ -92,7 +88,7 @@ def verify(
             help="If anything is damaged, bring it back from this store: replica:NAME, a copy, or "
             "any that holds the same tensors. Repeatable: the next is asked for what stays lost.",
         ),
-    ] = None,
+    ] = None
     heal_option: Annotated[
         list[str] | None,
         typer.Option(
@@ -100,84 +96,88 @@ def verify(
             metavar="KEY=VALUE",
             help="As --option, for the stores of --heal-from. Repeatable.",
         ),
-    ] = None,
+    ] = None
     heal_key: Annotated[
         str | None,
         typer.Option("--heal-key", metavar="SPEC", help="As --key, for the stores of --heal-from."),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Return how they are opened, as :func:`ckptstore.open` takes it."""
+        return {**parse_storage_options(self.heal_option or ()), **secret(self.heal_key)}
+
+
+def verify(
+    refs: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="REF", help="Versions, runs; without any, all and the log."),
     ] = None,
-    engine: EngineName = None,
-    workers: EngineWorkers = None,
-    single_writer: SingleWriter = False,
-    store: StoreUrl = None,
-    option: StorageOptions = None,
-    key: Key = None,
-    json: AsJson = False,
-    quiet: Quiet = False,
+    *,
+    check: _CheckOptions,
+    heal: _HealOptions,
+    engine: EngineOptions,
+    options: WriterOptions,
 ) -> None:
     """Check versions without changing any; exits with 5 if anything is damaged.
 
     With --heal-from damage is mended, as by ckptstore repair; exits with 5 if something stays lost.
     """
-    output = Output("verify", as_json=json, quiet=quiet)
-    share = _share(sample)
-    writing = record or bool(heal_from)
-    with opened(store, option, key=key, writing=writing, single_writer=single_writer) as opening:
+    output = options.output("verify")
+    share = _share(check.sample)
+    urls = heal.heal_from or ()
+    with opened_to_write(options, writing=check.record or bool(urls)) as opening:
         ids = [f"#{version.id}" for ref in refs or () for version in _named(opening, ref)]
         with progress_bars(output) as progress:
             report = opening.verify(
                 ids or None,
-                level=level.value,
+                level=check.level.value,
                 sample=share,
-                part=part,
-                record=record,
-                resume=resume,
-                unverified=unverified,
-                executor=engine,
-                workers=workers,
+                part=check.part,
+                record=check.record,
+                resume=check.resume,
+                unverified=check.unverified,
+                executor=engine.engine,
+                workers=engine.workers,
                 progress=progress,
             )
-        document = {
-            "store": opening.url,
-            "ok": report.ok,
-            "level": report.level,
-            "versions_count": report.versions_count,
-            "packs_count": report.packs_count,
-            "chunks_count": report.chunks_count,
-            "read_bytes": report.read_bytes,
-            "seconds": report.seconds,
-            "sample": None if report.sample is None else asdict(report.sample),
-            "recorded": list(report.recorded),
-            "cold_packs_count": report.cold_packs_count,
-            "cold_versions": list(report.cold_versions),
-            "damaged_versions": list(report.damaged_versions),
-            "problems": [_problem_document(problem) for problem in report.problems],
-            "notices": [asdict(notice) for notice in report.notices],
-        }
-        healed = [] if report.ok else _heal(opening, heal_from or (), heal_option, heal_key, output)
-        if heal_from:
+        document = _document(report, opening.url)
+        healed = [] if report.ok else _heal(opening, urls, heal.given(), output)
+        if urls:
             document["healed"] = [
                 {"from": url, **repair_document(found, opening.url, None)} for url, found in healed
             ]
-
-        def draw(screen: Screen) -> None:
-            _draw(screen, report, quiet=quiet)
-            for url, found in healed:
-                screen.line()
-                screen.line(f"from {url}:")
-                draw_repair(screen, found, None)
-
-        output.show(document, draw)
+        output.show(document, lambda screen: _draw(screen, report, healed, quiet=options.quiet))
     if not (healed[-1][1].ok if healed else report.ok):
         raise typer.Exit(IntegrityError.exit_code)
 
 
+def _document(report: VerifyReport, url: str) -> dict[str, Any]:
+    return {
+        "store": url,
+        "ok": report.ok,
+        "level": report.level,
+        "versions_count": report.versions_count,
+        "packs_count": report.packs_count,
+        "chunks_count": report.chunks_count,
+        "read_bytes": report.read_bytes,
+        "seconds": report.seconds,
+        "sample": None if report.sample is None else asdict(report.sample),
+        "recorded": list(report.recorded),
+        "cold_packs_count": report.cold_packs_count,
+        "cold_versions": list(report.cold_versions),
+        "damaged_versions": list(report.damaged_versions),
+        "problems": [_problem_document(problem) for problem in report.problems],
+        "notices": [asdict(notice) for notice in report.notices],
+    }
+
+
 def _heal(
-    store: Store, urls: Sequence[str], options: list[str] | None, key: str | None, output: Output
+    store: Store, urls: Sequence[str], given: Mapping[str, Any], output: Output
 ) -> list[tuple[str, RepairReport]]:
     """Bring back what is damaged from one store after another, until nothing is lost."""
     done: list[tuple[str, RepairReport]] = []
     for url in urls:
-        with opened_for(store, url, options, key) as other, progress_bars(output) as progress:
+        with opened_for(store, url, given) as other, progress_bars(output) as progress:
             done.append((url, store.repair(other, progress=progress)))
         if done[-1][1].ok:
             break
@@ -207,26 +207,15 @@ def _problem_document(problem: Problem) -> dict[str, object]:
     return {**document, "tensor": problem.tensor or None}
 
 
-def _draw(screen: Screen, report: VerifyReport, *, quiet: bool) -> None:
+def _draw(
+    screen: Screen,
+    report: VerifyReport,
+    healed: Sequence[tuple[str, RepairReport]],
+    *,
+    quiet: bool,
+) -> None:
     if report.problems:
-        rows = [
-            (
-                f"{p.run}@{p.step}" if p.version else "-",
-                p.version[:8] or "-",
-                p.tensor or "-",
-                p.message,
-            )
-            for p in report.problems
-        ]
-        titles = ("VERSION", "ID", "TENSOR", "PROBLEM")
-        screen.table([Column(title=title) for title in titles], rows)
-        screen.line()
-        damaged = len(report.damaged_versions)
-        screen.line(
-            f"{counted(len(report.problems), 'problem')}; {count_text(damaged)} of "
-            f"{counted(report.versions_count, 'version')} damaged",
-            "bold red",
-        )
+        _draw_problems(screen, report)
     elif not quiet:
         packs = counted(report.packs_count, "pack")
         what = f"{counted(report.versions_count, 'version')} in {packs}"
@@ -234,8 +223,36 @@ def _draw(screen: Screen, report: VerifyReport, *, quiet: bool) -> None:
             what = f"part {report.sample.part} of {report.sample.parts} of {what}"
         read = f", {bytes_text(report.read_bytes)} read" if report.level == "full" else ""
         screen.line(f"no damage: {what}{read}, {seconds_text(report.seconds)}", "green")
-    if quiet:
-        return
+    if not quiet:
+        _draw_notices(screen, report)
+    for url, found in healed:
+        screen.line()
+        screen.line(f"from {url}:")
+        draw_repair(screen, found, None)
+
+
+def _draw_problems(screen: Screen, report: VerifyReport) -> None:
+    rows = [
+        (
+            f"{p.run}@{p.step}" if p.version else "-",
+            p.version[:8] or "-",
+            p.tensor or "-",
+            p.message,
+        )
+        for p in report.problems
+    ]
+    titles = ("VERSION", "ID", "TENSOR", "PROBLEM")
+    screen.table([Column(title=title) for title in titles], rows)
+    screen.line()
+    damaged = len(report.damaged_versions)
+    screen.line(
+        f"{counted(len(report.problems), 'problem')}; {count_text(damaged)} of "
+        f"{counted(report.versions_count, 'version')} damaged",
+        "bold red",
+    )
+
+
+def _draw_notices(screen: Screen, report: VerifyReport) -> None:
     if report.cold_packs_count:
         packs = counted(report.cold_packs_count, "pack")
         versions = counted(len(report.cold_versions), "version")
