@@ -164,7 +164,7 @@ def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
         futures = [pool.submit(task) for task in tasks]
         try:
             return [future.result() for future in futures]
-        except BaseException:
+        except BaseException:  # Ctrl-C as well; it goes on to the caller, once what runs is done
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 

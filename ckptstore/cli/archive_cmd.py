@@ -194,12 +194,8 @@ def _show_rule(output: Output, store: Store, storage_class: str, age_s: float) -
     cold = cold_storage_of(store.repo)
     rule = cold.lifecycle(check_class(storage_class), max(1, round(age_s / 86_400)))
     text = jsonlib.dumps(rule, indent=2)
-
-    def draw(screen: Screen) -> None:
-        for line in text.splitlines():
-            screen.line(line)
-
-    output.show({"store": store.url, "lifecycle": rule}, draw)
+    document = {"store": store.url, "lifecycle": rule}
+    output.show(document, lambda screen: screen.lines(text.splitlines()))
     output.note(
         "the rule goes by the age of packs alone: it also moves those that versions need which"
         " should stay hot"

@@ -13,7 +13,7 @@ from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import bytes_text, count_text, metric_text
+from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.compare import TensorError
@@ -104,7 +104,7 @@ class _View:
     def draw(self, screen: Screen) -> None:
         """Draw the counts, the tensors that differ, and the values that do."""
         report = self.report
-        names = [f"{v.run}@{v.step} {v.id[:8]}" for v in (report.first, report.second)]
+        names = [version_text(one) for one in (report.first, report.second)]
         screen.heading(" -> ".join(names))
         rows = []
         for status in _ORDER:

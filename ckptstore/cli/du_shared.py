@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.text import bytes_text, count_text, counted
+from ckptstore.cli.text import bytes_text, count_text, counted, version_text
 from ckptstore.events import ProgressCallback
 from ckptstore.model import Version
 from ckptstore.ops.sharing import HeldBytes, SharedUsage, VersionSharing
@@ -151,7 +151,7 @@ class _OfVersion:
         named = []
         for version_id, size in most[:_VERSIONS]:
             other = self.catalog.version(version_id)
-            named.append((f"{other.run}@{other.step} {other.id[:8]}", bytes_text(size)))
+            named.append((version_text(other), bytes_text(size)))
         columns = (Column(title="SHARED WITH VERSION"), Column(title="BYTES", right=True))
         screen.table(columns, named)
         if len(most) > _VERSIONS:

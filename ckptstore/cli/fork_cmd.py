@@ -13,7 +13,7 @@ from ckptstore.cli.options import PathOptions, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened, opened_place, opened_to_write, vouching
-from ckptstore.cli.text import bytes_text
+from ckptstore.cli.text import bytes_text, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
 from ckptstore.model import Version
@@ -94,7 +94,7 @@ def _draw(screen: Screen, source: Version, version: Version, *, quiet: bool) -> 
     total = total_bytes(version.roles.values())
     sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} copied"
     where = f"{version.run}@{version.step} is {version.id[:8]}"
-    screen.line(f"{where}, from {source.run}@{source.step} {source.id[:8]}: {sizes}")
+    screen.line(f"{where}, from {version_text(source)}: {sizes}")
 
 
 @contextmanager

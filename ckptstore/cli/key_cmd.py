@@ -98,13 +98,10 @@ def _rotate(
             single_writer=options.single_writer,
             **options.storage_options(),
         )
-
-    def draw(screen: Screen) -> None:
-        screen.line(f"opened by {', '.join(done.keys)} from now on")
-        if done.dropped and not output.quiet:
-            screen.line(f"no longer by {', '.join(done.dropped)}")
-
-    output.show({"action": "rotate", **asdict(done)}, draw)
+    lines = [f"opened by {', '.join(done.keys)} from now on"]
+    if done.dropped and not output.quiet:
+        lines.append(f"no longer by {', '.join(done.dropped)}")
+    output.show({"action": "rotate", **asdict(done)}, lambda screen: screen.lines(lines))
 
 
 def _draw_new(screen: Screen, file: Path, made: str, *, quiet: bool) -> None:

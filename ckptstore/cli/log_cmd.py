@@ -17,7 +17,7 @@ from ckptstore.cli.metric_history import draw_history, history_document
 from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, time_text
+from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, time_text, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
 from ckptstore.format.keys import PACKS_PREFIX
@@ -237,10 +237,7 @@ def _because(reason: str) -> str:
 
 
 def _one(op: Pin | Unpin | Relocate, catalog: Catalog) -> str:
-    if not catalog.has_version(op.version):
-        return op.version[:8]
-    version = catalog.version(op.version)
-    return f"{version.run}@{version.step} {op.version[:8]}"
+    return _named(op.version, catalog)
 
 
 def _relocate(op: Relocate, catalog: Catalog) -> str:
@@ -251,7 +248,7 @@ def _relocate(op: Relocate, catalog: Catalog) -> str:
 def _versions(op: Verified | Quarantine | Delete | Undelete, catalog: Catalog) -> str:
     """Name the first few of the versions that an operation is about."""
     found = [catalog.version(v) for v in op.versions[:_NAMED] if catalog.has_version(v)]
-    named = ", ".join(f"{v.run}@{v.step} {v.id[:8]}" for v in found)
+    named = ", ".join(map(version_text, found))
     more = f" and {count_text(len(op.versions) - _NAMED)} more" if op.versions[_NAMED:] else ""
     return named + more
 
@@ -259,8 +256,7 @@ def _versions(op: Verified | Quarantine | Delete | Undelete, catalog: Catalog) -
 def _named(version_id: str, catalog: Catalog) -> str:
     if not catalog.has_version(version_id):
         return version_id[:8]
-    version = catalog.version(version_id)
-    return f"{version.run}@{version.step} {version_id[:8]}"
+    return version_text(catalog.version(version_id))
 
 
 def _objects(op: Condemn | Swept, _: Catalog) -> str:

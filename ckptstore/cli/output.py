@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -59,6 +59,11 @@ class Screen:
         self.console.print(
             printable(text), style=style or None, soft_wrap=True, markup=False, highlight=False
         )
+
+    def lines(self, texts: Iterable[str]) -> None:
+        """Print lines."""
+        for text in texts:
+            self.line(text)
 
     def heading(self, text: str) -> None:
         """Print the title of what follows."""
@@ -162,12 +167,7 @@ class Output:
         Pipe
             The reader has gone away.
         """
-
-        def draw(screen: Screen) -> None:
-            for line in () if self.quiet else lines:
-                screen.line(line)
-
-        self.show(document, draw)
+        self.show(document, lambda screen: screen.lines(() if self.quiet else lines))
 
     def note(self, text: str) -> None:
         """Print a remark to stderr, unless quiet."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -101,22 +102,27 @@ def _list(output: Output, store: Store) -> None:
             for one in rows
         ],
     }
+    output.show(document, lambda screen: _draw(screen, rows, counts, lacking))
 
-    def draw(screen: Screen) -> None:
-        if not rows:
-            screen.line("no replica has a name; ckptstore replica add NAME URL")
-            return
-        columns = (
-            Column(title="NAME", wrap=False),
-            Column(title="URL"),
-            Column(title="STORE", wrap=False),
-            Column(title="VERSIONS", right=True),
-            Column(title="MISSING", right=True),
-        )
-        cells = []
-        for one in rows:
-            numbers = (count_text(counts[one.store]), count_text(lacking[one.store]))
-            cells.append((one.name, one.url, one.store[:8], *numbers))
-        screen.table(columns, cells)
 
-    output.show(document, draw)
+def _draw(
+    screen: Screen,
+    rows: Sequence[ReplicaInfo],
+    counts: Mapping[str, int],
+    lacking: Mapping[str, int],
+) -> None:
+    if not rows:
+        screen.line("no replica has a name; ckptstore replica add NAME URL")
+        return
+    columns = (
+        Column(title="NAME", wrap=False),
+        Column(title="URL"),
+        Column(title="STORE", wrap=False),
+        Column(title="VERSIONS", right=True),
+        Column(title="MISSING", right=True),
+    )
+    cells = []
+    for one in rows:
+        numbers = (count_text(counts[one.store]), count_text(lacking[one.store]))
+        cells.append((one.name, one.url, one.store[:8], *numbers))
+    screen.table(columns, cells)

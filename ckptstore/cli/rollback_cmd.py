@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from ckptstore.cli.options import WriterOptions
-from ckptstore.cli.output import Screen
 from ckptstore.cli.session import find_version, opened_to_write
-from ckptstore.cli.text import count_text
-from ckptstore.model import Version
+from ckptstore.cli.text import count_text, version_text
+
+if TYPE_CHECKING:
+    from ckptstore.ops.rollback import Rolled
 
 __all__ = ["rollback"]
 
@@ -38,23 +39,6 @@ def rollback(
     with opened_to_write(options) as opening:
         found = find_version(opening, ref)
         done = roll(opening.repo, found.run, found.id, reason=reason)
-
-    def draw(screen: Screen) -> None:
-        if options.quiet:
-            return
-        if done.head_before == done.target.id:
-            screen.line(f"{_named(done.target)} is the head of its run already")
-            return
-        screen.line(f"{found.run} continues {_named(done.target)}")
-        for title, versions in (("abandoned", done.abandoned), ("back", done.returned)):
-            if versions:
-                shown = ", ".join(_named(version) for version in versions[:_NAMED])
-                more = len(versions) - _NAMED
-                tail = f" and {count_text(more)} more" if more > 0 else ""
-                screen.line(f"{title}: {shown}{tail}")
-        if done.head_before:
-            screen.line(f"to undo: ckptstore rollback {done.head_before[:12]}")
-
     document = {
         "run": found.run,
         "version": done.target.id,
@@ -64,8 +48,19 @@ def rollback(
         "returned": [version.id for version in done.returned],
         "reason": reason,
     }
-    output.show(document, draw)
+    output.tell(document, *_lines(done))
 
 
-def _named(version: Version) -> str:
-    return f"{version.run}@{version.step} {version.id[:8]}"
+def _lines(done: Rolled) -> list[str]:
+    if done.head_before == done.target.id:
+        return [f"{version_text(done.target)} is the head of its run already"]
+    lines = [f"{done.target.run} continues {version_text(done.target)}"]
+    for title, versions in (("abandoned", done.abandoned), ("back", done.returned)):
+        if versions:
+            shown = ", ".join(version_text(version) for version in versions[:_NAMED])
+            more = len(versions) - _NAMED
+            tail = f" and {count_text(more)} more" if more > 0 else ""
+            lines.append(f"{title}: {shown}{tail}")
+    if done.head_before:
+        lines.append(f"to undo: ckptstore rollback {done.head_before[:12]}")
+    return lines

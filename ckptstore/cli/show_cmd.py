@@ -29,6 +29,7 @@ from ckptstore.cli.text import (
     metric_text,
     seconds_text,
     time_text,
+    version_text,
 )
 from ckptstore.config import SYSTEM
 from ckptstore.encodings.encoding import LOSSLESS
@@ -181,7 +182,7 @@ class _View:
             f"{name} at {named.url}" if (named := self.catalog.replicas.get(name)) else name
             for name in replica_names(version, self.catalog.replicas)
         ]
-        shown = [f"{v.run}@{v.step} {v.id[:8]}" for v in self.line[:_ANCESTORS_SHOWN]]
+        shown = [version_text(one) for one in self.line[:_ANCESTORS_SHOWN]]
         if len(self.line) > _ANCESTORS_SHOWN:
             shown.append("...")
         return {

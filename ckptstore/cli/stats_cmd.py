@@ -79,12 +79,8 @@ def _show_exposition(store: Store, output: Output) -> None:
     from ckptstore.ops.exposition import exposition
 
     text = exposition(store.repo.refresh())
-
-    def draw(screen: Screen) -> None:
-        for line in text.splitlines():
-            screen.line(line)
-
-    output.show({"store": store.url, "prometheus": text}, draw)
+    document = {"store": store.url, "prometheus": text}
+    output.show(document, lambda screen: screen.lines(text.splitlines()))
 
 
 def _document(

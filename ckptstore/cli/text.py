@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from ckptstore.catalog.rules import parse_bytes
+
+if TYPE_CHECKING:
+    from ckptstore.model import Version
 
 __all__ = [
     "age_text",
@@ -16,6 +20,7 @@ __all__ = [
     "printable",
     "seconds_text",
     "time_text",
+    "version_text",
 ]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
@@ -34,6 +39,11 @@ def printable(text: str) -> str:
     return "".join(
         char if char.isprintable() else char.encode("unicode_escape").decode() for char in text
     )
+
+
+def version_text(version: Version) -> str:
+    """Return what names a version to people: run, step and the beginning of its id."""
+    return f"{version.run}@{version.step} {version.id[:8]}"
 
 
 def bytes_text(size: float) -> str:

@@ -13,7 +13,7 @@ from ckptstore.cli.options import CommonOptions, PathOptions, dry_run
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text
+from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text, version_text
 
 if TYPE_CHECKING:
     from ckptstore.model import Version
@@ -85,7 +85,7 @@ def thaw(
 
 
 def _draw(screen: Screen, version: Version, report: ThawReport) -> None:
-    name = f"{version.run}@{version.step} {version.id[:8]}"
+    name = version_text(version)
     if report.requested.count:
         asked = "would ask" if report.dry_run else "asked"
         screen.line(f"{asked} for {_amount(report.requested)}, readable for {report.days} days")

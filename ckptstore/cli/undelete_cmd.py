@@ -8,6 +8,7 @@ import typer
 
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import full_ref, opened_to_write
+from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.model import Version
 
@@ -43,7 +44,7 @@ def undelete(
         document = {
             "versions": [{"id": v.id, "run": v.run, "step": v.step} for v in found],
         }
-        lines = [f"{v.run}@{v.step} {v.id[:8]} is back{_less(v)}" for v in found]
+        lines = [f"{version_text(v)} is back{_less(v)}" for v in found]
         output.tell(document, *lines)
 
 

@@ -219,7 +219,7 @@ def processes(workers: int) -> Iterator[ProcessPool]:
     running = Processes(workers)
     try:
         yield ProcessPool(running)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well; it goes on to the caller, once no process is left
         running.close(cancel=True)
         raise
     running.close(cancel=False)
