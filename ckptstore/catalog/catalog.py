@@ -251,10 +251,10 @@ class Catalog:
                     break
         return found
 
-    def pinned_for(self, store: str) -> list[Version]:
-        """Return the versions that are pinned for another store, in the order of their commits."""
+    def pinned(self) -> list[Version]:
+        """Return the versions that are pinned, for whomever, in the order of their commits."""
         rows = [row for row in self._state.versions.values() if row.flags & PINNED]
-        return [one for one in map(self._version, rows) if store in one.pinned_for]
+        return [self._version(row) for row in rows]
 
     def ancestors(self, version_id: str) -> Iterator[Version]:
         """Yield a version, its parent, the parent's parent ..., across runs.

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
+from ckptstore.catalog.pin_changes import pinned_text
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 __all__ = [
@@ -79,6 +80,7 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
         "level": version.level,
         "abandoned": version.abandoned,
         "pinned": version.pinned,
+        "pinned_for": list(version.pinned_for),
         "verified": version.verified,
         "damaged": version.damaged,
         "deleted": version.deleted,
@@ -108,7 +110,7 @@ def state_marks(version: Version, replicas: Mapping[str, ReplicaInfo]) -> list[s
         "damaged": version.damaged,
         "abandoned": version.abandoned,
         level: bool(level),
-        "pinned": version.pinned,
+        pinned_text(version): version.pinned,
     }
     return [mark for mark, holds in marks.items() if holds]
 

@@ -40,14 +40,21 @@ def evict(
         ),
     ] = None,
     dry_run: Annotated[bool, dry_run("Say what would go; change nothing.")] = False,
+    no_pin: Annotated[
+        bool,
+        typer.Option(
+            "--no-pin", help="Do not pin there what goes: the rules there say how long it is kept."
+        ),
+    ] = False,
     target: TargetOptions,
     options: WriterOptions,
 ) -> None:
     """Keep but the record of versions that a replica has; loads then read them there.
 
     Only of what the replica has now, read back, and is seen to hold; never of what is tagged or
-    pinned, nor the head of a run. The next ckptstore gc frees the space. Exits with 5 if the
-    replica let a version go at the same moment and it could not be taken back.
+    pinned, nor the head of a run. What goes is pinned there, until it comes back or is deleted
+    here. The next ckptstore gc frees the space. Exits with 5 if the replica let a version go at the
+    same moment and it could not be taken back.
     """
     output = options.output("evict")
     with (
@@ -59,6 +66,7 @@ def evict(
             replica=to,
             runs=run or None,
             keep=keep or None,
+            pin=not no_pin,
             dry_run=dry_run,
         )
         document = {
@@ -68,6 +76,8 @@ def evict(
             "evicted": [{"id": one.id, "run": one.run, "step": one.step} for one in report.evicted],
             "missed": list(report.missed),
             "returned": list(report.returned),
+            "pinned": list(report.pinned),
+            "unpinned": list(report.unpinned),
             "lost": [one.version for one in report.lost],
             "reclaimable_bytes": report.reclaimable_bytes,
         }
@@ -83,6 +93,11 @@ def _draw(screen: Screen, report: EvictReport, name: str, *, dry_run: bool) -> N
     screen.line(f"{would} only the record of {count}: {freed} for the next ckptstore gc")
     for one in report.evicted:
         screen.line(f"{one.run}@{one.step} {one.id[:8]}")
+    if report.pinned or report.unpinned:
+        gone = f", {counted(len(report.unpinned), 'pin')} taken away" if report.unpinned else ""
+        screen.line(f"{counted(len(report.pinned), 'version')} pinned in {name}{gone}")
+    elif report.evicted and not dry_run:
+        screen.line(f"none pinned in {name}: its own rules say how long it keeps them")
     if report.missed:
         screen.line(f"{counted(len(report.missed), 'version')} not whole in {name}: stay here")
     if report.returned:

@@ -6,29 +6,51 @@ from typing import Annotated
 
 import typer
 
+from ckptstore.catalog.pin_changes import pinned_text
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.errors import InvalidInputError
 
 __all__ = ["pin"]
 
 
 def pin(
-    refs: Annotated[list[str], typer.Argument(metavar="REF...", help="The versions.")],
+    refs: Annotated[
+        list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
+    ] = None,
     *,
-    delete: Annotated[bool, typer.Option("--delete", "-d", help="Take the pins away.")] = False,
+    delete: Annotated[
+        bool,
+        typer.Option("--delete", "-d", help="Take all pins of these versions away, of any store."),
+    ] = False,
+    for_store: Annotated[
+        str | None,
+        typer.Option(
+            "--for",
+            metavar="STORE",
+            help="With --delete, in place of versions: the pins that this store has left here with "
+            "evict. Its id, or the beginning of it.",
+        ),
+    ] = None,
     options: WriterOptions,
 ) -> None:
     """Pin versions, so that no rm and no retain takes them or a part of them; or unpin them."""
     output = options.output("pin")
+    if (for_store is not None) == bool(refs) or (for_store is not None and not delete):
+        msg = "name versions; or a store, with --delete --for STORE"
+        raise InvalidInputError(msg, hint="ckptstore pin [--delete] REF...")
     with opened_to_write(options) as opening:
-        change = opening.unpin if delete else opening.pin
-        found = [find_version(opening, ref) for ref in refs]
-        found = [change(f"#{version.id}") for version in found]
+        if for_store is not None:
+            found = opening.unpin_for(for_store)
+        else:
+            change = opening.unpin if delete else opening.pin
+            found = [find_version(opening, ref) for ref in refs or ()]
+            found = [change(f"#{version.id}") for version in found]
         document = {
             "versions": [
                 {"id": v.id, "run": v.run, "step": v.step, "pinned": v.pinned} for v in found
             ],
         }
-        word = "is not pinned any more" if delete else "is pinned"
-        lines = [f"{v.run}@{v.step} {v.id[:8]} {word}" for v in found]
+        said = [f"is {pinned_text(v)}" if v.pinned else "is not pinned any more" for v in found]
+        lines = [f"{v.run}@{v.step} {v.id[:8]} {word}" for v, word in zip(found, said, strict=True)]
         output.tell(document, *lines)

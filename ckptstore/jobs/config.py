@@ -112,6 +112,9 @@ class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     evict: _Texts | None = None
     """Rules for versions of the source whose content stays; of others that the target has, every
     byte read back, only the record stays."""
+    pin_evicted: bool = True
+    """Pin those in the target, so that no rules there take what may be the only copy; ``false``:
+    the rules of the target say how long it keeps them."""
 
 
 class Collect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

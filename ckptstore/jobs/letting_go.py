@@ -22,6 +22,7 @@ def evict_source(
     versions: Sequence[Version],
     *,
     coming: Collection[str],
+    pin: bool,
     dry_run: bool,
 ) -> Mapping[str, Any]:
     """Keep the record alone of what the target has; return the figures of it.
@@ -30,7 +31,7 @@ def evict_source(
     ----------
     versions
         Those that no rule keeps.
-    coming
+    coming, pin
         As of :func:`ckptstore.ops.evict.evict`.
 
     Raises
@@ -45,10 +46,13 @@ def evict_source(
         versions,
         missing=lambda wanted: _missing(target, wanted),
         coming=coming,
+        pin=pin,
         dry_run=dry_run,
     )
     return {
         "evicted": len(report.evicted),
+        "pinned": len(report.pinned),
+        "unpinned": len(report.unpinned),
         "reclaimable_bytes": report.reclaimable_bytes,
         "missed": len(report.missed),
         "returned": len(report.returned),

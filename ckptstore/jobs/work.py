@@ -307,6 +307,7 @@ class _Run:
             self.target,
             [version for version in self.selected() if version.id not in kept],
             coming=self.replicated.copied if self.replicated and self.job.copy.check else (),
+            pin=self.job.retain.pin_evicted,
             dry_run=self.dry_run,
         )
 

@@ -3,7 +3,11 @@
 No lock spans two stores: between the last look at the other one and the commit that lets go here,
 somebody there may delete what was seen. So the other store is looked at once more after the commit.
 What it no longer holds then is brought back, from the chunks that are still here: nothing is swept
-before its grace. Who is killed between the two looks no second time; that is all that is left open.
+before its grace. Who is killed between the two looks no second time.
+
+Afterwards the other store may have the only copy, and does not know it by itself. So it is told:
+each version is pinned there, for this store, before it is let go here. No retention there takes it
+then, and no removal, unless somebody takes the pin away. Without pins its own rules decide.
 """
 
 from __future__ import annotations
@@ -13,23 +17,17 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ckptstore import limits
-from ckptstore.catalog import replica_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.catalog.replica_changes import Arrival
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.errors import CkptStoreError
-from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
-from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import manifest_key, pack_key
-from ckptstore.format.lifecycle import Quarantine
-from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.ops.ageing import relocating
+from ckptstore.ops.evict_pins import Pins
 from ckptstore.ops.replicate_report import Failure
 from ckptstore.ops.replicate_sides import read_back
+from ckptstore.ops.second_look import SecondLook
 from ckptstore.repo import Repo
 
 __all__ = ["EvictReport", "evict"]
@@ -53,6 +51,11 @@ class EvictReport:
     lost: tuple[Failure, ...] = ()
     """The same where that failed, since a collection was faster, say: undelete them there."""
 
+    pinned: tuple[str, ...] = ()
+    """Ids of versions that the other store keeps for this one from now on."""
+    unpinned: tuple[str, ...] = ()
+    """Ids of versions that it need not keep for this one any more, as they were deleted here."""
+
     @property
     def reclaimable_bytes(self) -> int:
         """Bytes that the evicted versions stored; a collection frees what no other one needs."""
@@ -67,11 +70,13 @@ def evict(
     *,
     missing: Missing,
     coming: Collection[str] = (),
+    pin: bool = False,
     dry_run: bool = False,
 ) -> EvictReport:
     """Keep but the record of versions that another store has, now, and read back.
 
-    Never of tagged or pinned ones, or the head of a run: that is decided in the commit.
+    Never of tagged or pinned ones, or the head of a run: that is decided in the commit. Versions of
+    which only the record is here already are pinned there, if they are among `versions`.
 
     Parameters
     ----------
@@ -85,16 +90,24 @@ def evict(
         Looks for the objects of versions there.
     coming
         With `dry_run`: ids of versions that it does not have, and would have before the eviction.
+    pin
+        Pin there what is let go here, and take the pins away of what was deleted here since.
 
     Raises
     ------
+    ReadOnlyError, UnsafeBackendError
+        With `pin`: the other store cannot be written to. Nothing was evicted.
     StorageError
         One of the storages failed. What was evicted before stays so.
     """
-    work = _Evicting(here=here, cache=cache, there=there)
+    pins = Pins(here=here, there=there) if pin else None
+    work = _Evicting(here=here, cache=cache, there=there, pins=pins)
     chosen = work.evictable(here.refresh(), versions, coming if dry_run else ())
-    if dry_run or not chosen:
+    if dry_run:
         return EvictReport(evicted=tuple(chosen))
+    work.settle(versions, chosen)
+    if not chosen:
+        return work.report()
     seen = there.refresh()
     missed = set(missing([seen.version(one.id) for one in chosen]))
     if missed:
@@ -104,12 +117,7 @@ def evict(
     chosen = [one for one in chosen if one.id not in missed]
     for start in range(0, len(chosen), limits.RELOCATES_PER_COMMIT):
         work.let_go(chosen[start : start + limits.RELOCATES_PER_COMMIT])
-    return EvictReport(
-        evicted=tuple(work.evicted),
-        missed=tuple(sorted(missed)),
-        returned=tuple(work.returned),
-        lost=tuple(work.lost),
-    )
+    return work.report(missed)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -119,9 +127,53 @@ class _Evicting:
     here: Repo
     cache: Manifests
     there: Repo
+    pins: Pins | None = None
     evicted: list[Version] = field(default_factory=list)
-    returned: list[str] = field(default_factory=list)
-    lost: list[Failure] = field(default_factory=list)
+    pinned: list[str] = field(default_factory=list)
+    unpinned: list[str] = field(default_factory=list)
+    second: SecondLook = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.second = SecondLook(
+            here=self.here,
+            cache=self.cache,
+            there=self.there,
+            holds=self._still_holds,
+            done="evicted",
+        )
+
+    def report(self, missed: Collection[str] = ()) -> EvictReport:
+        """Return what was done."""
+        return EvictReport(
+            evicted=tuple(self.evicted),
+            missed=tuple(sorted(missed)),
+            returned=tuple(self.second.returned),
+            lost=tuple(self.second.lost),
+            pinned=tuple(self.pinned),
+            unpinned=tuple(self.unpinned),
+        )
+
+    def settle(self, versions: Sequence[Version], chosen: Sequence[Version]) -> None:
+        """Pin what was let go before, as far as it is named; unpin what was deleted here since.
+
+        Raises
+        ------
+        ReadOnlyError, UnsafeBackendError
+            Something is to be pinned, and the other store cannot be written to.
+        """
+        if self.pins is None:
+            return
+        now = self.here.catalog
+        records = [now.version(one.id) for one in versions]
+        records = [one for one in records if one.level == "record" and not one.deleted]
+        records = [one for one in records if self._holds(one) and not self.pins.has(one.id)]
+        gone = self.pins.forgotten()
+        if chosen or records or gone:
+            self.pins.check_writable()
+        for start in range(0, len(records), limits.RELOCATES_PER_COMMIT):
+            part = records[start : start + limits.RELOCATES_PER_COMMIT]
+            self.pinned += sorted(self.pins.leave(part))
+        self.unpinned += self.pins.take_away(gone)
 
     def evictable(
         self, now: Catalog, versions: Sequence[Version], coming: Collection[str] = ()
@@ -137,6 +189,15 @@ class _Evicting:
             if version.level != "record" and (noted or version.id in coming):
                 found.append(version)
         return found
+
+    def _still_holds(self, version: Version) -> bool:
+        """Say after the commit whether the other store has a version; pin it if that was undone."""
+        if not self._holds(version):
+            return False
+        if self.pins is not None and not self.pins.has(version.id):
+            self.pins.leave([version])
+            return self._holds(version)
+        return True
 
     def _holds(self, version: Version) -> bool:
         """Say whether the other store has as much of a version, by its log as it was last read."""
@@ -155,73 +216,26 @@ class _Evicting:
     def let_go(self, batch: Sequence[Version]) -> None:
         """Commit that only the records stay; then look once more, and take back what has to be.
 
+        What is to be pinned there is before, and still is afterwards.
+
         Raises
         ------
         StorageError
             The other store does not answer to the second look: what was let go was taken back.
         """
         gone: list[Version] = []
+        fresh = self.pins.leave(batch) if self.pins is not None else set()
 
         def build(now: Catalog) -> list[Op]:
             gone[:] = self.evictable(now, batch)
             return relocating(now, [_to_record(version) for version in gone])
 
         self.here.log.append_any(build)
-        try:
-            self.there.refresh()
-        except CkptStoreError:
-            for version in gone:
-                self._return(version, f"{self.there.url} could not be looked at again")
-            raise
-        for version in gone:
-            if self._holds(version):
-                self.evicted.append(version)
-            else:
-                self._return(version, f"it was deleted in {self.there.url} at the same moment")
-
-    def _return(self, version: Version, why: str) -> None:
-        """Take a version back, and note what became of that."""
-        named = f"{version.run}@{version.step} (#{version.id[:8]})"
-        try:
-            self._take_back(version)
-        except CkptStoreError as error:
-            _log.warning("%s is evicted, though %s: %s", named, why, error)
-            self.lost.append(_failure(version, error, self.there.url))
-        else:
-            _log.warning("%s is not evicted: %s", named, why)
-            self.returned.append(version.id)
-
-    def _take_back(self, version: Version) -> None:
-        """Make a version that was let go be here as it was: its chunks still are.
-
-        Raises
-        ------
-        CorruptObjectError, CondemnedError
-            They are not: a collection without patience was faster.
-        StorageError
-            The storage failed.
-        """
-        manifest = self.cache.load(version)
-        data = manifests.encode(manifest)
-        key = manifest_key(self.here.environment.random_hex(16))
-        self.here.backend.put(key, data)
-        arrival = Arrival(
-            manifest=ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data)),
-            roles=version.roles,
-            receipt=version.receipt,
-            relies_on=(key, *map(pack_key, manifest.pieces.packs)),
-        )
-        store = self.here.superblock.store_id
-
-        def build(now: Catalog) -> list[Op]:
-            ops = replica_changes.arrive(
-                now, now, [version], store=store, arrivals={version.id: arrival}
-            )
-            if ops and version.damaged:  # what is lost of it is lost still: none may share with it
-                ops.append(Quarantine(versions=[version.id]))
-            return ops
-
-        self.here.log.append_any(build)
+        kept = self.second.look(gone)
+        self.evicted += kept
+        if self.pins is not None:
+            self.pinned += sorted(fresh.intersection(one.id for one in kept))
+            self.pins.take_away(fresh.difference(one.id for one in kept))
 
 
 def _to_record(version: Version) -> Move:
@@ -232,8 +246,3 @@ def _to_record(version: Version) -> Move:
         manifest=None,
         content=version.content,
     )
-
-
-def _failure(version: Version, error: CkptStoreError, url: str) -> Failure:
-    message = f"it was evicted while {url} let it go; undelete it there: {error}"
-    return Failure(version=version.id, run=version.run, step=version.step, message=message)

@@ -20,7 +20,7 @@ from ckptstore.format.lifecycle import Pin
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Pins"]
+__all__ = ["Pins", "release"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +90,19 @@ class Pins:
     def forgotten(self) -> list[str]:
         """Return the ids of versions that are pinned there, and whose record is deleted here."""
         now = self.here.catalog
-        ids = [one.id for one in self.there.catalog.pinned_for(self.store)]
+        pinned = self.there.catalog.pinned()
+        ids = [one.id for one in pinned if self.store in one.pinned_for]
         return [one for one in ids if now.has_version(one) and now.version(one).deleted]
+
+
+def release(repo: Repo, store: str) -> list[str]:
+    """Take all pins away that another store has in one; return the ids of the versions."""
+    pinned = repo.refresh().pinned()
+    ids = [one.id for one in pinned if store in one.pinned_for]
+    for start in range(0, len(ids), limits.RELOCATES_PER_COMMIT):
+        part = ids[start : start + limits.RELOCATES_PER_COMMIT]
+        repo.log.append_any(lambda now, part=part: unpin_for(now, part, store))
+    return ids
 
 
 def _rests_on_record(now: Catalog, version_id: str) -> bool:

@@ -11,6 +11,7 @@ from ckptstore.catalog.lifecycle import LEVELS
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.commit import Op
 from ckptstore.model import Version
+from ckptstore.ops.evict_pins import Pins
 from ckptstore.ops.replicate_sides import Sides, read_back
 
 __all__ = ["begin", "bring_records", "follow", "note"]
@@ -80,13 +81,17 @@ def note(sides: Sides, copied: Iterable[str], present: Iterable[str]) -> str:
     there, is not damaged, and of which the target keeps as much.
     """
     source, store = sides.source, sides.target.superblock.store_id
-    ids = [one for one in (*copied, *present) if _is_sound(sides, one)]
-    if not replica_changes.replicated(source.catalog, ids, store):
+    came = list(copied)
+    ids = [one for one in (*came, *present) if _is_sound(sides, one)]
+    pins = Pins(here=sides.target, there=source)
+    back = [one for one in came if one in ids and pins.has(one)]
+    if not (back or replica_changes.replicated(source.catalog, ids, store)):
         return ""
     try:
         source.check_writable()
         while source.log.append_any(lambda now: replica_changes.replicated(now, ids, store)):
             pass
+        pins.take_away(back)  # the target has let them go, and has them again
     except CkptStoreError as error:
         _log.warning("%s does not say who has its versions: %s", source.url, error)
         return str(error)

@@ -18,9 +18,10 @@ from ckptstore.errors import (
     InvalidInputError,
     VersionNotFoundError,
 )
-from ckptstore.format.names import check_listed, check_replica_name
+from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.repo import Repo
+from ckptstore.store.evicting import Evicting
 from ckptstore.store.opened import OpenedReplicas, is_local
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from ckptstore.events import ProgressCallback
     from ckptstore.format.manifest import PieceTable
     from ckptstore.objects.plan import Want
-    from ckptstore.ops.evict import EvictReport
     from ckptstore.ops.fallthrough import FallThrough, Tier
     from ckptstore.store.store import Store
 
@@ -45,7 +45,7 @@ PREFIX = "replica:"
 _TOLD_MAX = 10_000
 
 
-class Tiers:
+class Tiers(Evicting):
     """What :class:`ckptstore.Store` does with stores that it has names for."""
 
     _repo: Repo
@@ -164,77 +164,6 @@ class Tiers:
         from ckptstore.catalog.tier_changes import find_replica
 
         return self._opened.get(find_replica(self._repo.refresh(), name))
-
-    def evict(
-        self,
-        refs: Sequence[str] | None = None,
-        *,
-        replica: str,
-        runs: Sequence[str] | None = None,
-        keep: str | Sequence[str] | None = None,
-        dry_run: bool = False,
-    ) -> EvictReport:
-        """Keep only the record, here, of versions that a replica has; loads then fall through.
-
-        Only of what the replica has now, had every byte of read back, and is seen to hold the
-        objects of; never of what is tagged or pinned, nor the head of a run. The space is freed by
-        the next collection (:meth:`gc`).
-
-        Parameters
-        ----------
-        refs
-            Versions; one of `refs`, `runs` and `keep` must be given.
-        replica
-            Its name; see :meth:`add_replica`.
-        runs
-            Names of runs, of which all versions count.
-        keep
-            Rules as in a retention policy, such as ``"last 5, best 2 val_loss"``: what they name
-            stays, of `runs` or of all runs.
-        dry_run
-            Change nothing; the report says what would go.
-
-        Raises
-        ------
-        NotFoundError
-            No replica has the name; or something names nothing.
-        InvalidInputError
-            Nothing says which versions.
-        ReplicaChangedError
-            At the location of the replica there is another store.
-        ReadOnlyError, UnsafeBackendError, StorageError
-            This store cannot be written to, or a storage failed. What was evicted stays so.
-        """
-        from ckptstore.ops.evict import evict
-        from ckptstore.ops.select_versions import select_versions
-
-        if refs is None and runs is None and keep is None:
-            msg = "nothing says which versions are to be evicted"
-            raise InvalidInputError(msg, hint="name versions or runs, or what stays: keep='last 5'")
-        there = self.replica(replica)
-        named = [self.resolve(ref) for ref in check_listed(refs or (), "refs")]
-        of = check_listed(runs or (), "runs")
-        wanted = select_versions(self._repo, refs=named, runs=of)
-        if keep is not None:
-            kept = {one.id for one in select_versions(self._repo, runs=of, rules=keep)}
-            wanted = [one for one in wanted if one.id not in kept]
-
-        def missing(versions: Sequence[Version]) -> set[str]:
-            now = there._repo.refresh()
-            gone = {one.id for one in versions if now.version(one.id).deleted}
-            left = [f"#{one.id}" for one in versions if one.id not in gone]
-            found = there.verify(left, level="records")
-            return gone.union(problem.version for problem in found.problems)
-
-        there._repo.refresh()
-        return evict(
-            self._repo,
-            self._manifests,
-            there._repo,
-            [version for version in wanted if version.level != "record"],
-            missing=missing,
-            dry_run=dry_run,
-        )
 
     def _named(self, text: object) -> Store | None:
         """Return the replica that ``replica:NAME`` names; None for a location."""

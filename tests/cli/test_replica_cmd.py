@@ -123,3 +123,36 @@ def test_repair_from_a_replica_by_name(cli: Cli, store_path: Path, tmp_path: Pat
     assert cli("verify", "-s", store_path).code == 5
     assert cli("repair", "--from", "replica:cold", "-s", store_path).code == 0
     assert cli("verify", "-s", store_path).code == 0
+
+
+def test_what_is_evicted_is_pinned_there(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """rm and retain in the replica refuse and say why; pins go by version, and by store."""
+    cold = tmp_path / "cold"
+    cli("replica", "add", "cold", cold, "--create", "-s", store_path)
+    cli("replicate", "--to", "replica:cold", "-s", store_path)
+    bare = cli("evict", "--replica", "cold", "gpt@200", "--no-pin", "-s", store_path)
+    assert "none pinned in cold" in bare.out
+    done = cli("evict", "--replica", "cold", "gpt@200", "-s", store_path)
+    assert "1 version pinned in cold" in done.out
+    with ckptstore.open(store_path) as opened:
+        hot = opened.info.store_id[:8]
+    why = f"pinned for the store {hot}, which evicted it"
+    assert why in cli("rm", "gpt@200", "--dry-run", "-s", cold).out
+    refused = cli("rm", "gpt@200", "--force", "-s", cold)
+    assert (refused.code, why in refused.err) == (7, True)
+    assert why in cli("retain", "--full", "last 1", "-s", cold).out
+    assert why in cli("show", "gpt@200", "-s", cold).out
+    shown = cli("show", "gpt@200", "--json", "-s", cold).document["version"]
+    assert (shown["pinned"], len(shown["pinned_for"])) == (True, 1)
+
+    assert cli("pin", "-s", cold).code == 2
+    assert cli("pin", "gpt@200", "--delete", "--for", hot, "-s", cold).code == 2
+    assert cli("pin", "--for", hot, "-s", cold).code == 2
+    assert cli("pin", "--delete", "--for", "00000000ffff", "-s", cold).code == 3
+    gone = cli("pin", "--delete", "--for", hot, "-s", cold)
+    assert "gpt@200" in gone.out
+    assert "is not pinned any more" in gone.out
+    again = cli("evict", "--replica", "cold", "gpt@200", "--json", "-s", store_path)
+    assert len(again.document["pinned"]) == 1
+    assert cli("pin", "gpt@200", "--delete", "-s", cold).code == 0
+    assert cli("rm", "gpt@200", "-s", cold).code == 0
