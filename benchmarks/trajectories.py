@@ -10,12 +10,16 @@ are given in three forms:
 ``mixed``  bf16 weights, fp32 masters of which they are the rounding, and the moments.
 
 The computation itself is fp32 throughout: of mixed precision it is the stored state that is real,
-and the relation between its parts. A second training fits LoRA adapters to the frozen result.
+and the relation between its parts. From the end of the fall, the same training goes on a second
+time at 1e-6, which post-training by reinforcement takes: TRL's GRPOConfig and the actor of verl's
+ppo_trainer.yaml have it as their default. Of that one the bf16 weights are given. A third fits LoRA
+adapters to the frozen result of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +48,8 @@ class Plan:
     warmup: int = 200
     """Steps before the first version; the learning rate falls from 1e-3 to `lr` meanwhile."""
     lr: float = 1e-5
+    lr_post: float = 1e-6
+    """Of the training that goes on a second time."""
     versions: int = 12
     intervals: Sequence[int] = (1, 10, 40)
     rank: int = 8
@@ -62,6 +68,8 @@ class Trajectory:
     """Steps from one version to the next."""
     adapter_bytes: int = 0
     """Of LoRA: what of each version is new, with its moments."""
+    generator_bytes: int = 0
+    """Of LoRA: the state of the random generator, which is new in each version, too."""
 
     @property
     def logical_bytes(self) -> int:
@@ -80,17 +88,19 @@ def documentation() -> torch.Tensor:
 def trajectories(plan: Plan) -> list[Trajectory]:
     """Train, and return the trajectories: fp32 and mixed by interval, bf16 weights, and LoRA.
 
-    Takes about 0.2 s a step on two cores.
+    Takes about 0.2 s a step on two cores, 1,200 steps by default.
     """
     before = torch.random.get_rng_state()
     torch.manual_seed(plan.seed)
     try:
         text = documentation()
         model = Gpt(plan.width, plan.layers, _TIME)
-        snapshots = _snapshots(plan, model, text)
+        snapshots, post = _snapshots(plan, model, text)
         made = [_fp32(plan, snapshots, interval) for interval in plan.intervals]
         made.append(_mixed(plan, snapshots, plan.intervals[1]))
         made += [_bf16(plan, snapshots, interval) for interval in plan.intervals[1:]]
+        at = f", learning rate {plan.lr_post:g}"
+        made += [_bf16(plan, post, interval, at) for interval in plan.intervals[1:]]
         made.append(_lora(plan, model, text))
     finally:
         torch.random.set_rng_state(before)
@@ -100,21 +110,47 @@ def trajectories(plan: Plan) -> list[Trajectory]:
 # --- the training -----------------------------------------------------------------------------
 
 
-def _snapshots(plan: Plan, model: Gpt, text: torch.Tensor) -> dict[int, State]:
-    """Return the fp32 state after each step from which some trajectory takes a version."""
+def _snapshots(
+    plan: Plan, model: Gpt, text: torch.Tensor
+) -> tuple[dict[int, State], dict[int, State]]:
+    """Return the fp32 state after each step from which some trajectory takes a version.
+
+    By the steps since the warm-up; the second at the lower rate, on the same batches.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR_HIGH, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.warmup, eta_min=plan.lr)
     for _ in range(plan.warmup):
         update(model, optimizer, text, _TIME, _BATCH)
         schedule.step()
     say(f"trajectory: {plan.warmup} steps of warm-up are done")
-    wanted = {place * every for every in plan.intervals for place in range(plan.versions)}
+    begins, (other, its_optimizer) = torch.random.get_rng_state(), copy.deepcopy((model, optimizer))
+    taken = _taken(plan, model, optimizer, text, _wanted(plan, plan.intervals))
+    for group in its_optimizer.param_groups:
+        group["lr"] = plan.lr_post
+    with torch.random.fork_rng(devices=[]):
+        torch.random.set_rng_state(begins)
+        post = _taken(plan, other, its_optimizer, text, _wanted(plan, plan.intervals[1:]))
+    return taken, post
+
+
+def _wanted(plan: Plan, intervals: Sequence[int]) -> set[int]:
+    return {place * every for every in intervals for place in range(plan.versions)}
+
+
+def _taken(
+    plan: Plan,
+    model: Gpt,
+    optimizer: torch.optim.Optimizer,
+    text: torch.Tensor,
+    wanted: Collection[int],
+) -> dict[int, State]:
+    """Go on training, and return the states after these steps."""
     taken = {}
-    for step in range(max(wanted) + 1):
+    for step in range(max(wanted, default=-1) + 1):
         if step in wanted:
             taken[step] = _state(model, optimizer, plan.warmup + step)
         update(model, optimizer, text, _TIME, _BATCH)
-    say(f"trajectory: {len(taken)} versions of {max(wanted)} steps are taken")
+    say(f"trajectory: {len(taken)} versions of {max(wanted, default=0)} steps are taken")
     return taken
 
 
@@ -171,13 +207,13 @@ def _mixed(plan: Plan, snapshots: Mapping[int, State], interval: int) -> Traject
     )
 
 
-def _bf16(plan: Plan, snapshots: Mapping[int, State], interval: int) -> Trajectory:
+def _bf16(plan: Plan, snapshots: Mapping[int, State], interval: int, at: str = "") -> Trajectory:
     versions = [
         {"model": _rounded(state), "step": state["step"]}
         for state in _chosen(plan, snapshots, interval)
     ]
     return Trajectory(
-        name=_named("bf16 weights", interval), interval=interval, versions=tuple(versions)
+        name=_named("bf16 weights", interval) + at, interval=interval, versions=tuple(versions)
     )
 
 
@@ -222,4 +258,5 @@ def _lora(plan: Plan, model: Gpt, text: torch.Tensor) -> Trajectory:
         interval=plan.lora_interval,
         versions=tuple(versions),
         adapter_bytes=state_bytes(trained) + state_bytes(versions[0]["optimizer"]),
+        generator_bytes=state_bytes(versions[0]["rng"]),
     )

@@ -81,6 +81,7 @@ def run(
         }
         if trajectory.adapter_bytes:
             result.facts["adapter_bytes"] = trajectory.adapter_bytes
+            result.facts["generator_bytes"] = trajectory.generator_bytes
         for one in holders:
             one.end(space)
         result.tables[f"save: {trajectory.name}"] = [one.saves for one in holders]

@@ -99,14 +99,17 @@ def _by_kind(by_kind: Mapping[str, Mapping[str, float]]) -> str:
 def _adapters(result: Result, name: str) -> str:
     """Return what a version adds beside its adapters, in bytes."""
     raw = result.facts["adapter_bytes"]
+    new = raw + result.facts.get("generator_bytes", 0)  # older results do not tell it
     said = []
     for keeper, after in result.facts["stored after"][name].items():
         if not keeper.startswith("ckptstore") or len(after) < 2 or "bf16" in keeper:
             continue
-        added = statistics.median(new - old for old, new in itertools.pairwise(after))
-        said.append(f"{added / 1e6:.3f} MB with {keeper} ({added / raw:.3f} of them)")
+        added = statistics.median(newer - old for old, newer in itertools.pairwise(after))
+        shares = f"{added / raw:.3f} of the first, {added / new:.3f} of both"
+        said.append(f"{added / 1e6:.3f} MB with {keeper} ({shares})")
     return (
-        f"A version's adapters and their moments have {raw / 1e6:.3f} MB. Each version after the "
+        f"A version's adapters and their moments have {raw / 1e6:.3f} MB, the state of the random "
+        f"generator, which is new as well, {(new - raw) / 1e6:.3f} MB. Each version after the "
         f"first adds to the store, manifest and commit included: {', '.join(said)}."
     )
 

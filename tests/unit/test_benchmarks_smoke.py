@@ -43,7 +43,7 @@ from benchmarks.host import header  # noqa: E402
 from benchmarks.measure import Measured, Result  # noqa: E402
 from benchmarks.results import read_result, write_result  # noqa: E402
 from benchmarks.states import StateSpec, make_state, same  # noqa: E402
-from benchmarks.trajectories import Plan  # noqa: E402
+from benchmarks.trajectories import Plan, trajectories  # noqa: E402
 
 _PAGE = _ROOT / "docs" / "benchmarks.md"
 
@@ -116,10 +116,30 @@ def test_trajectory(space: Workspace, tmp_path: Path) -> None:
     exact = [one for one in saves if not one.note.startswith("lossy")]
     least = min(exact, key=lambda one: one.numbers["stored_bytes"])
     assert least.name == "ckptstore delta"
+    for rate in ("", ", learning rate 1e-06"):
+        assert result.tables[f"load: bf16 weights, every 2 steps{rate}"]
+    assert 0 < result.facts["generator_bytes"] < result.facts["adapter_bytes"]
     kinds = result.facts["kinds"]
     for keeper in ("ckptstore auto", "ckptstore planes", "ckptstore delta"):
         assert kinds["LoRA on a frozen base, every step"][keeper]["weights"] == 0
         assert kinds["mixed precision, every 2 steps"][keeper]["weights"] < 0.1
+
+
+def test_both_rates_begin_alike() -> None:
+    """The training at the lower rate goes on from the same weights, and moves them less."""
+    plan = Plan(width=32, layers=1, warmup=3, versions=3, intervals=(1, 2), lora_interval=1)
+    made = {one.name: one.versions for one in trajectories(plan)}
+    high, post = (
+        [version["model"] for version in made[f"bf16 weights, every 2 steps{at}"]]
+        for at in ("", ", learning rate 1e-06")
+    )
+    assert same(high[0], post[0])
+
+    def moved(versions: list[Any]) -> float:
+        first, last = versions[0], versions[-1]
+        return sum(float((first[name].float() - last[name].float()).norm()) for name in first)
+
+    assert 0 < moved(post) < moved(high)
 
 
 def test_backup_programs(space: Workspace) -> None:
