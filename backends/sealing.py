@@ -9,6 +9,7 @@ in an error. A user's key cannot be pickled; a store's data key can, since worke
     user's key --HKDF(info="ckptstore key id v1")-----------------------> id, 8 bytes, public
     user's key --HKDF(salt of the slot, info="ckptstore key wrap v1")---> wraps the data key
     data key   --HKDF(salt=store id, info="ckptstore key check v1")-----> check, 16 bytes, public
+    data key   --HKDF(salt=store id, info=text of a record of keys)-----> its seal, 32 bytes
     data key   --HKDF(salt of the object, info="ckptstore object v1\n" + its key)--> object's key
 """
 
@@ -23,7 +24,7 @@ from ckptstore.errors import (
     MissingDependencyError,
     WrongKeyError,
 )
-from ckptstore.format.encryption import KeyRecord, KeySlot, wrapping_context
+from ckptstore.format.encryption import KeyRecord, KeySlot, sealed_text, wrapping_context
 from ckptstore.format.segments import MAGIC, SALT_BYTES, nonce
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["KEY_BYTES", "DataKey", "Sealer", "UserKey", "salt_of", "unwrap", "wrap"]
 
 KEY_BYTES: Final = 32
+_SEAL_BYTES: Final = 32
 
 _ID: Final = b"ckptstore key id v1"
 _WRAP: Final = b"ckptstore key wrap v1"
@@ -87,6 +89,11 @@ class DataKey:
     def check(self, store_id: str) -> str:
         """Return what the superblock of a store says of its key."""
         return _derive(self._material, bytes.fromhex(store_id), _CHECK, 16).hex()
+
+    def seal_of(self, record: KeyRecord) -> str:
+        """Return the seal of a record of keys, whatever it has in its place."""
+        salt = bytes.fromhex(record.store_id)
+        return _derive(self._material, salt, sealed_text(record), _SEAL_BYTES).hex()
 
     def sealer(self, key: str, salt: bytes) -> Sealer:
         """Return what seals and opens the segments of one object."""
@@ -185,8 +192,9 @@ def wrap(record: KeyRecord, data_key: DataKey, user_key: UserKey, salt: bytes) -
     salt
         32 random bytes, used for this slot alone.
     """
-    wrapped = data_key.wrapped_by(user_key.wrapping(salt), wrapping_context(record, user_key.id))
-    return KeySlot(key=user_key.id, salt=salt.hex(), wrapped=wrapped.hex())
+    context = wrapping_context(record, user_key.id, sealed=True)
+    wrapped = data_key.wrapped_by(user_key.wrapping(salt), context)
+    return KeySlot(key=user_key.id, salt=salt.hex(), wrapped=wrapped.hex(), sealed=True)
 
 
 def unwrap(record: KeyRecord, user_key: UserKey, *, where: str) -> DataKey:
@@ -197,7 +205,8 @@ def unwrap(record: KeyRecord, user_key: UserKey, *, where: str) -> DataKey:
     WrongKeyError
         No slot is of this key.
     CorruptObjectError
-        A slot is, but does not open, or something else comes out than the record says.
+        A slot is, but does not open; or something else comes out than the record says; or its seal
+        is of another record, such as one with another number.
     """
     from cryptography.exceptions import InvalidTag
 
@@ -208,15 +217,18 @@ def unwrap(record: KeyRecord, user_key: UserKey, *, where: str) -> DataKey:
         raise WrongKeyError(msg, hint="ckptstore key id --key SPEC says which key one is")
     for slot in slots:
         cipher = user_key.wrapping(bytes.fromhex(slot.salt))
+        context = wrapping_context(record, user_key.id, sealed=slot.sealed)
         try:
-            material = cipher.decrypt(
-                _WRAP_NONCE, bytes.fromhex(slot.wrapped), wrapping_context(record, user_key.id)
-            )
+            material = cipher.decrypt(_WRAP_NONCE, bytes.fromhex(slot.wrapped), context)
         except InvalidTag:
             continue
         found = DataKey(material)
-        if hmac.compare_digest(found.check(record.store_id), record.encryption.check):
-            return found
+        if not hmac.compare_digest(found.check(record.store_id), record.encryption.check):
+            continue
+        if record.seal and not hmac.compare_digest(found.seal_of(record), record.seal):
+            msg = f"{where} was changed, or is another record under this name: its seal is not its"
+            raise CorruptObjectError(msg, hint="restore keys/ from a backup")
+        return found
     msg = f"{where} was changed: its slot of the key {user_key.id} does not open"
     raise CorruptObjectError(msg, hint="restore keys/ from a backup")
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptstore.events import Progress
     from ckptstore.model import Receipt, ReplicaInfo, RoleBytes, RunInfo, Version
     from ckptstore.saver.pending import PendingSave
-    from ckptstore.store import Run, Store, mend_superblock, rotate_key
+    from ckptstore.store import Run, Store, mend_keys, mend_superblock, rotate_key
     from ckptstore.store import open_store as open
     from ckptstore.tensors.adapters import TypeAdapter
 
@@ -41,6 +41,7 @@ __all__ = [
     "Store",
     "TypeAdapter",
     "Version",
+    "mend_keys",
     "mend_superblock",
     "open",
     "rotate_key",
@@ -62,6 +63,7 @@ _LAZY = {
     "Store": ("ckptstore.store", "Store"),
     "TypeAdapter": ("ckptstore.tensors.adapters", "TypeAdapter"),
     "Version": ("ckptstore.model", "Version"),
+    "mend_keys": ("ckptstore.store", "mend_keys"),
     "mend_superblock": ("ckptstore.store", "mend_superblock"),
     "open": ("ckptstore.store", "open_store"),
     "rotate_key": ("ckptstore.store", "rotate_key"),

@@ -9,8 +9,11 @@ and of two at once the later builds on the earlier. The newest record is never d
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -24,12 +27,17 @@ from ckptstore.errors import (
     AmbiguousWriteError,
     CorruptObjectError,
     EncryptionKeyError,
+    FormatError,
+    LimitError,
     MissingKeyError,
     ObjectExistsError,
     ObjectNotFoundError,
     TransientStorageError,
+    UnsupportedFeatureError,
+    WrongKeyError,
 )
 from ckptstore.format.encryption import (
+    FORMAT,
     Encryption,
     KeyRecord,
     decode_key_record,
@@ -39,15 +47,23 @@ from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY, key_record_key, key_re
 from ckptstore.format.superblock import Superblock
 
 __all__ = [
+    "MEND_HINT",
     "Rotation",
+    "check_written",
     "create_keys",
     "has_keys",
     "missing_key",
     "newest_record",
     "open_keys",
+    "put_record",
+    "read_record",
+    "record_numbers",
     "rotate",
     "unlocked",
 ]
+
+
+MEND_HINT: Final = "ckptstore key mend --key SPEC takes away what your key does not vouch for"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,22 +148,39 @@ def newest_record(backend: Backend) -> KeyRecord:
         A newer ckptstore wrote it, or something else.
     """
     for _ in range(limits.KEY_TRIES_MAX):
-        listed = backend.list(KEYS_PREFIX)
-        newest = max((key_record_number(info.key) or 0 for info in listed), default=0)
-        if not newest:
+        numbers = record_numbers(backend)
+        if not numbers:
             break
-        key = key_record_key(newest)
         try:
-            data = backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX)
+            with _told_of_others(numbers):
+                return read_record(backend, max(numbers))
         except ObjectNotFoundError:
             continue  # a rotation came in between
-        record = decode_key_record(data, where=key)
-        if record.number != newest:
-            msg = f"{key} holds record {record.number}"
-            raise CorruptObjectError(msg, hint="restore keys/ from a backup")
-        return record
     msg = f"{backend.url} is encrypted, but there is no record of its keys below {KEYS_PREFIX}"
     raise CorruptObjectError(msg, hint="restore keys/ from a backup: nothing opens it otherwise")
+
+
+def record_numbers(backend: Backend) -> list[int]:
+    """Return the numbers of the records that are there."""
+    return [number for info in backend.list(KEYS_PREFIX) if (number := key_record_number(info.key))]
+
+
+def read_record(backend: Backend, number: int) -> KeyRecord:
+    """Return one record.
+
+    Raises
+    ------
+    ObjectNotFoundError
+        It is not there.
+    CorruptObjectError, UnsupportedFeatureError, FormatError
+        As :func:`newest_record`.
+    """
+    key = key_record_key(number)
+    record = decode_key_record(backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX), where=key)
+    if record.number != number:
+        msg = f"{key} holds record {record.number}"
+        raise CorruptObjectError(msg, hint="restore keys/ from a backup")
+    return record
 
 
 def open_keys(backend: Backend, user_key: UserKey) -> tuple[KeyRecord, DataKey]:
@@ -161,7 +194,30 @@ def open_keys(backend: Backend, user_key: UserKey) -> tuple[KeyRecord, DataKey]:
         As :func:`newest_record`; or the record was changed.
     """
     record = newest_record(backend)
-    return record, unwrap(record, user_key, where=key_record_key(record.number))
+    try:
+        return record, unwrap(record, user_key, where=key_record_key(record.number))
+    except (WrongKeyError, CorruptObjectError):
+        with _told_of_others(record_numbers(backend)):
+            raise
+
+
+@contextlib.contextmanager
+def _told_of_others(numbers: Sequence[int]) -> Iterator[None]:
+    """Name the way out where the newest record opens nothing, and others are there.
+
+    A rotation deletes what came before it. So it was killed; or who can write to the storage has
+    put a record there, in whose shadow those that open the store are.
+    """
+    try:
+        yield
+    except (WrongKeyError, CorruptObjectError, FormatError, UnsupportedFeatureError) as error:
+        if len(numbers) < 2:
+            raise
+        hint = (
+            f"{len(numbers) - 1} more are below {KEYS_PREFIX}; unless somebody has just rotated the"
+            f" key: {MEND_HINT}; otherwise: {error.hint}"
+        )
+        raise type(error)(error.message, hint=hint) from error
 
 
 def create_keys(
@@ -199,8 +255,7 @@ def create_keys(
         at_ms=now_ms,
         by=writer_identity()[: limits.BY_CHARS_MAX],
     )
-    slot = wrap(record, data_key, user_key, bytes.fromhex(environment.random_hex(32)))
-    _put(backend, msgspec.structs.replace(record, slots=(slot,)), environment, conditional)
+    put_record(backend, record, data_key, user_key, environment, conditional=conditional)
     return open_keys(backend, user_key)
 
 
@@ -236,18 +291,21 @@ def rotate(
     """
     for _ in range(limits.KEY_TRIES_MAX):
         record, data_key = open_keys(backend, old)
+        if record.number >= limits.COMMIT_NUMBER_MAX:
+            msg = f"{key_record_key(record.number)} has the last number that there is"
+            raise LimitError(msg, hint=f"no rotation wrote it: {MEND_HINT}")
         kept = tuple(slot for slot in record.slots if slot.key != new.id) if keep_old else ()
-        slot = wrap(record, data_key, new, bytes.fromhex(environment.random_hex(32)))
-        wanted = msgspec.structs.replace(
+        follower = msgspec.structs.replace(
             record,
             number=record.number + 1,
-            slots=(*kept, slot),
+            slots=kept,
             at_ms=environment.now_ms(),
             by=writer_identity()[: limits.BY_CHARS_MAX],
         )
-        if not _put(backend, wanted, environment, conditional):
+        wanted = put_record(backend, follower, data_key, new, environment, conditional=conditional)
+        if wanted is None:
             continue  # another rotation was faster: build on that
-        _check_written(backend, wanted, new)  # before anything is deleted
+        check_written(backend, wanted, new)  # before anything is deleted
         now = tuple(slot.key for slot in wanted.slots)
         return Rotation(
             record=wanted.number,
@@ -259,7 +317,31 @@ def rotate(
     raise AmbiguousWriteError(msg, hint="try again")
 
 
-def _check_written(backend: Backend, record: KeyRecord, new: UserKey) -> None:
+def put_record(
+    backend: Backend,
+    record: KeyRecord,
+    data_key: DataKey,
+    user_key: UserKey,
+    environment: Environment,
+    *,
+    conditional: bool,
+) -> KeyRecord | None:
+    """Write a record with one slot more, sealed; None if there is another under its number.
+
+    Raises
+    ------
+    LimitError
+        It has too many slots.
+    AmbiguousWriteError
+        It is not known whether it was written.
+    """
+    slot = wrap(record, data_key, user_key, bytes.fromhex(environment.random_hex(32)))
+    whole = msgspec.structs.replace(record, format=FORMAT, slots=(*record.slots, slot), seal="")
+    whole = msgspec.structs.replace(whole, seal=data_key.seal_of(whole))
+    return whole if _put(backend, whole, environment, conditional) else None
+
+
+def check_written(backend: Backend, record: KeyRecord, new: UserKey) -> None:
     """Read a record back and open it, as whoever opens the store will."""
     key = key_record_key(record.number)
     try:

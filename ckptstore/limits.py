@@ -399,6 +399,9 @@ KEY_COMMAND_S: Final = 60.0
 # How often the newest record of keys is looked up while others rotate. Source: each try means that
 # a rotation, started by hand, came between a listing and a read.
 KEY_TRIES_MAX: Final = 8
+# Records of keys that `key mend` looks at, among which is the one that counts. Source: 256 MiB at
+# most; a rotation leaves one.
+KEY_RECORDS_MAX: Final = 4096
 
 # --- storage classes ---------------------------------------------------------------------------
 

@@ -300,7 +300,7 @@ def open_on(
     CorruptObjectError, FormatError, StorageError
         As :func:`open_repo`.
     """
-    superblock = _read_superblock(backend)
+    superblock = read_superblock(backend)
     if superblock is None:
         raise _no_store(backend)
     backend = unlocked(backend, superblock, key, environment=environment)
@@ -336,7 +336,7 @@ def create_on(
     options = options if options is not None else Options()
     # First what may be left of a store, then the superblock: a creator at work writes it first.
     remains = _remains(backend)
-    found = _read_superblock(backend)
+    found = read_superblock(backend)
     if found is None:
         if remains:
             msg = f"{backend.url} holds objects of a store ({remains}) but no {STORE_KEY}"
@@ -453,7 +453,7 @@ def _remains(backend: Backend) -> str:
     return ""
 
 
-def _read_superblock(backend: Backend) -> Superblock | None:
+def read_superblock(backend: Backend) -> Superblock | None:
     """Return the superblock, None where there is none.
 
     Where a failed lookup may be remembered (NFS), the location is listed instead.
@@ -509,7 +509,7 @@ def _read_back(backend: Backend, environment: Environment, *, wait: bool) -> Sup
             listed = wait_until(backend, environment, lambda: _listed(backend))
         else:
             listed = _listed(backend)
-        return _read_superblock(backend) if listed else None
+        return read_superblock(backend) if listed else None
     except StorageError as error:
         msg = f"it is not known whether {STORE_KEY} was written at {backend.url}: {error.message}"
         raise AmbiguousWriteError(msg, hint="open the location again") from error

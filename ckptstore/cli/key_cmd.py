@@ -14,7 +14,7 @@ from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.output import Output, Screen
 from ckptstore.cli.session import location, vouching
 from ckptstore.errors import InvalidInputError
-from ckptstore.store import rotate_key
+from ckptstore.store import mend_keys, rotate_key
 
 __all__ = ["KeyAction", "key"]
 
@@ -27,6 +27,7 @@ class KeyAction(StrEnum):
     NEW = "new"
     ID = "id"
     ROTATE = "rotate"
+    MEND = "mend"
 
 
 def key(
@@ -35,7 +36,8 @@ def key(
         typer.Argument(
             metavar="ACTION",
             help="new: make a key in FILE; id: say which key --key is; rotate: have the store "
-            "opened by --new-key from now on.",
+            "opened by --new-key from now on; mend: take away records of keys that somebody "
+            "without the key has put there.",
         ),
     ],
     file: Annotated[
@@ -53,15 +55,19 @@ def key(
             help="The keys that open the store now go on to do so, until a rotation without this.",
         ),
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "-n", help="Of mend: say what would go; change nothing.")
+    ] = False,
     options: WriterOptions,
 ) -> None:
     """Make a key for encrypted stores, say which key one is, or change the key of a store.
 
     A rotation rewrites one small object and no version: what it wraps, the data key of the store,
-    stays the same. Keys are never printed.
+    stays the same. Mend only if nobody is rotating the key: what --key does not vouch for goes.
+    Keys are never printed.
     """
     output = options.output("key")
-    _check(action, file, new_key)
+    _check(action, file, new_key, dry_run=dry_run)
     if file is not None:
         made = make_key_file(file)
         document: dict[str, object] = {"action": "new", "file": str(file), "key": made.id}
@@ -70,6 +76,9 @@ def key(
     if not options.key:
         msg = "no key is given"
         raise InvalidInputError(msg, hint=_SPEC.format("--key"))
+    if action is KeyAction.MEND:
+        _mend(output, options, options.key, dry_run=dry_run)
+        return
     if new_key is None:
         found = read_key(options.key).id
         output.show({"action": "id", "key": found}, lambda screen: screen.line(found))
@@ -77,13 +86,31 @@ def key(
     _rotate(output, options, options.key, new_key, keep_old=keep_old)
 
 
-def _check(action: KeyAction, file: Path | None, new_key: str | None) -> None:
+def _check(action: KeyAction, file: Path | None, new_key: str | None, *, dry_run: bool) -> None:
     if (file is not None) is not (action is KeyAction.NEW):
         msg = "a new key wants a FILE, and nothing else does"
         raise InvalidInputError(msg, hint="ckptstore key new FILE")
     if (new_key is not None) is not (action is KeyAction.ROTATE):
         msg = "a rotation wants --new-key SPEC, and nothing else does"
         raise InvalidInputError(msg, hint=_SPEC.format("--new-key"))
+    if dry_run and action is not KeyAction.MEND:
+        msg = "--dry-run is for mend"
+        raise InvalidInputError(msg, hint="ckptstore key mend --dry-run --key SPEC")
+
+
+def _mend(output: Output, options: WriterOptions, key: str, *, dry_run: bool) -> None:
+    done = mend_keys(
+        location(options.store),
+        encryption_key=key,
+        single_writer=options.single_writer,
+        dry_run=dry_run,
+        **options.storage_options(),
+    )
+    would = "would be " if dry_run else ""
+    lines = [f"{one} {would}deleted" for one in done.deleted] or ["nothing to mend"]
+    if not done.kept:
+        lines.append(f"record {done.record} {would}written anew: this key alone opens the store")
+    output.show({"action": "mend", **asdict(done)}, lambda screen: screen.lines(lines))
 
 
 def _rotate(

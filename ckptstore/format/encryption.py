@@ -19,11 +19,13 @@ from ckptstore.format.framing import decode_envelope, encode_envelope
 
 __all__ = [
     "FEATURE",
+    "FORMAT",
     "Encryption",
     "KeyRecord",
     "KeySlot",
     "decode_key_record",
     "encode_key_record",
+    "sealed_text",
     "wrapping_context",
 ]
 
@@ -31,6 +33,8 @@ FEATURE: Final = "encrypted-v1"
 """The required feature of a superblock with :class:`Encryption`."""
 
 _MAGIC: Final = "ckptstore-keys"
+FORMAT: Final = 2
+"""Of records that are written; those of format 1 have no seal."""
 
 
 def _hex(count: int) -> msgspec.Meta:
@@ -49,7 +53,7 @@ class Encryption(msgspec.Struct, frozen=True, kw_only=True):
     """Follows from the data key, and tells whether another key is the same; tells nothing else."""
 
 
-class KeySlot(msgspec.Struct, frozen=True, kw_only=True):
+class KeySlot(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The data key, as one user's key wraps it."""
 
     key: Annotated[str, _hex(8)]
@@ -57,13 +61,16 @@ class KeySlot(msgspec.Struct, frozen=True, kw_only=True):
     salt: Annotated[str, _hex(32)]
     wrapped: Annotated[str, _hex(48)]
     """32 bytes of the data key, encrypted, and a tag of 16."""
+    sealed: bool = False
+    """Whether it opens only records that have a seal; bound into `wrapped`. Not so in slots that
+    came from a record of format 1."""
 
 
 class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One object below ``keys/``: all that opens a store, and that brings ``store.json`` back."""
 
     magic: Literal["ckptstore-keys"] = "ckptstore-keys"
-    format: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    format: Annotated[int, msgspec.Meta(ge=1, le=FORMAT)] = FORMAT
     number: Annotated[int, msgspec.Meta(ge=1, le=limits.COMMIT_NUMBER_MAX)]
     """That of its name."""
     store_id: Id
@@ -78,6 +85,9 @@ class KeyRecord(msgspec.Struct, frozen=True, kw_only=True):
     ]
     at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
     by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
+    seal: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")] = ""
+    """32 bytes that follow from the data key and from all the rest, see :func:`sealed_text`; empty
+    in format 1, which has none."""
 
 
 _DECODER: Final = msgspec.json.Decoder(KeyRecord)
@@ -111,11 +121,18 @@ def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
     """
     raw, _ = decode_envelope(data, where=where)
     try:
-        return _DECODER.decode(raw)
+        record = _DECODER.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
         _check_newer(raw, where)
         msg = f"{where} is no record of keys: {error}"
         raise CorruptObjectError(msg) from error
+    wants_seal = record.format > 1
+    if wants_seal is not bool(record.seal) or (
+        not wants_seal and any(slot.sealed for slot in record.slots)
+    ):
+        msg = f"{where} has format {record.format}, and a seal that does not go with it"
+        raise CorruptObjectError(msg)
+    return record
 
 
 def _check_newer(raw: bytes, where: str) -> None:
@@ -127,17 +144,17 @@ def _check_newer(raw: bytes, where: str) -> None:
     if magic != _MAGIC:
         msg = f"{where} is no record of keys: its magic is {str(magic)[:40]!r}"
         raise FormatError(msg)
-    if isinstance(version, int) and version > 1:
-        msg = f"{where} has format {version}; this version reads up to 1"
+    if isinstance(version, int) and version > FORMAT:
+        msg = f"{where} has format {version}; this version reads up to {FORMAT}"
         raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
 
 
-def wrapping_context(record: KeyRecord, key_id: str) -> bytes:
+def wrapping_context(record: KeyRecord, key_id: str, *, sealed: bool) -> bytes:
     """Return what a wrapped key is bound to: whoever changes one of these, breaks the wrapping."""
     found = record.encryption
     return "\n".join(
         (
-            "ckptstore wrapped key v1",
+            "ckptstore wrapped key v2" if sealed else "ckptstore wrapped key v1",
             record.store_id,
             str(record.chunk_bytes),
             str(record.created_at_ms),
@@ -145,5 +162,30 @@ def wrapping_context(record: KeyRecord, key_id: str) -> bytes:
             str(found.segment_bytes),
             found.check,
             key_id,
+        )
+    ).encode()
+
+
+def sealed_text(record: KeyRecord) -> bytes:
+    """Return what the seal of a record vouches for: its number, and everything else in it."""
+    found = record.encryption
+    slots = (
+        f"{slot.key} {slot.salt} {slot.wrapped} {'sealed' if slot.sealed else 'open'}"
+        for slot in record.slots
+    )
+    return "\n".join(
+        (
+            "ckptstore key record v2",
+            str(record.number),
+            record.store_id,
+            str(record.chunk_bytes),
+            str(record.created_at_ms),
+            found.cipher,
+            str(found.segment_bytes),
+            found.check,
+            str(record.at_ms),
+            str(len(record.slots)),
+            *slots,
+            record.by,
         )
     ).encode()

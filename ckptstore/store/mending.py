@@ -1,4 +1,4 @@
-"""What is done to a store as a whole, from outside: its superblock mended, its key rotated."""
+"""What is done to a store as a whole, from outside: its superblock mended, its keys."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ckptstore.store.store import Store
 
 if TYPE_CHECKING:
     from ckptstore.keyring import Rotation
+    from ckptstore.ops.mend_keys import KeysMended
     from ckptstore.ops.mend_superblock import SuperblockFinding
 
-__all__ = ["mend_superblock", "rotate_key"]
+__all__ = ["mend_keys", "mend_superblock", "rotate_key"]
 
 
 def mend_superblock(
@@ -75,6 +76,55 @@ def mend_superblock(
             dry_run=dry_run,
             key=user_key,
         )
+    finally:
+        backend.close()
+
+
+def mend_keys(
+    url: str | os.PathLike[str],
+    *,
+    encryption_key: KeyInput,
+    single_writer: bool = False,
+    dry_run: bool = False,
+    **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
+) -> KeysMended:
+    """Take away records of keys that somebody without the key has put below ``keys/``.
+
+    They open nothing, but stand in the way: the record of the highest number counts. Nothing but
+    the key that you give says which are right. So never while somebody rotates the key: of a
+    rotation that was killed, what it had written goes.
+
+    Parameters
+    ----------
+    url
+        As for :func:`ckptstore.open`.
+    encryption_key
+        One that opened the store up to now. If a record has to be written anew, it is the only one
+        that opens the store from then on; the result says so.
+    single_writer
+        You vouch that no one else writes meanwhile; see :func:`ckptstore.open`.
+    dry_run
+        Say what would go; change nothing.
+    storage_options
+        As for :func:`ckptstore.open`.
+
+    Raises
+    ------
+    StoreNotFoundError, EncryptionKeyError
+        There is no store, or it is not encrypted.
+    WrongKeyError
+        The key opens no record.
+    CorruptObjectError, LimitError
+        None can be read; or there are too many to look at.
+    UnsafeBackendError, StorageError
+        The storage cannot be written to, or failed. Do it again.
+    """
+    from ckptstore.ops import mend_keys as ops
+
+    user_key = read_key(encryption_key)
+    backend = open_backend(url, environment=SYSTEM, **storage_options)
+    try:
+        return ops.mend_keys(backend, user_key, single_writer=single_writer, dry_run=dry_run)
     finally:
         backend.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 
+import msgspec
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -118,7 +119,7 @@ def test_wrapping_by_hand() -> None:
     slot = wrap(record, DataKey(data), UserKey(user), salt)
     context = "\n".join(
         [
-            "ckptstore wrapped key v1",
+            "ckptstore wrapped key v2",
             STORE_ID,
             "4194304",
             "1700000000000",
@@ -130,9 +131,26 @@ def test_wrapping_by_hand() -> None:
     ).encode()
     cipher = AESGCM(hkdf(user, salt, b"ckptstore key wrap v1", 32))
     assert bytes.fromhex(slot.wrapped) == cipher.encrypt(bytes(12), data, context)
-    whole = KeyRecord(
-        **{name: getattr(record, name) for name in record.__struct_fields__} | {"slots": (slot,)}
-    )
+    whole = msgspec.structs.replace(record, slots=(slot,))
+    text = "\n".join(
+        [
+            "ckptstore key record v2",
+            "1",
+            STORE_ID,
+            "4194304",
+            "1700000000000",
+            "aes-256-gcm",
+            "65536",
+            DataKey(data).check(STORE_ID),
+            "1700000000000",
+            "1",
+            f"{slot.key} {slot.salt} {slot.wrapped} sealed",
+            "golden@example 1",
+        ]
+    ).encode()
+    seal = hkdf(data, bytes.fromhex(STORE_ID), text, 32).hex()
+    assert DataKey(data).seal_of(whole) == seal
+    whole = msgspec.structs.replace(whole, seal=seal)
     again = decode_key_record(encode_key_record(whole), where="keys/1")
     assert again == whole
     assert unwrap(again, UserKey(user), where="keys/1").check(STORE_ID) == record.encryption.check

@@ -32,6 +32,7 @@ def test_root_names_are_these() -> None:
         "Store",
         "TypeAdapter",
         "Version",
+        "mend_keys",
         "mend_superblock",
         "open",
         "rotate_key",

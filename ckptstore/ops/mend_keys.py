@@ -1,0 +1,175 @@
+"""Records of keys that nobody who has the key has written: found, and taken away.
+
+Whoever can write to the storage can put a record below ``keys/``, whose number is higher than that
+of the one that counts. It opens nothing: a record has a seal, which follows from the data key and
+the record's number. But it stands in the way, of opening and of the next rotation. Only someone
+who knows that nobody has rotated the key meanwhile can say that it is to go.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.sealing import DataKey, UserKey, unwrap
+from ckptstore.config import SYSTEM, Environment, writer_identity
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CorruptObjectError,
+    EncryptionKeyError,
+    FormatError,
+    LimitError,
+    ObjectNotFoundError,
+    StoreNotFoundError,
+    UnsupportedFeatureError,
+    WrongKeyError,
+)
+from ckptstore.format.encryption import KeyRecord
+from ckptstore.format.keys import KEYS_PREFIX, key_record_key
+from ckptstore.format.superblock import Superblock
+from ckptstore.keyring import check_written, put_record, read_record, record_numbers
+from ckptstore.repo import read_superblock, unsafe
+
+__all__ = ["KeysMended", "mend_keys"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeysMended:
+    """What became of the records of keys, or would."""
+
+    dry_run: bool
+    record: int
+    """Number of the record that counts now; of the one that the key opens, if nothing was wrong."""
+    kept: bool
+    """Whether that was there before, with all the keys that opened the store. If not, it is new,
+    and the key that was given is the only one that opens the store."""
+    deleted: tuple[str, ...]
+    """Records that were taken away, with `dry_run` those that would be."""
+
+
+def mend_keys(
+    backend: Backend,
+    user_key: UserKey,
+    *,
+    single_writer: bool = False,
+    dry_run: bool = False,
+    environment: Environment = SYSTEM,
+) -> KeysMended:
+    """Take away the records of keys that `user_key` does not vouch for.
+
+    The newest record that the key opens, and that has a seal, stays as it is if its number can
+    count. If none has a seal (a store from before there were seals), or its number is the last that
+    there is, one is written anew, which the given key alone opens.
+
+    Parameters
+    ----------
+    backend
+        As it is, without encryption.
+    single_writer
+        Nobody else writes meanwhile; needed on storage that cannot create an object conditionally.
+
+    Raises
+    ------
+    StoreNotFoundError
+        There is no store.
+    EncryptionKeyError
+        It is not encrypted.
+    WrongKeyError
+        The key opens none of the records.
+    CorruptObjectError
+        None can be read.
+    LimitError
+        There are too many to look at.
+    UnsafeBackendError
+        One has to be written, and the storage cannot create an object conditionally.
+    AmbiguousWriteError, StorageError
+        The storage failed, or others write at once. Do it again.
+    """
+    superblock = read_superblock(backend)
+    if superblock is None:
+        msg = f"there is no store at {backend.url}"
+        raise StoreNotFoundError(msg, hint="ckptstore repair, if its store.json was lost")
+    if superblock.encryption is None:
+        msg = f"{backend.url} is not encrypted"
+        raise EncryptionKeyError(msg)
+    numbers = sorted(record_numbers(backend))
+    if len(numbers) > limits.KEY_RECORDS_MAX:
+        msg = f"{len(numbers)} records are below {KEYS_PREFIX}, more than {limits.KEY_RECORDS_MAX}"
+        raise LimitError(msg, hint="remove those from storage whose times show that they are new")
+    good = _opened(backend, superblock, user_key, numbers)
+    sound = [record for record, _ in good if record.seal]
+    if sound and sound[-1].number < limits.COMMIT_NUMBER_MAX:
+        kept, number = True, sound[-1].number
+    else:
+        taken = set(numbers)
+        kept, number = False, next(number for number in count(1) if number not in taken)
+    gone = [other for other in numbers if other != number]
+    if not dry_run:
+        if not kept:
+            verdict = PutIfAbsent(superblock.put_if_absent)
+            conditional = verdict is PutIfAbsent.ATOMIC
+            if not (conditional or single_writer):
+                raise unsafe(backend.url, verdict)
+            _write(backend, good[0], user_key, number, environment, conditional=conditional)
+        for other in reversed(gone):  # the highest first: until then it counts, wrong as it is
+            backend.delete(key_record_key(other))
+    return KeysMended(
+        dry_run=dry_run, record=number, kept=kept, deleted=tuple(map(key_record_key, gone))
+    )
+
+
+def _opened(
+    backend: Backend, superblock: Superblock, user_key: UserKey, numbers: list[int]
+) -> list[tuple[KeyRecord, DataKey]]:
+    """Return the records that a key opens and that are of this store, the lowest number first."""
+    found = []
+    read = 0
+    for number in numbers:
+        with suppress(
+            CorruptObjectError,
+            FormatError,
+            UnsupportedFeatureError,
+            WrongKeyError,
+            ObjectNotFoundError,
+        ):
+            record = read_record(backend, number)
+            read += 1
+            data_key = unwrap(record, user_key, where=key_record_key(number))
+            if (record.store_id, record.encryption) == (superblock.store_id, superblock.encryption):
+                found.append((record, data_key))
+    if found:
+        return found
+    if read:
+        msg = f"the key {user_key.id} opens none of {len(numbers)} records below {KEYS_PREFIX}"
+        raise WrongKeyError(msg, hint="give the key that the store was opened with last")
+    msg = f"no record below {KEYS_PREFIX} at {backend.url} can be read"
+    raise CorruptObjectError(msg, hint="restore keys/ from a backup: nothing opens it otherwise")
+
+
+def _write(
+    backend: Backend,
+    opened: tuple[KeyRecord, DataKey],
+    user_key: UserKey,
+    number: int,
+    environment: Environment,
+    *,
+    conditional: bool,
+) -> None:
+    record, data_key = opened
+    fresh = msgspec.structs.replace(
+        record,
+        number=number,
+        slots=(),
+        at_ms=environment.now_ms(),
+        by=writer_identity()[: limits.BY_CHARS_MAX],
+    )
+    written = put_record(backend, fresh, data_key, user_key, environment, conditional=conditional)
+    if written is None:
+        msg = f"another process has written {key_record_key(number)} at {backend.url}"
+        raise AmbiguousWriteError(msg, hint="see who does, and do it again")
+    check_written(backend, written, user_key)
