@@ -10,10 +10,20 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from ckptstore.backends.base import Buffer, ObjectWriter
 
-__all__ = ["BufferPool", "PooledWriter"]
+__all__ = ["BufferPool", "Memory", "PooledWriter"]
+
+
+@dataclass(slots=True)
+class Memory:
+    """Memory of one object; owned by who took it from the pool."""
+
+    memory: mmap.mmap
+    touched: int = 0
+    """Bytes from its beginning that were ever written to: the rest takes no memory yet."""
 
 
 class BufferPool:
@@ -25,23 +35,28 @@ class BufferPool:
         Size of a new buffer; one that had to grow much beyond it is not kept.
     kept_max
         How many are kept.
+    kept_bytes
+        How many bytes they may take together.
     """
 
-    def __init__(self, *, buffer_bytes: int, kept_max: int) -> None:
+    def __init__(self, *, buffer_bytes: int, kept_max: int, kept_bytes: int) -> None:
         self._buffer_bytes = buffer_bytes
         self._kept_max = kept_max
-        self._free: deque[mmap.mmap] = deque(maxlen=kept_max)
+        self._kept_bytes = kept_bytes
+        self._free: deque[Memory] = deque(maxlen=kept_max)
 
-    def take(self) -> mmap.mmap:
-        """Return a buffer that nobody else has, with anything in it."""
+    def take(self) -> Memory:
+        """Return a buffer that nobody else has, with anything in it: the one used last."""
         try:
             return self._free.pop()
         except IndexError:
-            return _new_buffer(self._buffer_bytes)
+            return Memory(_new_memory(self._buffer_bytes))
 
-    def give(self, buffer: mmap.mmap) -> None:
+    def give(self, buffer: Memory) -> None:
         """Take a buffer back."""
-        if len(buffer) <= 2 * self._buffer_bytes:
+        if len(buffer.memory) > 2 * self._buffer_bytes:
+            return
+        if buffer.touched + sum(kept.touched for kept in self._free.copy()) <= self._kept_bytes:
             self._free.append(buffer)
 
     def clear(self) -> None:
@@ -49,14 +64,14 @@ class BufferPool:
         self._free.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _new_pool, (self._buffer_bytes, self._kept_max)
+        return _new_pool, (self._buffer_bytes, self._kept_max, self._kept_bytes)
 
 
-def _new_pool(buffer_bytes: int, kept_max: int) -> BufferPool:
-    return BufferPool(buffer_bytes=buffer_bytes, kept_max=kept_max)
+def _new_pool(buffer_bytes: int, kept_max: int, kept_bytes: int) -> BufferPool:
+    return BufferPool(buffer_bytes=buffer_bytes, kept_max=kept_max, kept_bytes=kept_bytes)
 
 
-def _new_buffer(size: int) -> mmap.mmap:
+def _new_memory(size: int) -> mmap.mmap:
     buffer = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
@@ -74,7 +89,7 @@ class PooledWriter(ObjectWriter):
     def __init__(self, send: Callable[[memoryview], None], pool: BufferPool) -> None:
         self._send = send
         self._pool = pool
-        self._buffer: mmap.mmap | None = None
+        self._buffer: Memory | None = None
         self._size = 0
         self._finished = False
 
@@ -88,16 +103,18 @@ class PooledWriter(ObjectWriter):
         for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
             view = memoryview(part).cast("B")
             end = self._size + len(view)
-            if end > len(self._buffer):
+            if end > len(self._buffer.memory):
                 self._grow(end)
-            memoryview(self._buffer)[self._size : end] = view
+            memoryview(self._buffer.memory)[self._size : end] = view
             self._size = end
+            self._buffer.touched = max(self._buffer.touched, end)
 
     def commit(self) -> None:
         """Send it, and give the memory back."""
         if self._finished:
             return
-        with memoryview(self._buffer or b"") as whole, whole[: self._size] as body:
+        memory = b"" if self._buffer is None else self._buffer.memory
+        with memoryview(memory) as whole, whole[: self._size] as body:
             self._send(body)
         self.abort()
 
@@ -111,6 +128,7 @@ class PooledWriter(ObjectWriter):
     def _grow(self, size: int) -> None:
         """Go on in a larger buffer; not in place, since an old error may still refer to it."""
         assert self._buffer is not None  # noqa: S101  # for the type checker
-        larger = _new_buffer(max(size, len(self._buffer) * 5 // 4))
-        memoryview(larger)[: self._size] = memoryview(self._buffer)[: self._size]
-        self._buffer = larger
+        memory = self._buffer.memory
+        larger = _new_memory(max(size, len(memory) * 5 // 4))
+        memoryview(larger)[: self._size] = memoryview(memory)[: self._size]
+        self._buffer = Memory(larger, touched=self._size)

@@ -60,9 +60,11 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=0.0,  # strongly consistent since December 2020
 )
 
-# A pack and the chunk that closes it; an open store keeps no more than a save may hold.
+# A pack and the chunk that closes it. An open store keeps some: of those that a write fills and
+# sends, few are free at any moment, and what is kept is there beside what a load may hold.
 _BUFFER_BYTES: Final = CAPABILITIES.pack_bytes + limits.CHUNK_BYTES_DEFAULT + limits.MIB
-_BUFFERS_KEPT: Final = limits.HOST_BYTES_DEFAULT // _BUFFER_BYTES
+_KEPT_BYTES: Final = limits.HOST_BYTES_DEFAULT // 4
+_BUFFERS_KEPT: Final = _KEPT_BYTES // limits.PACK_BYTES_MIN
 
 
 class S3Backend(Backend):
@@ -94,7 +96,11 @@ class S3Backend(Backend):
         self._pack_class = pack_class
         self._capabilities = replace(CAPABILITIES, scatter_read=scatter_read)
         self._client = PerProcess(factory)
-        self._pool = BufferPool(buffer_bytes=_BUFFER_BYTES, kept_max=_BUFFERS_KEPT)
+        self._pool = BufferPool(
+            buffer_bytes=_BUFFER_BYTES,
+            kept_max=_BUFFERS_KEPT,
+            kept_bytes=_KEPT_BYTES,
+        )
 
     @property
     def capabilities(self) -> Capabilities:

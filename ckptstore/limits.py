@@ -33,6 +33,11 @@ SMALL_TENSOR_BYTES: Final = 64 * KIB
 # A slab is closed at this size. Source: one changed tensor rewrites at most its own bytes, but a
 # reader of one small tensor fetches the slab: 256 KiB is one round trip's worth on object stores.
 SLAB_BYTES: Final = 256 * KIB
+# Where packs are collected in memory, those of a small write are smaller, so that the first is sent
+# while the others are filled: about so many, of at least so many bytes. Source: docs/design/0014;
+# AWS's performance guide names 8-16 MB as what one request should carry at least.
+PACKS_OF_A_WRITE: Final = 12
+PACK_BYTES_MIN: Final = 16 * MIB
 # Largest pack that a reader accepts. Source: 16x the largest default; far under S3's 5 GiB PUT.
 PACK_BYTES_MAX: Final = 4 * GIB
 

@@ -24,6 +24,7 @@ __all__ = [
     "Encoded",
     "check_choice",
     "decode",
+    "decoded",
     "encode",
     "encode_delta",
     "is_known",
@@ -100,6 +101,21 @@ def encode_delta(raw: memoryview, base: Base, layout: Layout, form: Form) -> Enc
 def is_known(codec: int, layout: int) -> bool:
     """Say whether this ckptstore can decode chunks whose headers name `codec` and `layout`."""
     return (codec in CODECS or codec in DELTAS) and layout in set(Layout)
+
+
+def decoded(codec: int, layout: int, stored: memoryview, raw_bytes: int) -> memoryview:
+    """Return what a stored chunk that is no delta decodes to: in `stored` itself if that is raw.
+
+    Raises
+    ------
+    CodecError
+        As :func:`decode`.
+    """
+    if codec == _RAW.code and is_known(codec, layout) and len(stored) == raw_bytes:
+        return stored
+    out = memoryview(bytearray(raw_bytes))
+    decode(codec, layout, stored, out)
+    return out
 
 
 def decode(

@@ -18,7 +18,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.delta import BASE_ID_BYTES
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import DELTAS, Encoded, decode, is_known
+from ckptstore.codecs.registry import DELTAS, Encoded, decoded, is_known
 from ckptstore.config import Environment, Options
 from ckptstore.errors import (
     CorruptObjectError,
@@ -32,7 +32,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.limits import MIB
-from ckptstore.objects.packs import PackSink, Placed
+from ckptstore.objects.packs import PackSink, Placed, pack_bytes_for
 from ckptstore.objects.reader import ChunkRead, Span, Want, plan_spans
 
 __all__ = ["Copied", "StoredChunk", "broken", "copy_chunks", "in_threads", "take_chunk"]
@@ -60,7 +60,7 @@ class StoredChunk:
     encoded: Encoded
     raw_bytes: int
     raw: memoryview | None
-    """What it decodes to; None for a delta."""
+    """What it decodes to, in `data` itself where that is stored raw; None for a delta."""
     base_id: bytes | None
     """What a delta says that it refers to."""
 
@@ -106,9 +106,8 @@ def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: st
     if header.codec in DELTAS:
         base_id = bytes(body[:BASE_ID_BYTES])
     else:
-        raw = memoryview(bytearray(header.raw_bytes))
         try:
-            decode(header.codec, header.layout, body, raw)
+            raw = decoded(header.codec, header.layout, body, header.raw_bytes)
         except CodecError as error:
             raise broken(where, str(error)) from error
     encoded = Encoded(
@@ -192,9 +191,13 @@ def copy_chunks(
     per_thread = 2 * source.capabilities.read_bytes_max
     threads = max(1, min(options.workers, options.host_bytes // per_thread, len(spans)))
     spare = options.host_bytes - threads * per_thread
-    packs_max = max(1, min(2 * threads, spare // max(1, capabilities.part_bytes)))
+    pack_bytes = pack_bytes_for(total, capabilities)
+    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
+    packs_max = max(1, min(2 * threads, spare // max(1, held)))
     streams = max(1, min(threads, packs_max, total // _STREAM_BYTES))
-    sink = PackSink(target, environment, streams=streams, packs_max=packs_max)
+    sink = PackSink(
+        target, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes
+    )
     run = _Copying(table=table, source=source, sink=sink, progress=progress, total=total)
     try:
         run.work(iter(spans), threads)
@@ -226,17 +229,19 @@ class _Copying:
         taking = threading.Lock()
 
         def loop(turn: int) -> None:
+            memory = bytearray()  # used again: it grows to the largest span
             while True:
                 with taking:
                     span = None if self.stop.is_set() else next(spans, None)
                 if span is None:
                     return
-                self._span(turn, span)
+                if len(memory) < span.end - span.start:
+                    memory = bytearray(span.end - span.start)
+                self._span(turn, span, memoryview(memory)[: span.end - span.start])
 
         in_threads(threads, loop, self.stop, name="ckptstore-copy")
 
-    def _span(self, turn: int, span: Span) -> None:
-        memory = memoryview(bytearray(span.end - span.start))
+    def _span(self, turn: int, span: Span, memory: memoryview) -> None:
         try:
             self.source.read_into(pack_key(span.pack), span.start, [memory])
         except (CorruptObjectError, NotFoundError) as error:

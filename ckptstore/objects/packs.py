@@ -6,7 +6,8 @@ import threading
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ckptstore.backends.base import Backend, ObjectWriter
+from ckptstore import limits
+from ckptstore.backends.base import Backend, Capabilities, ObjectWriter
 from ckptstore.codecs.registry import Encoded
 from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError
@@ -21,7 +22,21 @@ from ckptstore.format.pack import (
 )
 from ckptstore.hashing import xxh3_64_of
 
-__all__ = ["PackSink", "Placed"]
+__all__ = ["PackSink", "Placed", "pack_bytes_for"]
+
+
+def pack_bytes_for(total: int, capabilities: Capabilities) -> int:
+    """Return the size at which the packs of a write are closed.
+
+    Parameters
+    ----------
+    total
+        Bytes that the write will take at most.
+    """
+    whole = capabilities.pack_bytes
+    if capabilities.part_bytes < whole:  # bytes leave before their pack is full
+        return whole
+    return min(whole, max(limits.PACK_BYTES_MIN, total // limits.PACKS_OF_A_WRITE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +89,23 @@ class PackSink:
     next one. At most `packs_max` packs are unfinished at any moment, which bounds the memory of
     backends that buffer a whole pack; ``append`` waits when there are more.
 
+    Packs are closed at `pack_bytes`, or where the backend says, by default.
+
     ``append`` may be called from any thread; ``finish`` and ``abort`` once, by the owner, when no
     ``append`` is running.
     """
 
     def __init__(
-        self, backend: Backend, environment: Environment, *, streams: int, packs_max: int
+        self,
+        backend: Backend,
+        environment: Environment,
+        *,
+        streams: int,
+        packs_max: int,
+        pack_bytes: int = 0,
     ) -> None:
         self._backend = backend
+        self._pack_bytes = pack_bytes or backend.capabilities.pack_bytes
         self._environment = environment
         self._streams = [_Stream() for _ in range(streams)]
         self._room = threading.BoundedSemaphore(packs_max)
@@ -146,7 +170,7 @@ class PackSink:
                 )
             )
             stream.offset += CHUNK_HEADER_BYTES + encoded.stored_bytes
-            if stream.offset >= self._backend.capabilities.pack_bytes:
+            if stream.offset >= self._pack_bytes:
                 self._close(stream)
         return placed
 

@@ -30,7 +30,7 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.deltas import Deltas
 from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
-from ckptstore.objects.packs import PackSink
+from ckptstore.objects.packs import PackSink, pack_bytes_for
 
 __all__ = ["Foreseen", "Payload", "Source", "Written", "write_pieces"]
 
@@ -237,9 +237,13 @@ def write_pieces(
     )
     capabilities = backend.capabilities
     spare = options.host_bytes - options.workers * 3 * chunk_bytes
-    packs_max = max(1, min(2 * options.workers, spare // max(1, capabilities.part_bytes)))
+    pack_bytes = pack_bytes_for(run.total, capabilities)
+    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
+    packs_max = max(1, min(2 * options.workers, spare // max(1, held)))
     streams = max(1, min(options.workers, packs_max, run.total // _STREAM_BYTES))
-    sink = PackSink(backend, environment, streams=streams, packs_max=packs_max)
+    sink = PackSink(
+        backend, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes
+    )
     try:
         run.work(iter(jobs), sink, options.workers)
         run.finish(sink)

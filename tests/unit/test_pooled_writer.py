@@ -11,6 +11,8 @@ import pytest
 from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
 from ckptstore.errors import TransientStorageError
 
+KEPT_BYTES = 3000
+
 
 class Sent:
     """Keeps a copy of what was sent; fails as often as it is told to."""
@@ -31,7 +33,7 @@ class Sent:
 
 def test_an_object_is_what_was_written() -> None:
     """Whatever the pieces are, and however far beyond a buffer they go."""
-    pool = BufferPool(buffer_bytes=100, kept_max=2)
+    pool = BufferPool(buffer_bytes=100, kept_max=2, kept_bytes=KEPT_BYTES)
     for sizes in ([], [0], [1], [100], [60, 60], [1000], [7] * 100, [30, 500, 1]):
         sent = Sent()
         parts = [os.urandom(size) for size in sizes]
@@ -45,7 +47,7 @@ def test_an_object_is_what_was_written() -> None:
 
 def test_memory_is_used_again() -> None:
     """The next object goes into the buffer of the last, and what was longer does not show."""
-    pool = BufferPool(buffer_bytes=100, kept_max=2)
+    pool = BufferPool(buffer_bytes=100, kept_max=2, kept_bytes=KEPT_BYTES)
     buffers = []
     for size in (90, 10, 50):
         sent = Sent()
@@ -59,7 +61,7 @@ def test_memory_is_used_again() -> None:
 
 def test_two_objects_never_share_memory() -> None:
     """Also when many threads write at once."""
-    pool = BufferPool(buffer_bytes=1000, kept_max=3)
+    pool = BufferPool(buffer_bytes=1000, kept_max=3, kept_bytes=KEPT_BYTES)
 
     def write(number: int) -> bool:
         sent = Sent()
@@ -77,7 +79,7 @@ def test_two_objects_never_share_memory() -> None:
 
 def test_a_commit_can_be_tried_again() -> None:
     """After a passing failure nothing is lost; the memory goes back once, at the end."""
-    pool = BufferPool(buffer_bytes=10, kept_max=2)
+    pool = BufferPool(buffer_bytes=10, kept_max=2, kept_bytes=KEPT_BYTES)
     sent = Sent(failures=2)
     with PooledWriter(sent, pool) as writer:
         writer.write(b"abc")
@@ -95,7 +97,7 @@ def test_a_commit_can_be_tried_again() -> None:
 
 def test_a_buffer_that_an_error_refers_to_can_grow() -> None:
     """A failed request's traceback holds on to the memory; the next object is not hit by it."""
-    pool = BufferPool(buffer_bytes=10, kept_max=2)
+    pool = BufferPool(buffer_bytes=10, kept_max=2, kept_bytes=KEPT_BYTES)
     failing = Sent(failures=1)
     with PooledWriter(failing, pool) as writer:
         writer.write(b"x" * 10)
@@ -110,7 +112,7 @@ def test_a_buffer_that_an_error_refers_to_can_grow() -> None:
 
 def test_the_memory_kept_is_bounded() -> None:
     """Buffers that grew much are dropped, and closing lets go of all; a pickle carries none."""
-    pool = BufferPool(buffer_bytes=10, kept_max=2)
+    pool = BufferPool(buffer_bytes=10, kept_max=2, kept_bytes=KEPT_BYTES)
     with PooledWriter(Sent(), pool) as writer:
         writer.write(b"x" * 100)
         writer.commit()
@@ -120,3 +122,22 @@ def test_the_memory_kept_is_bounded() -> None:
     assert not pickle.loads(pickle.dumps(pool))._free  # noqa: S301
     pool.clear()
     assert not pool._free
+
+
+def test_buffers_are_kept_by_what_they_take() -> None:
+    """Of large buffers of which little was written many are kept, of full ones few."""
+    pool = BufferPool(buffer_bytes=1000, kept_max=8, kept_bytes=2500)
+
+    def write_at_once(count: int, size: int) -> int:
+        writers = [PooledWriter(Sent(), pool) for _ in range(count)]
+        for writer in writers:
+            writer.write(b"x" * size)
+        for writer in writers:
+            writer.commit()
+        return len(pool._free)
+
+    assert write_at_once(6, 100) == 6
+    assert write_at_once(10, 100) == 8
+    pool.clear()
+    assert write_at_once(4, 1000) == 2
+    assert sum(buffer.touched for buffer in pool._free) == 2000
