@@ -28,7 +28,8 @@ from ckptstore.catalog import changes
 from ckptstore.catalog.log import Build, Log
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo, commit_parts
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.checkpoint.write import WriteRequest, shareable
+from ckptstore.checkpoint.request import WriteRequest
+from ckptstore.checkpoint.write import shareable
 from ckptstore.errors import CommitConflictError
 from ckptstore.format.commit import ManifestPointer
 from ckptstore.format.keys import manifest_key

@@ -20,8 +20,8 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import content_digest, read_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.parts import renumbered
+from ckptstore.checkpoint.request import WriteRequest, save_ops
 from ckptstore.checkpoint.sizes import role_bytes
-from ckptstore.checkpoint.write import WriteRequest, save_ops
 from ckptstore.errors import CondemnedError, InvalidInputError, StateError
 from ckptstore.format import manifest as manifests
 from ckptstore.format import skeleton

@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckptstore.checkpoint.encode import Content
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.checkpoint.write import Content, WriteRequest, write_version
+from ckptstore.checkpoint.request import WriteRequest
+from ckptstore.checkpoint.write import write_version
 from ckptstore.codecs.registry import check_choice
 from ckptstore.encodings.casts import offer_rounding
 from ckptstore.encodings.rules import EncodingRules, Target

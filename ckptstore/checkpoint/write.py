@@ -6,35 +6,27 @@ failure anywhere raises and leaves no version; what was written before it is an 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
-
-import msgspec
+from dataclasses import dataclass, replace
 
 from ckptstore import limits
-from ckptstore.catalog import changes
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.metrics import check_metrics
 from ckptstore.checkpoint import pacing
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.encode import Content, Encoded, encode_content
 from ckptstore.checkpoint.kept import noting
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.older import ancestors, older_of
+from ckptstore.checkpoint.request import WriteRequest, check_wishes, save_ops
 from ckptstore.checkpoint.sizes import role_bytes
 from ckptstore.codecs.registry import check_choice
 from ckptstore.config import Options
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import ManifestPointer, Op
 from ckptstore.format.keys import manifest_key, pack_key
-from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.names import check_listed, encode_metadata
+from ckptstore.format.manifest import Manifest, PieceTable, encode
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.deltas import Deltas, Keyframes, Older
@@ -42,55 +34,9 @@ from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.writer import Written, write_pieces
 from ckptstore.repo import Repo
 
-__all__ = [
-    "Content",
-    "WriteRequest",
-    "check_wishes",
-    "save_ops",
-    "shareable",
-    "write_version",
-]
+__all__ = ["shareable", "write_version"]
 
 _log = logging.getLogger("ckptstore")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WriteRequest:
-    """What the catalog is to say of a version, besides what it holds."""
-
-    run: str
-    step: int
-    directions: Mapping[str, str] = field(default_factory=dict)
-    """Which way each metric gets better, for a run that is new."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    tags: Sequence[str] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-    codec: str = "auto"
-    derive: bool = True
-    """Tensors that are another one, rounded, are stored as recipes."""
-
-    def plain(self) -> WriteRequest:
-        """Return the same in values of its own, which no one changes and a pickle can hold.
-
-        Raises
-        ------
-        InvalidInputError, LimitError
-            A metric, or the metadata, is not accepted; or `tags` is a single text.
-        """
-        step = self.step
-        if not isinstance(step, bool):
-            with contextlib.suppress(TypeError):  # what is no integer is refused with the rest
-                step = operator.index(step)
-        return WriteRequest(
-            run=self.run,
-            step=step,
-            directions=dict(self.directions),
-            metrics=check_metrics(self.metrics),
-            tags=tuple(check_listed(self.tags, "tags")),
-            metadata=msgspec.json.decode(encode_metadata(self.metadata)),
-            codec=self.codec,
-            derive=self.derive,
-        )
 
 
 def _nothing() -> None:
@@ -140,7 +86,7 @@ def write_version(
         The storage failed; no version appeared.
     """
     catalog = repo.log.refresh()
-    _wishes(catalog, request, version=version)
+    check_wishes(catalog, request, version=version)
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
     before = None if parent is None else _readable(cache, parent)
     shared = [] if before is None else [before.pieces]
@@ -165,17 +111,6 @@ def write_version(
     manifest, pointer = saving.run(shared)
     cache.keep(pointer.digest, manifest, proved=encoded.proved)
     return repo.log.catalog.version(version), saving.receipt
-
-
-def check_wishes(repo: Repo, request: WriteRequest) -> None:
-    """Raise now what the commit would raise for a name, a metric, a tag, metadata or a step.
-
-    Raises
-    ------
-    InvalidInputError, LimitError
-        One of them is not accepted.
-    """
-    _wishes(repo.catalog, request, version="0" * 32)
 
 
 def shareable(cache: Manifests, parent: Version) -> list[PieceTable]:
@@ -231,11 +166,6 @@ def _older(repo: Repo, cache: Manifests, content: Content, parent: Version | Non
     return older
 
 
-_NOWHERE = ManifestPointer(
-    key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64
-)  # for the trial that refuses bad names before a byte is written
-
-
 @dataclass(slots=True, kw_only=True)
 class _Saving:
     """One save under way; owned by the calling thread."""
@@ -257,55 +187,71 @@ class _Saving:
         """Write and commit, again if something was condemned; return manifest and place."""
         environment = self.repo.environment
         written: list[Written] = []
-        without: set[str] = set()
+        condemned: set[str] = set()
         name = self.version
         for attempt in range(limits.CONDEMNED_TRIES_MAX):
             tables = [*(part.table for part in reversed(written)), *shared]
-            written.append(self._write(KnownPieces(tables, without=without), without))
-            began = environment.monotonic()
-            committing = self.receipt.get("committing_s", 0.0)
+            written.append(self._write(KnownPieces(tables, without=condemned), condemned))
+            began = environment.monotonic() - self.receipt.get("committing_s", 0.0)
             manifest, pointer = self._describe(written[-1], name)
             packs = {pack_key(pack): pack for pack in manifest.pieces.packs}
-            roles = role_bytes(
-                self.content.records, written, visible_count=self.content.visible_count
-            )
-            self._count(roles)
-
-            def build(
-                now: Catalog,
-                pointer: ManifestPointer = pointer,
-                roles: dict[str, RoleBytes] = roles,
-                content: str = content_digest(manifest),
-                relies_on: tuple[str, ...] = (pointer.key, *packs),
-                spent: float = committing - began,
-            ) -> list[Op]:
-                self.before_commit()
-                self._clock(spent)
-                return save_ops(
-                    now,
-                    self.request,
-                    version=self.version,
-                    pointer=pointer,
-                    content=content,
-                    roles=roles,
-                    receipt=self.receipt,
-                    relies_on=relies_on,
-                )
-
             try:
-                self.repo.log.append(build)
+                self._commit(manifest, pointer, written, relies_on=tuple(packs), began=began)
             except CondemnedError as error:
                 if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
                     raise
-                without.update(packs[key] for key in error.keys if key in packs)
+                condemned.update(packs[key] for key in error.keys if key in packs)
                 name = environment.random_hex(16)  # a name is never used again
             else:
                 return manifest, pointer
-            finally:
-                self._clock(committing - began)
         raise AssertionError  # pragma: no cover - the loop has no other end
 
-    def _write(self, known: KnownPieces, without: Collection[str]) -> Written:
+    def _commit(
+        self,
+        manifest: Manifest,
+        pointer: ManifestPointer,
+        written: Sequence[Written],
+        *,
+        relies_on: tuple[str, ...],
+        began: float,
+    ) -> None:
+        """Make the version visible; raise CondemnedError if something of it was condemned.
+
+        Parameters
+        ----------
+        written
+            What each try to save it has written.
+        relies_on
+            Keys of the packs, which must be there when it is committed.
+        began
+            When committing began; earlier by what tries before took.
+        """
+        visible_count = self.content.visible_count
+        roles = role_bytes(self.content.records, written, visible_count=visible_count)
+        self._count(roles)
+        content = content_digest(manifest)
+
+        def build(now: Catalog) -> list[Op]:
+            self.before_commit()
+            self._clock(began)
+            return save_ops(
+                now,
+                self.request,
+                version=self.version,
+                pointer=pointer,
+                content=content,
+                roles=roles,
+                receipt=self.receipt,
+                relies_on=(pointer.key, *relies_on),
+            )
+
+        try:
+            self.repo.log.append(build)
+        finally:
+            self._clock(began)
+
+    def _write(self, known: KnownPieces, condemned: Collection[str]) -> Written:
+        """Write the packs; without those that were condemned, share what is known."""
         repo = self.repo
         deltas = None
         if self.older is not None and self.keyframes is not None:
@@ -314,7 +260,7 @@ class _Saving:
                 keyframes=self.keyframes,
                 backend=repo.backend,
                 options=self.options,
-                without=without,
+                without=condemned,
             )
         choice, chosen = pacing.choose(repo, self.request.codec, workers=self.options.workers)
         self.receipt.update(chosen)
@@ -352,7 +298,7 @@ class _Saving:
             first=written.first,
             pieces=written.table,
         )
-        data = manifests.encode(manifest)
+        data = encode(manifest)
         key = manifest_key(name)
         self.repo.backend.put(key, data)
         return manifest, ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
@@ -366,54 +312,12 @@ class _Saving:
         self.receipt["shared_bytes"] = float(logical - new)
         self.receipt["stored_bytes"] = float(sum(part.stored for part in roles.values()))
 
-    def _clock(self, spent: float) -> None:
+    def _clock(self, began: float) -> None:
         """Note how long it took up to now."""
         now = self.repo.environment.monotonic()
-        self.receipt["committing_s"] = spent + now
+        self.receipt["committing_s"] = now - began
         if self.blocked_since is not None:
             self.receipt["blocked_s"] = now - self.blocked_since
 
     def _add(self, name: str, value: float) -> None:
         self.receipt[name] = self.receipt.get(name, 0.0) + value
-
-
-def _wishes(catalog: Catalog, request: WriteRequest, *, version: str) -> None:
-    save_ops(
-        catalog,
-        request,
-        version=version,
-        pointer=_NOWHERE,
-        content="0" * 64,
-        roles={},
-        receipt={},
-        relies_on=(),
-    )
-
-
-def save_ops(
-    catalog: Catalog,
-    request: WriteRequest,
-    *,
-    version: str,
-    pointer: ManifestPointer,
-    content: str,
-    roles: Mapping[str, RoleBytes],
-    receipt: Mapping[str, float],
-    relies_on: Collection[str],
-) -> list[Op]:
-    """Return the operations that make a version visible; see :func:`changes.save`."""
-    return changes.save(
-        catalog,
-        run=request.run,
-        version=version,
-        step=request.step,
-        manifest=pointer,
-        content=content,
-        directions=request.directions,
-        metrics=request.metrics,
-        tags=request.tags,
-        metadata=request.metadata,
-        roles=roles,
-        receipt=receipt,
-        relies_on=relies_on,
-    )

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptstore.checkpoint.encode import Content
 from ckptstore.checkpoint.manifests import Manifests
-from ckptstore.checkpoint.write import Content, WriteRequest, write_version
+from ckptstore.checkpoint.request import WriteRequest
+from ckptstore.checkpoint.write import write_version
 from ckptstore.config import Options
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import CkptStoreError

@@ -10,24 +10,21 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Literal
 
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.save import SaveRequest, content_of
-from ckptstore.checkpoint.write import Content, WriteRequest, check_wishes
 from ckptstore.codecs.registry import check_choice
-from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
 from ckptstore.events import Events, SaveEvent, SaveEventKind
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
+from ckptstore.saver.departure import Departure
 from ckptstore.saver.dispatch import Dispatcher
 from ckptstore.saver.flight import Flight
-from ckptstore.saver.job import Job, Row, row_of
 from ckptstore.saver.pending import PendingSave
-from ckptstore.saver.staged import Digests, StagedTensor
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.tensors.flatten import flatten
 
@@ -37,35 +34,6 @@ IfBusy = Literal["wait", "skip", "fail"]
 Stage = Literal["now", "background"]
 
 _numbers = itertools.count(1)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Departure:
-    """A save on its way to the engine; it has a job once everything is in the arena."""
-
-    flight: Flight
-    request: WriteRequest
-    content: Callable[[], Content] | None
-    """Describes the state; None once it is described."""
-    staging: Staging
-    arena: Arena
-    retain: bool
-    job: Job | None = None
-    cancelled: bool = False
-    records: tuple[Row, ...] = ()
-    tensors: tuple[StagedTensor, ...] = ()
-    frame: bytes = b""
-    wishes: Mapping[int, Encoding] = field(default_factory=dict)
-    digests: Digests | None = None
-
-    def describe(self) -> None:
-        """Describe the state, and let go of it."""
-        assert self.content is not None  # noqa: S101 - called once
-        content, self.content = self.content(), None
-        self.records = tuple(map(row_of, content.records))
-        self.tensors = self.staging.describe()
-        self.frame = content.frame
-        self.wishes = content.wishes
 
 
 def _cancelled() -> OperationCancelledError:
@@ -86,7 +54,7 @@ class Saver:
         self._admitting = threading.Lock()
         self._changed = threading.Condition(threading.RLock())
         self._flights: dict[int, Flight] = {}
-        self._departures: deque[_Departure] = deque()
+        self._departures: deque[Departure] = deque()
         self._unheard: list[tuple[Flight, BaseException]] = []
         self._helpers_count = repo.options.workers - 1
         self._helpers = ThreadPoolExecutor(
@@ -128,7 +96,7 @@ class Saver:
         flight = self._flight(request, wishes, began)
         with self._admitting:  # one at a time: the order of the calls is that of the versions
             self.raise_failure(wishes.run)
-            check_wishes(self._repo, wishes)
+            check_wishes(self._repo.catalog, wishes)
             if self._admitted(flight, if_busy, self._has_room):
                 self.dispatcher.start()  # a child process starts while the state is copied
                 later = stage == "background"
@@ -162,7 +130,7 @@ class Saver:
         *,
         retain: bool,
         later: bool,
-    ) -> _Departure | None:
+    ) -> Departure | None:
         """Take a state apart and find room for it; None if the save is skipped."""
         flat = flatten(state, request.adapters)
         layout = lay_out(flat.tensors, self._repo.superblock.chunk_bytes)
@@ -175,7 +143,7 @@ class Saver:
 
         if not self._admitted(flight, if_busy, lend):
             return None
-        departure = _Departure(
+        departure = Departure(
             flight=flight,
             request=wishes,
             content=lambda: content_of(flat, request.roles, request.encodings),
@@ -213,7 +181,7 @@ class Saver:
 
     # --- staging ------------------------------------------------------------------------------
 
-    def _stage(self, departure: _Departure, *, later: bool) -> None:
+    def _stage(self, departure: Departure, *, later: bool) -> None:
         """Copy the state now, or begin and leave the rest to a thread."""
         try:
             began = self._repo.environment.monotonic()
@@ -230,7 +198,7 @@ class Saver:
             raise
         self._stager.submit(self._compare, departure)
 
-    def _stage_later(self, departure: _Departure, began: float) -> None:
+    def _stage_later(self, departure: Departure, began: float) -> None:
         try:
             departure.staging.copy()
             self._settle(departure, began)
@@ -239,7 +207,7 @@ class Saver:
         else:
             self._compare(departure)
 
-    def _settle(self, departure: _Departure, began: float) -> None:
+    def _settle(self, departure: Departure, began: float) -> None:
         """Let the caller go on, once the engine has it: then it outlives this process."""
         flight = departure.flight
         departure.staging.settle()
@@ -248,7 +216,7 @@ class Saver:
         self._complete(departure)
         flight.staged()
 
-    def _compare(self, departure: _Departure) -> None:
+    def _compare(self, departure: Departure) -> None:
         """Take the digests, right after the state was staged; the engine waits for them."""
         digests = departure.staging.digests()
         with self._changed:
@@ -256,21 +224,9 @@ class Saver:
             if departure not in self._departures:
                 self.dispatcher.compare(departure.flight.number, digests)
 
-    def _complete(self, departure: _Departure) -> None:
+    def _complete(self, departure: Departure) -> None:
         """Make the job, now that everything is in the arena, and send it off."""
-        flight = departure.flight
-        job = Job(
-            number=flight.number,
-            version=flight.version_id,
-            arena=departure.arena.number,
-            tensors=departure.tensors,
-            records=departure.records,
-            frame=departure.frame,
-            wishes=departure.wishes,
-            request=departure.request,
-            receipt=flight.numbers(),
-            retain=departure.retain,
-        )
+        job = departure.make_job()
         with self._changed:
             departure.job = job
             self._send_off()
@@ -300,7 +256,7 @@ class Saver:
 
     def _end(
         self,
-        departure: _Departure,
+        departure: Departure,
         *,
         version: Version | None = None,
         receipt: Mapping[str, float] | None = None,
@@ -382,7 +338,7 @@ class Saver:
 class _Told:
     """Tells a saver what an engine makes of a departure."""
 
-    def __init__(self, saver: Saver, departure: _Departure) -> None:
+    def __init__(self, saver: Saver, departure: Departure) -> None:
         self._saver = saver
         self._departure = departure
 

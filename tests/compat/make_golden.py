@@ -43,8 +43,8 @@ from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.tier_changes import name_replica, unname_replica
 from ckptstore.checkpoint.assemble import commit_parts
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.shards import Shard, write_part
-from ckptstore.checkpoint.write import WriteRequest
 from ckptstore.config import Options
 from ckptstore.repo import Finding, Repo, create_on
 from ckptstore.store import Store

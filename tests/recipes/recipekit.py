@@ -17,6 +17,7 @@ import torch
 from ckptstore.checkpoint import write
 from ckptstore.checkpoint.encode import Content, Encoded
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.save import content_of
 from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.encodings.rules import EncodingRules
@@ -144,7 +145,7 @@ def save(
             repo,
             Manifests(repo),
             content,
-            write.WriteRequest(run=run, step=step),
+            WriteRequest(run=run, step=step),
             version=repo.environment.random_hex(16),
         )
     return version, expected

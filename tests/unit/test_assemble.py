@@ -20,8 +20,9 @@ from ckptstore.backends.metered import MeteredBackend
 from ckptstore.checkpoint.assemble import RankPart, assemble, commit_parts, nest
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.regions import Region, read_regions
+from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.shards import Shard, write_part
-from ckptstore.checkpoint.write import WriteRequest, shareable
+from ckptstore.checkpoint.write import shareable
 from ckptstore.errors import CondemnedError, CorruptTensorError, InvalidInputError, StateError
 from ckptstore.integrations.files import export_safetensors
 from ckptstore.repo import create_on, open_on

@@ -22,8 +22,9 @@ import torch
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.assemble import RankPart, commit_parts
+from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.shards import Shard, write_part
-from ckptstore.checkpoint.write import WriteRequest, check_wishes, shareable
+from ckptstore.checkpoint.write import shareable
 from ckptstore.codecs.registry import check_choice
 from ckptstore.errors import FormatError, LimitError, ObjectNotFoundError, PolicyError
 from ckptstore.events import Progress, ProgressCallback, silent
@@ -116,7 +117,7 @@ def import_directory(
         codec=check_choice(codec or repo.options.codec),
     )
     catalog = repo.refresh()
-    check_wishes(repo, request)
+    check_wishes(repo.catalog, request)
     parent = catalog.head(run) if catalog.has_run(run) else None
     shared = [] if parent is None else shareable(store._manifests, parent)
     try:

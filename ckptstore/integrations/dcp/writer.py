@@ -17,8 +17,9 @@ from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.checkpoint.assemble import RankPart, commit_parts
+from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.shards import Shard, check_shard, write_part
-from ckptstore.checkpoint.write import WriteRequest, check_wishes, shareable
+from ckptstore.checkpoint.write import shareable
 from ckptstore.codecs.registry import check_choice
 from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, InvalidRefError, ReadOnlyError, StateError
@@ -174,7 +175,7 @@ class CkptStoreWriter(StorageWriter):
         if is_coordinator:
             self._repo.check_writable()
             self._repo.refresh()
-            check_wishes(self._repo, request)
+            check_wishes(self._repo.catalog, request)
 
     def _request(self) -> WriteRequest:
         if self._saved_step is None:
