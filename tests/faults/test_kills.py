@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soaking import soak_rounds, soak_seed
 
 HERE = Path(__file__).parent
 PHASES = (
@@ -52,11 +53,12 @@ def test_killed_saves_are_absent_or_whole(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_five_hundred_killed_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The long form: 500 kills that hit every phase of a save."""
-    found = campaign(tmp_path, rounds=500, seed=2024, elements=1_000_000)
+    rounds = soak_rounds(500)
+    found = campaign(tmp_path, rounds=rounds, seed=soak_seed(2024), elements=1_000_000)
 
     with capsys.disabled():
         print(json.dumps(found, indent=1))  # noqa: T201
     assert found["problems"] == []
-    assert found["figures"]["rounds"] == 500
+    assert found["figures"]["rounds"] == rounds
     for phase in PHASES:
         assert found["figures"].get(phase, 0) > 0, phase

@@ -1,4 +1,4 @@
-"""SIGKILL of Dask workers, and of the coordinator, in the middle of what runs over a cluster."""
+"""SIGKILL of workers, and of the coordinator, in the middle of what runs over a cluster."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from soaking import soak_rounds, soak_seed
 
 pytest.importorskip("distributed")
 
@@ -17,10 +18,10 @@ HERE = Path(__file__).parent
 OPERATIONS = ("gc", "repack", "verify", "replicate")
 
 
-def campaign(folder: Path, *, rounds: int, seed: int, victim: str) -> dict[str, Any]:
+def campaign(folder: Path, *, rounds: int, seed: int, victim: str, engine: str) -> dict[str, Any]:
     """Return the figures of a campaign of kills."""
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
-    numbers = [str(rounds), str(seed), victim]
+    numbers = [str(rounds), str(seed), victim, engine]
     done = subprocess.run(
         [sys.executable, "-m", "faultkit.worker_driver", str(folder), *numbers],
         env={**os.environ, "PYTHONPATH": path},
@@ -34,10 +35,11 @@ def campaign(folder: Path, *, rounds: int, seed: int, victim: str) -> dict[str, 
 
 
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("engine", ["dask", "processes"])
 @pytest.mark.parametrize("victim", ["worker", "coordinator"])
-def test_who_dies_loses_nothing(tmp_path: Path, victim: str) -> None:
+def test_who_dies_loses_nothing(tmp_path: Path, victim: str, engine: str) -> None:
     """A dead worker's tasks are run again; a dead coordinator's work is finished by the next."""
-    found = campaign(tmp_path / "campaign", rounds=4, seed=7, victim=victim)
+    found = campaign(tmp_path / "campaign", rounds=4, seed=7, victim=victim, engine=engine)
 
     assert found["problems"] == []
     assert found["figures"]["rounds"] == 4
@@ -45,16 +47,18 @@ def test_who_dies_loses_nothing(tmp_path: Path, victim: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["dask", "processes"])
 @pytest.mark.parametrize("victim", ["worker", "coordinator"])
 def test_who_dies_a_hundred_times_loses_nothing(
-    tmp_path: Path, victim: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, victim: str, engine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The long form: 100 kills at random moments, every operation hit at work."""
-    found = campaign(tmp_path / "campaign", rounds=100, seed=2026, victim=victim)
+    rounds, seed = soak_rounds(100), soak_seed(2026)
+    found = campaign(tmp_path / "campaign", rounds=rounds, seed=seed, victim=victim, engine=engine)
 
     with capsys.disabled():
         print(json.dumps(found, indent=1))  # noqa: T201 - the figures of a campaign
     assert found["problems"] == []
-    assert found["figures"]["rounds"] == 100
+    assert found["figures"]["rounds"] == rounds
     for operation in OPERATIONS:
         assert found["figures"].get(f"{operation}: at work", 0) > 0, operation

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from soaking import soak_rounds, soak_seed
 
 import ckptstore
 
@@ -100,4 +101,7 @@ def test_killed_trainings_are_caught_up_with(tmp_path: Path) -> None:
 @pytest.mark.timeout(3600)
 def test_a_hundred_killed_trainings(tmp_path: Path) -> None:
     """The long form."""
-    assert _campaign(tmp_path, rounds=100, seed=2026) >= 100
+    rounds = soak_rounds(100)
+    versions = _campaign(tmp_path, rounds=rounds, seed=soak_seed(2026))
+    print(f"{rounds} kills, {versions} versions")  # noqa: T201 - the figures of a campaign
+    assert versions >= rounds

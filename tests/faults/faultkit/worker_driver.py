@@ -1,19 +1,22 @@
-"""Kills workers of a Dask cluster, or the whole coordinator, in the middle of maintenance.
+"""Kills workers of an engine, or the whole coordinator, in the middle of maintenance.
 
-Run as ``python -m faultkit.worker_driver FOLDER ROUNDS SEED VICTIM`` with ``worker`` or
-``coordinator``; prints figures as JSON. Each round takes a copy of a store, begins one of the
-operations over a cluster of two worker processes, and sends SIGKILL at a random moment of the time
-that it usually takes. Where a worker was killed the operation must end as if nothing had happened;
-where the coordinator was, the next one, over the same cluster, must finish it. In either case all
-that shows loads bit by bit, and a last collection leaves what is needed and nothing else.
+Run as ``python -m faultkit.worker_driver FOLDER ROUNDS SEED VICTIM ENGINE`` with ``worker`` or
+``coordinator``, and ``dask`` or ``processes``; prints figures as JSON. Each round takes a copy of a
+store, begins one of the operations over two worker processes, and sends SIGKILL at a random moment
+of the time that it usually takes. Where a worker was killed the operation must end as if nothing
+had happened; where the coordinator was, the next one must finish it, over the same cluster or
+beside what processes were left. In either case all that shows loads bit by bit, and a last
+collection leaves what is needed and nothing else.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import random  # noqa: TID251 - seeded
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -155,11 +158,12 @@ class Cluster:
         """Return when all workers are there."""
         self.client.wait_for_workers(_WORKERS, timeout=_PATIENCE_S)
 
-    def kill(self, number: int) -> None:
-        """Kill a worker, and start another one."""
+    def kill(self, number: int) -> bool:
+        """Kill a worker, and start another one; return whether there was one to kill."""
         self.workers[number].kill()
         self.workers[number].wait()
         self.workers[number] = self._worker()
+        return True
 
     def close(self) -> None:
         """Stop everything."""
@@ -169,6 +173,39 @@ class Cluster:
             process.wait()
 
 
+class OwnProcesses:
+    """The workers that a coordinator starts itself, and that end with it."""
+
+    executor = "processes"
+
+    def wait(self) -> None:
+        """Return at once: an operation has its own."""
+
+    def kill(self, number: int) -> bool:
+        """Kill a worker that this process has started; return whether there was one to kill."""
+        children = Path(f"/proc/{os.getpid()}").glob("task/*/children")
+        pids = [int(pid) for one in children for pid in one.read_text().split()]
+        workers = [pid for pid in pids if b"ckptstore.engine.worker" in _command(pid)]
+        if not workers:
+            return False
+        os.kill(workers[number % len(workers)], signal.SIGKILL)
+        return True
+
+    def close(self) -> None:
+        """Leave nothing, as nothing is there."""
+
+
+def _objects(store: Path) -> set[str]:
+    return {str(one.relative_to(store)) for one in store.rglob("*") if one.is_file()}
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 @dataclass(slots=True, kw_only=True)
 class Campaign:
     """Rounds of kills; collects figures and problems."""
@@ -176,7 +213,7 @@ class Campaign:
     folder: Path
     victim: str
     chance: random.Random
-    cluster: Cluster
+    cluster: Cluster | OwnProcesses
     usual_s: dict[str, float] = field(default_factory=dict)
     figures: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -218,8 +255,9 @@ class Campaign:
 
         def kill() -> None:
             in_time = not ended.wait(delay)
-            self.cluster.kill(number)
-            self.figures[f"{operation}: {'at work' if in_time else 'after the end'}"] += 1
+            killed = self.cluster.kill(number)
+            moment = ("at work" if killed else "before a worker") if in_time else "after the end"
+            self.figures[f"{operation}: {moment}"] += 1
 
         killer = threading.Thread(target=kill)
         killer.start()
@@ -241,11 +279,18 @@ class Campaign:
                 child.kill()
                 status = child.wait()
         self.figures[f"{operation}: {'at work' if status < 0 else 'after the end'}"] += 1
+        self.figures["killed after it had written"] += status < 0 and self._changed(place)
         if status > 0:
             self.problems.append(f"{operation}: it failed by itself")
         self.problems += [f"{operation}, killed: {problem}" for problem in seen(place)]
         said = operate(operation, place, self.cluster.executor)
         self.problems += [said] * bool(said)
+
+    def _changed(self, place: Path) -> bool:
+        """Say whether there are other objects than an operation begins with."""
+        template = self.folder / "template"
+        before, now = (_objects(one) for one in (template, place / "first"))
+        return before != now or bool(_objects(place / "second"))
 
     def _child(self, operation: str, place: Path) -> subprocess.Popen[bytes]:
         command = ["operate", operation, str(place), self.cluster.executor]
@@ -278,13 +323,16 @@ def main() -> None:
     """Run a campaign, or one operation."""
     if sys.argv[1] == "operate":
         operation, place, executor = sys.argv[2:]
+        if executor.startswith("dask"):
+            importlib.import_module("distributed")  # which takes long, and nothing happens
         print("begins", flush=True)  # noqa: T201 - for the one who kills
         said = operate(operation, Path(place), executor)
         sys.exit(said or 0)
-    folder, rounds, seed, victim = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
+    folder, rounds, seed = Path(sys.argv[1]), *map(int, sys.argv[2:4])
+    victim, engine = sys.argv[4:]
     folder.mkdir(exist_ok=True)
     make(folder / "template")
-    cluster = Cluster(folder)
+    cluster = Cluster(folder) if engine == "dask" else OwnProcesses()
     try:
         campaign = Campaign(
             folder=folder, victim=victim, chance=random.Random(seed), cluster=cluster
