@@ -11,12 +11,14 @@ Sizes are those without encryption. ``store.json`` and ``keys/`` pass as they ar
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Buffer, ObjectInfo, ObjectWriter, check_key
 from ckptstore.backends.encrypted_writer import EncryptedWriter
+from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.pooled_writer import BufferPool
 from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.sealing import DataKey, Sealer, salt_of
@@ -43,9 +45,10 @@ class EncryptedBackend(WrapperBackend):
     It stands above the wrapper that retries: what is tried again are the same encrypted bytes.
     Pickled, it carries the store's key to the worker that unpickles it.
 
-    A read in flight holds what it fetched once more, encrypted, beside the buffers that it fills.
-    A range costs one request more for the first of an object in this process (its size), and one
-    more if it does not begin near the object's beginning (its salt).
+    A read in flight holds what it fetched once more, encrypted, beside the buffers that it fills
+    and the byte budget of whoever reads: :attr:`read_memory_bytes` at most, all reads together;
+    further ones wait. A range costs one request more for the first of an object in this process
+    (its size), and one more if it does not begin near the object's beginning (its salt).
 
     Parameters
     ----------
@@ -72,10 +75,16 @@ class EncryptedBackend(WrapperBackend):
         sealed = segment_bytes + TAG_BYTES
         # A read of the most that callers ask for at once touches so much.
         self._window_bytes = max(capabilities.read_bytes_max // sealed, 1) * sealed + 2 * sealed
-        self._pool = BufferPool(
-            buffer_bytes=self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes,
-            kept_max=min(capabilities.concurrency, limits.ENCRYPTED_BUFFERS_KEPT),
-        )
+        kept = min(capabilities.concurrency, limits.ENCRYPTED_BUFFERS_KEPT)
+        each = self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes
+        self._pool = BufferPool(buffer_bytes=each, kept_max=kept, kept_bytes=kept * each)
+        self._turns = PerProcess(_turns)  # a fork would inherit those that are taken
+
+    @property
+    def read_memory_bytes(self) -> int:
+        """Encrypted bytes that reads hold at once, at most."""
+        each = self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes
+        return limits.ENCRYPTED_READS_MAX * each
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object; the same content again is no error where the inner put is none."""
@@ -206,7 +215,7 @@ class EncryptedBackend(WrapperBackend):
             start = layout.start(first)
             stop = min(layout.start(-(-end // size)), layout.sealed_bytes(plain))
             stop = min(stop, start + self._window_bytes)
-            with _Memory(self._pool, stop - start) as memory:
+            with self._turns.get(), _Memory(self._pool, stop - start) as memory:
                 self.inner.read_into(key, start, [memory])
                 self._open(head, first, memory, at, out)
 
@@ -218,7 +227,7 @@ class EncryptedBackend(WrapperBackend):
         if near:
             stop = min(layout.start(-(-(offset + out.left) // size)), layout.sealed_bytes(plain))
             stop = min(stop, layout.start(offset // size) + self._window_bytes)
-        with _Memory(self._pool, stop) as memory:
+        with self._turns.get(), _Memory(self._pool, stop) as memory:
             self.inner.read_into(key, 0, [memory])
             salt = salt_of(memory[:HEADER_BYTES], where=key)
             head = _Head(self._key.sealer(key, salt), plain)
@@ -263,6 +272,10 @@ def _is_clear(key: str) -> bool:
     return key == STORE_KEY or key.startswith(KEYS_PREFIX)
 
 
+def _turns() -> threading.BoundedSemaphore:
+    return threading.BoundedSemaphore(limits.ENCRYPTED_READS_MAX)
+
+
 class _Memory:
     """Memory for the length of one read: from the pool, unless little is needed."""
 
@@ -274,7 +287,8 @@ class _Memory:
     def __enter__(self) -> memoryview:
         if self._buffer is None:
             return memoryview(bytearray(self._size))
-        return memoryview(self._buffer)[: self._size]
+        self._buffer.touched = max(self._buffer.touched, self._size)
+        return memoryview(self._buffer.memory)[: self._size]
 
     def __exit__(self, *_: object) -> None:
         if self._buffer is not None:

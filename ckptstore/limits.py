@@ -391,6 +391,10 @@ ENCRYPTED_HEADS_MAX: Final = 4096
 # Buffers for encrypted bytes that are kept from read to read, each of a request's size. Source: a
 # fourth of HOST_BYTES_DEFAULT; more reads at once make their own.
 ENCRYPTED_BUFFERS_KEPT: Final = 4
+# Reads that hold encrypted bytes at once, beside the byte budget of loads: each a request and what
+# HEADER_READ_BYTES adds to it, 18 MiB on object stores. Source: HOST_BYTES_DEFAULT allows 8 threads
+# for requests of 16 MiB, which hold 138 MiB, and 16 for those of 8 MiB; more wait for their turn.
+ENCRYPTED_READS_MAX: Final = 16
 # How far into an object a first read begins at its header. Source: as much as a request's latency.
 HEADER_READ_BYTES: Final = 1 * MIB
 # A record of keys. Source: 16 slots of 300 bytes are 5 KiB.

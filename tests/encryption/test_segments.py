@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from typing import cast
@@ -183,6 +185,57 @@ def test_reads_larger_than_a_request_are_cut() -> None:
     most = below.capabilities.read_bytes_max + 3 * (limits.SEGMENT_BYTES_DEFAULT + TAG_BYTES)
     assert len(below.ranges) > 1
     assert all(count <= most for _, count in below.ranges)
+
+
+class Gate(WrapperBackend):
+    """Holds reads until so many are there as may be, and notes how much memory they have."""
+
+    def __init__(self, inner: MemoryBackend, at_once: int) -> None:
+        super().__init__(inner)
+        self.at_once = at_once
+        self.held = self.peak = self.most = 0
+        self.reads = 0
+        self.lock = threading.Condition()
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Count while the read is under way."""
+        size = sum(len(buffer.obj) for buffer in buffers)  # type: ignore[arg-type]
+        with self.lock:
+            self.reads += 1
+            self.held += size
+            self.peak = max(self.peak, self.held)
+            self.most = max(self.most, self.reads)
+            self.lock.notify_all()
+            assert self.lock.wait_for(lambda: self.most >= self.at_once, timeout=60)
+        self.inner.read_into(key, offset, buffers)
+        with self.lock:
+            self.reads -= 1
+            self.held -= size
+
+
+@pytest.mark.parametrize("threads", [3, 12])
+def test_encrypted_bytes_in_flight_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    """However many threads read: so many at once and no more, each with a request's memory."""
+    monkeypatch.setattr(limits, "ENCRYPTED_READS_MAX", 4)
+    memory = MemoryBackend(uuid.uuid4().hex)
+    size = 5 * limits.MIB
+    key = DataKey(b"k" * 32)
+    EncryptedBackend(memory, key).put("a", pattern(size))
+    gate = Gate(memory, min(threads, 4))
+    backend = EncryptedBackend(gate, key)
+
+    def read(_: int) -> bool:
+        out = memoryview(bytearray(size))
+        backend.read_into("a", 0, [out])
+        return out == pattern(size)
+
+    with ThreadPoolExecutor(threads) as pool:
+        assert all(pool.map(read, range(threads)))
+    assert gate.most == min(threads, 4)
+    assert gate.peak <= backend.read_memory_bytes
+    assert gate.peak <= 4 * (memory.capabilities.read_bytes_max + 2 * limits.MIB)
 
 
 def test_what_is_kept_about_objects_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
