@@ -71,7 +71,9 @@ def translate(error: OSError, what: str, *, writing: bool = False) -> CkptStoreE
     if number == errno.EROFS:
         return StoragePermissionError(msg, hint="it is mounted read-only: remount it, or only read")
     if number in _PERMISSION:
-        return StoragePermissionError(msg, hint="check the owner and mode of the store's folder")
+        return StoragePermissionError(msg, hint="check the owner and mode of the folder")
     if number in _TRANSIENT:
         return TransientStorageError(msg)
+    if number in ABSENT:
+        return StorageError(msg, hint="a folder on the way there is missing, or is a file")
     return StorageError(msg)

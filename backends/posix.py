@@ -272,7 +272,7 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
     root = str(Path(path).expanduser().absolute())
     if os.path.isfile(root):  # noqa: PTH113 - False where it may not be looked at
         msg = f"{root} is a file, not a folder"
-        raise InvalidUrlError(msg)
+        raise InvalidUrlError(msg, hint="name the folder of a store, or one that is not there yet")
     mount = find_mount(root)
     settings = SETTINGS[kind] if kind else settings_for(mount)
     return PosixBackend(root, settings=settings, fs_type=mount.fs_type)

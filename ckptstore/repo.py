@@ -360,7 +360,7 @@ def create_on(
         exist_ok = exist_ok or made
     if not exist_ok:
         msg = f"there is a store at {backend.url} already"
-        raise StoreExistsError(msg, hint="open it")
+        raise StoreExistsError(msg, hint="open it, or name another place")
     backend = unlocked(backend, found, key, environment=environment)
     return Repo(backend, found, environment=environment, options=options, prober=prober)
 
@@ -377,7 +377,7 @@ def _superblock(
             f"a chunk size is {limits.CHUNK_BYTES_MIN} to {limits.CHUNK_RAW_BYTES_MAX} bytes, "
             f"not {chunk_bytes}"
         )
-        raise InvalidInputError(msg)
+        raise InvalidInputError(msg, hint="4 MiB, the default, suits most")
     return Superblock(
         store_id=environment.random_hex(16),
         chunk_bytes=chunk_bytes,

@@ -102,7 +102,7 @@ def resolve(
         _missing(ref, f"run {ref.run!r} has no version yet", "")
     if ref.kind == "step":
         found = catalog.by_step(ref.run, ref.number)
-        return found or _missing(ref, "has no such step", _nearest(catalog, ref))
+        return found or _missing(ref, f"run {ref.run!r} has no step {ref.number}", _nearest(catalog, ref))
     if ref.kind == "tag":
         found = catalog.by_tag(ref.run, ref.value)
         return found or _missing(
@@ -252,4 +252,4 @@ def _nearest(catalog: Catalog, ref: Ref) -> str:
     steps = catalog.steps(ref.run)
     position = bisect_left(steps, ref.number)
     near = steps[max(0, position - 1) : position + 1]
-    return "the nearest are " + " and ".join(map(str, near))
+    return f"the nearest {'are' if len(near) > 1 else 'is'} {' and '.join(map(str, near))}"

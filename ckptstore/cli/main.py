@@ -119,6 +119,18 @@ def run(arguments: Sequence[str]) -> int:
     arguments
         Without the program's name.
     """
+    try:
+        return _run(arguments)
+    except (Pipe, BrokenPipeError):
+        return EXIT_PIPE
+    except SystemExit as error:
+        # rich and Typer exit with 1 where stdout is closed; with 0 after a shell's completion.
+        if error.code != 1:
+            raise
+        return EXIT_PIPE
+
+
+def _run(arguments: Sequence[str]) -> int:
     as_json = "--json" in arguments
     arguments = _command_first(arguments)
     try:
@@ -128,13 +140,13 @@ def run(arguments: Sequence[str]) -> int:
         )
     except CkptStoreError as error:
         return report(error, as_json=as_json)
-    except Pipe:
-        return EXIT_PIPE
+    except (Pipe, BrokenPipeError):
+        raise
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
     except Exception as error:  # noqa: BLE001 - a defect: shown whole, and still one exit code
         if isinstance(error, _USAGE_ERROR):
-            return _usage(error, as_json=as_json)
+            return _usage(error, only, as_json=as_json)
         traceback.print_exc()
         if as_json:
             write_error_document("internal", f"{type(error).__name__}: {error}", "", 1)
@@ -162,12 +174,12 @@ def _command_first(arguments: Sequence[str]) -> Sequence[str]:
     return [arguments[place], *arguments[:place], *arguments[place + 1 :]]
 
 
-def _usage(error: Exception, *, as_json: bool) -> int:
+def _usage(error: Exception, command: str, *, as_json: bool) -> int:
     """Report a command line that cannot be understood, and how its help is had."""
-    context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "ckptstore"
+    path = f"ckptstore {command}".rstrip()
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = " ".join(message.split())  # choices come one a line
+    message = message.replace(": Value error, ", ": ")  # whose error it is helps nobody
     problem = InvalidInputError(message, hint=f"see {path} --help")
     return report(problem, as_json=as_json)
 

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -24,6 +24,7 @@ __all__ = [
     "PathOptions",
     "Quiet",
     "Runs",
+    "SourceOptions",
     "StorageOptions",
     "StoreUrl",
     "TargetOptions",
@@ -32,10 +33,27 @@ __all__ = [
     "dry_run",
     "parse_metrics",
     "parse_storage_options",
+    "second_store",
     "secret",
 ]
 
 _PANEL = "Common options"
+
+_OWN: Final = {
+    "url": "--store URL names the store",
+    "encryption_key": "--key SPEC gives the key",
+    "single_writer": "--single-writer is an option of the commands that write",
+    "chunk_bytes": "ckptstore init --chunk-size SIZE sets it",
+    "create": "ckptstore init makes a store",
+    "dry_run": "--dry-run is an option of the commands that change something",
+    "read_only": "commands that only read open a store so",
+    "keep_old": "--keep-old is an option of ckptstore key rotate",
+    "new_key": "--new-key is an option of ckptstore key rotate",
+    **dict.fromkeys(
+        ["encrypted", "environment", "location", "name", "retry", "self", "source"], "leave it out"
+    ),
+}
+"""Names that ckptstore's own functions take: to a hint for who means what they do."""
 
 StoreUrl = Annotated[
     str | None,
@@ -159,6 +177,39 @@ class TargetOptions:
         ),
     ] = None
 
+    def given(self, *, placed: bool = True) -> dict[str, Any]:
+        """Return them as :func:`ckptstore.open` takes them; the key only where there is one.
+
+        Parameters
+        ----------
+        placed
+            As of :func:`parse_storage_options`.
+
+        Raises
+        ------
+        InvalidInputError
+            As :func:`parse_storage_options`.
+        """
+        return second_store(self.to_option, self.to_key, placed=placed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """How another store is opened that is read: that of ``--from``."""
+
+    from_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--from-option",
+            metavar="KEY=VALUE",
+            help="As --option, for the store of --from. Repeatable.",
+        ),
+    ] = None
+    from_key: Annotated[
+        str | None,
+        typer.Option("--from-key", metavar="SPEC", help="As --key, for the store of --from."),
+    ] = None
+
     def given(self) -> dict[str, Any]:
         """Return them as :func:`ckptstore.open` takes them; the key only where there is one.
 
@@ -167,7 +218,7 @@ class TargetOptions:
         InvalidInputError
             As :func:`parse_storage_options`.
         """
-        return {**parse_storage_options(self.to_option or ()), **secret(self.to_key)}
+        return second_store(self.from_option, self.from_key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,16 +267,40 @@ def secret(key: str | None) -> dict[str, Any]:
     return {} if key is None else {"encryption_key": key}
 
 
-def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
+def second_store(
+    options: Sequence[str] | None, key: str | None, *, placed: bool = True
+) -> dict[str, Any]:
+    """Return how a second store is opened, as :func:`ckptstore.open` takes it.
+
+    Parameters
+    ----------
+    placed
+        As of :func:`parse_storage_options`.
+
+    Raises
+    ------
+    InvalidInputError
+        As :func:`parse_storage_options`.
+    """
+    return {**parse_storage_options(options or (), placed=placed), **secret(key)}
+
+
+def parse_storage_options(texts: Sequence[str], *, placed: bool = False) -> dict[str, Any]:
     """Return what ``--option`` asks for.
 
     ``key=value`` is text, but ``true`` and ``false`` are booleans; ``key:=value`` is JSON. Values
     may be secrets and never appear in an error.
 
+    Parameters
+    ----------
+    placed
+        ``url`` may be among them: the place of a replica that they are for.
+
     Raises
     ------
     InvalidInputError
-        A text is neither, or its JSON is not valid; the key is named.
+        A text is neither, or its JSON is not valid; the key is named. Or the key is a name of
+        ckptstore's own.
     """
     options: dict[str, Any] = {}
     for text in texts:
@@ -244,6 +319,9 @@ def parse_storage_options(texts: Sequence[str]) -> dict[str, Any]:
                 raise InvalidInputError(msg, hint=f"write {key}=TEXT for text") from None
         else:
             options[key] = {"true": True, "false": False}.get(value, value)
+    for name in options.keys() & (_OWN.keys() - {"url" if placed else ""}):
+        msg = f"{name!r} is no option of a storage library"
+        raise InvalidInputError(msg, hint=_OWN[name])
     return options
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.options import WriterOptions, dry_run, parse_storage_options, secret
+from ckptstore.cli.options import SourceOptions, WriterOptions, dry_run
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, draw_superblock, repair_document
 from ckptstore.cli.session import location, opened_for, opened_place, opened_to_write, vouching
@@ -23,40 +23,21 @@ if TYPE_CHECKING:
 __all__ = ["repair"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SourceOptions:
-    """The second store, which is only read."""
-
-    source: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            metavar="URL",
-            help="A second store that may have what is damaged here: a copy, or any store that "
-            "holds the same tensors; or replica:NAME. It is only read.",
-        ),
-    ] = None
-    from_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--from-option",
-            metavar="KEY=VALUE",
-            help="As --option, for the store of --from. Repeatable.",
-        ),
-    ] = None
-    from_key: Annotated[
-        str | None,
-        typer.Option("--from-key", metavar="SPEC", help="As --key, for the store of --from."),
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """Return how it is opened, as :func:`ckptstore.open` takes it."""
-        return {**parse_storage_options(self.from_option or ()), **secret(self.from_key)}
+_From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="URL",
+        help="A second store that may have what is damaged here: a copy, or any store that "
+        "holds the same tensors; or replica:NAME. It is only read.",
+    ),
+]
 
 
 def repair(
     *,
-    source: _SourceOptions,
+    url: _From = None,
+    source: SourceOptions,
     level: Annotated[
         VerifyLevel,
         typer.Option(
@@ -73,8 +54,7 @@ def repair(
     makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
     """
     output = options.output("repair")
-    url = source.source or ""
-    named = url.startswith(PREFIX)
+    named = url is not None and url.startswith(PREFIX)
     with ExitStack() as stack:
         other: Store | None = None
         if url and not named:
@@ -86,7 +66,7 @@ def repair(
             output.show(document, lambda screen: draw_superblock(screen, superblock))
             raise typer.Exit(IntegrityError.exit_code)
         opening = stack.enter_context(opened_to_write(options, writing=not dry_run))
-        if named:
+        if url and named:
             other = stack.enter_context(opened_for(opening, url, source.given()))
         with progress_bars(output) as progress:
             report = opening.repair(other, level=level.value, dry_run=dry_run, progress=progress)

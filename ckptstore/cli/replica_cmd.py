@@ -58,7 +58,9 @@ def replica(
     writing = action is not Action.LS
     with opened_to_write(options, writing=writing) as found:
         if action is Action.ADD:
-            added = found.add_replica(str(name), str(url), create=create, **target.given())
+            added = found.add_replica(
+                str(name), str(url), create=create, **target.given(placed=False)
+            )
             _show_one(output, found, added, f"{added.name} is {added.url}, store {added.store[:8]}")
         elif action is Action.RM:
             gone = found.repo.refresh().replicas.get(str(name))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.options import EngineOptions, WriterOptions, parse_storage_options, secret
+from ckptstore.cli.options import EngineOptions, WriterOptions, second_store
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
@@ -104,7 +104,7 @@ class _HealOptions:
 
     def given(self) -> dict[str, Any]:
         """Return how they are opened, as :func:`ckptstore.open` takes it."""
-        return {**parse_storage_options(self.heal_option or ()), **secret(self.heal_key)}
+        return second_store(self.heal_option, self.heal_key)
 
 
 def verify(

@@ -106,7 +106,7 @@ def import_file(
     StorageError
         A file or the store failed; no version appeared.
     """
-    if (Path(path) / ".metadata").is_file():
+    if _is_directory_of_dcp(Path(path)):
         from ckptstore.integrations.dcp.directory import import_directory
 
         return import_directory(
@@ -135,6 +135,13 @@ def import_file(
             codec=codec,
             progress=progress,
         )
+
+
+def _is_directory_of_dcp(path: Path) -> bool:
+    try:
+        return (path / ".metadata").is_file()
+    except OSError as error:
+        raise translate(error, f"reading {path}") from error
 
 
 def _origin(found: _Read) -> dict[str, Any]:

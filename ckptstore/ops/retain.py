@@ -152,7 +152,7 @@ def retain(
     if not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
         msg = f"{of} has no retention policy, and none was given"
-        raise InvalidInputError(msg, hint="such as full='last 3', weights='best 5 val_loss'")
+        raise InvalidInputError(msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights")
     commits: list[int] = []
     if not dry_run:
         repo.check_writable()

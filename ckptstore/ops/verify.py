@@ -95,7 +95,7 @@ def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | Non
     """
     if not 1 / limits.SAMPLE_PARTS_MAX <= fraction <= 1:
         msg = f"a sample is a fraction from {1 / limits.SAMPLE_PARTS_MAX} to 1, not {fraction!r}"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(msg, hint="such as 0.05, or 5% on the command line")
     parts = round(1 / fraction)
     if parts == 1:
         return None

@@ -157,4 +157,5 @@ def _foreign(path: Path, why: str) -> InvalidInputError:
 
 
 def _failed(path: Path, error: OSError) -> StorageError:
-    return StorageError(f"the state of the verification in {path}: {error.strerror or error}")
+    msg = f"the state of the verification in {path}: {error.strerror or error}"
+    return StorageError(msg, hint="name a file in a folder that is there and may be written to")

@@ -35,10 +35,24 @@ def test_ls_imports_no_heavy_library(history: Path) -> None:
         assert done.stderr.endswith(b"[]\n"), (arguments, done.stderr)
 
 
-def test_reader_that_goes_away_is_no_error(history: Path) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["log", "--json"],
+        ["ls"],
+        ["show", "gpt"],
+        ["log", "--graph"],
+        ["du"],
+        ["verify"],
+        ["ls", "--help"],
+        ["--version"],
+    ],
+)
+def test_reader_that_goes_away_is_no_error(history: Path, arguments: list[str]) -> None:
     """`ckptstore log | head -1`: no traceback, no message, and the exit code of SIGPIPE."""
     process = subprocess.Popen(
-        [*PROGRAM, "log", "--json", "-s", str(history)],
+        [*PROGRAM, *arguments],
+        env=_environment(CKPTSTORE_URL=str(history)),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -48,6 +62,23 @@ def test_reader_that_goes_away_is_no_error(history: Path) -> None:
     errors = process.stderr.read()
     process.stderr.close()
     assert (process.wait(300), errors) == (141, b"")
+
+
+def test_an_error_that_nobody_reads_is_no_defect(tmp_path: Path) -> None:
+    """An error whose document goes to a closed pipe is told on stderr, without a traceback."""
+    process = subprocess.Popen(
+        [*PROGRAM, "ls", "--json", "-s", str(tmp_path / "nowhere")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(300) == 141
+    assert errors.startswith(b"error: there is no store")
+    assert b"Traceback" not in errors
 
 
 @pytest.mark.usefixtures("ctrl_c")
