@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from goldenkit import copied, golden, sizes
 
 import ckptstore
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-again"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-again")
 FILES = {
     "commits/000000/000000000001.json": 295,
     "commits/000000/000000000002.json": 1168,
@@ -66,24 +66,13 @@ HEADS = {"gpt": (2, True), "vit": (1, False)}
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
-@pytest.mark.parametrize("left_out", [(), ("000000000016.snap",), ("16.snap", "12.snap")])
+@pytest.mark.parametrize("left_out", [(), ("*16.snap",), ("*16.snap", "*12.snap")])
 def test_what_came_back_and_who_decided(left_out: tuple[str, ...], tmp_path: Path) -> None:
     """From each snapshot as from the log alone: order, tags, heads, and who put them there."""
-    place = tmp_path / "copy"
-    for path in GOLDEN.rglob("*"):
-        if path.is_file() and not path.name.endswith(tuple(left_out) or "nothing"):
-            copy = place / path.relative_to(GOLDEN)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(path.read_bytes())
+    place = copied(GOLDEN, tmp_path / "copy", without=left_out)
     with ckptstore.open(place, read_only=True) as store:
         found = {(v.run, v.step): (v.id, v.abandoned) for v in store.versions()}
         catalog = store.repo.catalog
@@ -101,12 +90,7 @@ def test_what_came_back_and_who_decided(left_out: tuple[str, ...], tmp_path: Pat
     assert heads == HEADS
 
 
-def test_the_single_file_reads_it_too() -> None:
+def test_the_single_file_reads_it_too(reader: ModuleType) -> None:
     """The reader of docs/reference knows what came back."""
-    spec = importlib.util.spec_from_file_location("read_again", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    reader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reader)
     for name, step in (("gpt", 2), ("vit", 1), (VERSIONS["gpt", 1][0], 1)):
         assert reader.restore(GOLDEN, name)["model.w"][0] == step

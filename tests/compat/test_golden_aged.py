@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from goldenkit import copied, golden, sizes
 
 import ckptstore
 from ckptstore.catalog.policy import Policy
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-aged"
+GOLDEN = golden("v1-aged")
 FILES = {
     "commits/000000/000000000001.json": 1122,
     "commits/000000/000000000002.json": 1175,
@@ -77,13 +78,7 @@ OWN = {
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 @pytest.mark.parametrize("snapshots", [True, False])
@@ -91,12 +86,7 @@ def test_levels_weights_and_policy_come_back(snapshots: bool, tmp_path: Path) ->
     """From the snapshot as from the log alone: every level, every value, the bounds."""
     place = GOLDEN
     if not snapshots:
-        place = tmp_path / "log-only"
-        for path in GOLDEN.rglob("*"):
-            if path.is_file() and path.suffix != ".snap":
-                copy = place / path.relative_to(GOLDEN)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_bytes(path.read_bytes())
+        place = copied(GOLDEN, tmp_path / "log-only", without=("*.snap",))
     with ckptstore.open(place, read_only=True) as store:
         versions = {version.step: version for version in store.versions("old")}
         loaded = {step: store.load(f"#{v.id}") for step, v in versions.items() if step}

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import struct
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from goldenkit import chunks_of, golden, sizes
 
 import ckptstore
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header, parse_trailer
 from ckptstore.hashing import blake3_hex
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-arranged"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-arranged")
 IDS = {0: "7fbeeb379905d89d545c3bb4f8a42376", 1: "35ee575030efdab59be409148b8b7236"}
 FILES = {
     "commits/000000/000000000001.json": 1018,
@@ -47,23 +42,9 @@ DIGESTS = {
 """Of the bytes of each tensor, by step: the first 16 bytes of BLAKE3-256."""
 
 
-@pytest.fixture(scope="module")
-def reader() -> ModuleType:
-    """Return the single-file reader as a module."""
-    spec = importlib.util.spec_from_file_location("read_version_arranged", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    paths = [path for path in GOLDEN.rglob("*") if path.is_file()]
-
-    assert {path.relative_to(GOLDEN).as_posix(): path.stat().st_size for path in paths} == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 @pytest.mark.parametrize("step", DIGESTS)
@@ -82,16 +63,11 @@ def test_what_was_saved_comes_back(step: int) -> None:
 
 def test_the_store_is_sound_and_has_all_forms() -> None:
     """Verify reads every piece; there are orders, turns, and planes of half bytes."""
-    forms = set()
-    for path in GOLDEN.glob("packs/*/*.pack"):
-        data = path.read_bytes()
-        index, count, _ = parse_trailer(data[-32:], pack_bytes=len(data), where=path.name)
-        for row in range(count):
-            (at,) = struct.unpack_from("<Q", data, index + 48 * row + 32)
-            body = at + CHUNK_HEADER_BYTES
-            header = parse_chunk_header(data[at:body], where=path.name)
-            if header.codec == 4:
-                forms.add((header.layout, data[body + 32], data[body + 33]))
+    forms = {
+        (header.layout, body[32], body[33])
+        for header, body in chunks_of(GOLDEN)
+        if header.codec == 4
+    }
     with ckptstore.open(GOLDEN, read_only=True) as store:
         assert store.verify().ok
 

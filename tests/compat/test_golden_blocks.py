@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from goldenkit import golden, sizes
 
 import ckptstore
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-blocks"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-blocks")
 VERSION = "2b075ff5a57a271ce0d62c54fc783b72"
 FILES = {
     "store.json": 360,
@@ -31,13 +28,7 @@ DEEP = [[[(15 * a + 5 * b + c) % 13 for c in range(5)] for b in range(3)] for a 
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 def test_whole_tensors_come_back() -> None:
@@ -77,18 +68,6 @@ def test_the_manifest_has_the_flag() -> None:
     data = (GOLDEN / f"manifests/2b/{VERSION}.manifest").read_bytes()
 
     assert struct.unpack_from("<8sHH", data) == (b"CKPTMANI", 1, 1)
-
-
-@pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the single-file reader, as a module."""
-    spec = importlib.util.spec_from_file_location("read_version_blocks", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    reader = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "read_version_blocks", reader)
-    spec.loader.exec_module(reader)
-    return reader
 
 
 def test_boxes_that_leave_a_hole_are_refused_without_ckptstore(

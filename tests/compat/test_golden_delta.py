@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import struct
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from goldenkit import chunks_of, golden, sizes
 
 import ckptstore
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header, parse_trailer
 from ckptstore.hashing import blake3_hex
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-delta"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-delta")
 IDS = {
     1: "8dfd199bf11ce143e329b7f75e780b96",
     2: "22e580d19470f63d496a31de6920a031",
@@ -63,23 +59,9 @@ DIGESTS[3] = {**DIGESTS[2], "int16": "73347dd9bddf96d19e872d29c5b9004b"}
 """Of the bytes of each tensor, by step: the first 16 bytes of BLAKE3-256."""
 
 
-@pytest.fixture(scope="module")
-def reader() -> ModuleType:
-    """Return the single-file reader as a module."""
-    spec = importlib.util.spec_from_file_location("read_version_delta", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    paths = [path for path in GOLDEN.rglob("*") if path.is_file()]
-
-    assert {path.relative_to(GOLDEN).as_posix(): path.stat().st_size for path in paths} == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 @pytest.mark.parametrize("step", DIGESTS)
@@ -95,15 +77,7 @@ def test_what_was_saved_comes_back(step: int) -> None:
 
 def test_the_store_is_sound_and_has_deltas() -> None:
     """Verify reads every piece; deltas of every layout are among them."""
-    layouts = set()
-    for path in GOLDEN.glob("packs/*/*.pack"):
-        data = path.read_bytes()
-        index, count, _ = parse_trailer(data[-32:], pack_bytes=len(data), where=path.name)
-        for row in range(count):
-            (at,) = struct.unpack_from("<Q", data, index + 48 * row + 32)
-            header = parse_chunk_header(data[at : at + CHUNK_HEADER_BYTES], where=path.name)
-            if header.codec == 3:
-                layouts.add(header.layout)
+    layouts = {header.layout for header, _ in chunks_of(GOLDEN) if header.codec == 3}
     with ckptstore.open(GOLDEN, read_only=True) as store:
         assert store.verify().ok
 

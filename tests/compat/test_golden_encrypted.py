@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from goldenkit import golden, sizes
 
 import ckptstore
 from ckptstore.errors import MissingKeyError, WrongKeyError
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-encrypted"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-encrypted")
 KEY = bytes(range(32))
 FORMER = b"\7" * 31 + b"\1"
 FILES = {
@@ -42,13 +41,7 @@ def noise() -> torch.Tensor:
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 def test_the_golden_store_is_read_with_its_key() -> None:
@@ -121,19 +114,9 @@ def _decrypted(folder: Path) -> None:
             path.write_bytes(_opened(data_key, name, (GOLDEN / name).read_bytes()))
 
 
-def _reader() -> Any:  # noqa: ANN401 - a script
-    spec = importlib.util.spec_from_file_location("read_version_encrypted", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_page_is_enough_to_read_it(tmp_path: Path) -> None:
+def test_the_page_is_enough_to_read_it(reader: ModuleType, tmp_path: Path) -> None:
     """Decrypted by the page alone, it is a store that the single-file reader and we both read."""
     _decrypted(tmp_path)
-    reader = _reader()
     assert reader.find_save(tmp_path, "sealed")["step"] == 2
     assert (reader.restore(tmp_path, "sealed")["model.noise"] == noise().numpy()).all()
     with ckptstore.open(tmp_path, read_only=True) as store:
@@ -141,7 +124,7 @@ def test_the_page_is_enough_to_read_it(tmp_path: Path) -> None:
         assert torch.equal(store.load("sealed@2")["model"]["noise"], noise())
 
 
-def test_the_single_file_reader_refuses_it() -> None:
+def test_the_single_file_reader_refuses_it(reader: ModuleType) -> None:
     """It has no key, and says what it does not know."""
     with pytest.raises(ValueError, match="encrypted-v1"):
-        _reader().find_save(GOLDEN, "sealed")
+        reader.find_save(GOLDEN, "sealed")

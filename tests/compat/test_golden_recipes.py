@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import struct
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from goldenkit import golden, sizes
 
 import ckptstore
 from ckptstore.encodings.casts import FLOATS, raw_dtype, recast
 from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.hashing import blake3_hex
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-recipes"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-recipes")
 FIRST, SECOND = "ee0616d645f8a718d470b3a4b59182b9", "4f852edf3c43948caa6c2057319bbabf"
 FILES = {
     "store.json": 360,
@@ -83,13 +80,7 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 def test_what_was_stored_in_fewer_bits_comes_back_as_it_did() -> None:
@@ -142,18 +133,6 @@ def test_the_manifest_has_the_flag() -> None:
     data = (GOLDEN / f"manifests/ee/{FIRST}.manifest").read_bytes()
 
     assert struct.unpack_from("<8sHH", data) == (b"CKPTMANI", 1, 2)
-
-
-@pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Return the single-file reader, as a module."""
-    spec = importlib.util.spec_from_file_location("read_version_recipes", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    reader = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "read_version_recipes", reader)
-    spec.loader.exec_module(reader)
-    return reader
 
 
 @pytest.mark.parametrize("name", ["coded", FIRST])

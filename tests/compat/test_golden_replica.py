@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
+from goldenkit import copied, golden, sizes
 
 import ckptstore
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-replica"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-replica")
 FILES = {
     "commits/000000/000000000001.json": 3221,
     "commits/000000/000000000002.json": 1263,
@@ -50,13 +50,7 @@ VERSIONS = {
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 @pytest.mark.parametrize("snapshots", [True, False])
@@ -64,12 +58,7 @@ def test_what_came_from_another_store(snapshots: bool, tmp_path: Path) -> None:
     """From the snapshot as from the log alone: lineage, levels, metrics, tags, where it is too."""
     place = GOLDEN
     if not snapshots:
-        place = tmp_path / "log-only"
-        for path in GOLDEN.rglob("*"):
-            if path.is_file() and path.suffix != ".snap":
-                copy = place / path.relative_to(GOLDEN)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                copy.write_bytes(path.read_bytes())
+        place = copied(GOLDEN, tmp_path / "log-only", without=("*.snap",))
     with ckptstore.open(place, read_only=True) as store:
         versions = {(v.run, v.step): v for v in store.versions()}
         steps = {v.id: v.step for v in versions.values()}
@@ -102,13 +91,8 @@ def test_what_came_from_another_store(snapshots: bool, tmp_path: Path) -> None:
     assert sound
 
 
-def test_the_single_file_reads_it_too() -> None:
+def test_the_single_file_reads_it_too(reader: ModuleType) -> None:
     """The reader of docs/reference knows versions that came from another store."""
-    spec = importlib.util.spec_from_file_location("read_replica", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    reader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reader)
     for name, count in (("gpt", 3), ("ft", 4), (VERSIONS["ft", 9][0], 4)):
         found = reader.restore(GOLDEN, name)["model.w"]
         assert found[: count + 1].tolist() == [-1.5] * count + [count]

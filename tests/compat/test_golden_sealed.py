@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from goldenkit import golden, sizes
 
 import ckptstore
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-sealed"
+GOLDEN = golden("v1-sealed")
 KEYS = (b"\7" * 31 + b"\1", bytes(range(32)))
 FILES = {
     "commits/000000/000000000001.json": 1056,
@@ -26,13 +26,7 @@ FILES = {
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from goldenkit import copied, golden, sizes
 
 import ckptstore
 
-GOLDEN = Path(__file__).parent / "golden" / "v1-tiers"
-READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+GOLDEN = golden("v1-tiers")
 FILES = {
     "commits/000000/000000000001.json": 357,
     "commits/000000/000000000002.json": 419,
@@ -38,20 +37,13 @@ REPLICAS = [
 
 def test_every_file_of_the_golden_store_is_there() -> None:
     """A missing, added or changed fixture is a failure: it must be read as it was written."""
-    found = {
-        path.relative_to(GOLDEN).as_posix(): path.stat().st_size
-        for path in GOLDEN.rglob("*")
-        if path.is_file()
-    }
-
-    assert found == FILES
+    assert sizes(GOLDEN) == FILES
 
 
-@pytest.mark.parametrize("without", [[], ["*8.snap"], ["*.snap"]], ids=str)
-def test_names_of_replicas(without: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("without", [(), ("*8.snap",), ("*.snap",)], ids=str)
+def test_names_of_replicas(without: tuple[str, ...], tmp_path: Path) -> None:
     """From the newest snapshot, from an older one and the log after it, from the log alone."""
-    place = tmp_path / "copy"
-    shutil.copytree(GOLDEN, place, ignore=shutil.ignore_patterns(*without))
+    place = copied(GOLDEN, tmp_path / "copy", without=without)
     with ckptstore.open(place, read_only=True) as store:
         found = [(one.name, one.url, one.store) for one in store.replicas()]
         versions = {(v.run, v.step): v.id for v in store.versions()}
@@ -67,11 +59,6 @@ def test_names_of_replicas(without: list[str], tmp_path: Path) -> None:
     assert sound
 
 
-def test_the_single_file_reads_it_too() -> None:
+def test_the_single_file_reads_it_too(reader: ModuleType) -> None:
     """The reader of docs/reference passes over names of replicas."""
-    spec = importlib.util.spec_from_file_location("read_tiers", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    reader = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(reader)
     assert reader.restore(GOLDEN, "gpt")["model.w"][:3].tolist() == [1.0, 2.0, 3.0]

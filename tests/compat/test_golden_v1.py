@@ -5,23 +5,21 @@ from __future__ import annotations
 import datetime as dt
 import math
 import pathlib
-import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from goldenkit import chunks_of, golden
 
 import ckptstore
 from ckptstore.catalog import snapshots
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header, parse_trailer
 from ckptstore.store import Store
 from ckptstore.tensors.adapters import TypeAdapter
 
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = golden("v1")
 FIRST, SECOND = "4dece9da5a8888fe9c2bac69211d23ba", "47945d30d668d3b4ac077c2793170555"
 RAW, ZSTD = "de1559a6f33ebf3ae6eca845073c2669", "f152bea7abe0d3f17e65ea4c5fce4f1c"
 FILES = {
@@ -149,14 +147,7 @@ def test_the_snapshots_hold_what_the_log_does() -> None:
 
 def test_every_codec_and_every_layout_is_there() -> None:
     """The golden store holds chunks of each codec and each layout of planes."""
-    found: set[tuple[int, int]] = set()
-    for path in GOLDEN.glob("packs/*/*.pack"):
-        data = path.read_bytes()
-        index, count, _ = parse_trailer(data[-32:], pack_bytes=len(data), where=path.name)
-        for row in range(count):
-            (at,) = struct.unpack_from("<Q", data, index + 48 * row + 32)
-            header = parse_chunk_header(data[at : at + CHUNK_HEADER_BYTES], where=path.name)
-            found.add((header.codec, header.layout))
+    found = {(header.codec, header.layout) for header, _ in chunks_of(GOLDEN)}
 
     assert found == {(0, 0), (1, 0), *((2, layout) for layout in range(1, 7))}
 

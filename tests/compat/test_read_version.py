@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -15,12 +14,11 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from goldenkit import READER, golden
 
 import ckptstore
 
-ROOT = Path(__file__).parents[2]
-READER = ROOT / "docs" / "reference" / "read_version.py"
-GOLDEN = Path(__file__).parent / "golden" / "v1"
+GOLDEN = golden("v1")
 
 # Runs the reader where ckptstore and torch cannot be imported.
 ALONE = """
@@ -39,17 +37,6 @@ def run_reader(*words: object) -> subprocess.CompletedProcess[str]:
     """Run the reader as a program in a process that has no ckptstore."""
     command = [sys.executable, "-c", ALONE, str(READER), *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-
-
-@pytest.fixture(scope="module")
-def reader() -> ModuleType:
-    """Return the reader as a module."""
-    spec = importlib.util.spec_from_file_location("read_version", READER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def restore(reader: ModuleType, store: Path, name: str) -> dict[str, Any]:

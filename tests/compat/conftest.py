@@ -1,0 +1,25 @@
+"""Makes ``goldenkit`` importable by its plain name, and gives the single-file reader."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from goldenkit import READER
+
+
+@pytest.fixture(scope="module")
+def reader() -> ModuleType:
+    """Return the single-file reader of docs/reference as a module."""
+    spec = importlib.util.spec_from_file_location("read_version", READER)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,47 @@
+"""What the tests of golden stores share: where they are, what is in them, copies of them."""
+
+from __future__ import annotations
+
+import shutil
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header, parse_trailer
+
+__all__ = ["READER", "chunks_of", "copied", "golden", "sizes"]
+
+READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
+"""The single-file reader, which needs no ckptstore."""
+
+
+def golden(name: str) -> Path:
+    """Return where a golden store is; nothing may write there."""
+    return Path(__file__).parent / "golden" / name
+
+
+def sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of every file of a store, by its path in it."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def copied(folder: Path, to: Path, *, without: tuple[str, ...]) -> Path:
+    """Copy a store but for files of these names, such as ``*.snap``; return where it is."""
+    shutil.copytree(folder, to, ignore=shutil.ignore_patterns(*without))
+    return to
+
+
+def chunks_of(folder: Path) -> Iterator[tuple[ChunkHeader, memoryview]]:
+    """Yield every chunk of a store's packs: what its header says, and what is stored behind it."""
+    for path in folder.glob("packs/*/*.pack"):
+        data = memoryview(path.read_bytes())
+        index, count, _ = parse_trailer(bytes(data[-32:]), pack_bytes=len(data), where=path.name)
+        for row in range(count):
+            (at,) = struct.unpack_from("<Q", data, index + 48 * row + 32)
+            body = at + CHUNK_HEADER_BYTES
+            header = parse_chunk_header(bytes(data[at:body]), where=path.name)
+            yield header, data[body : body + header.stored_bytes]
