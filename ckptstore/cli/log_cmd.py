@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -13,35 +13,18 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.history import history
 from ckptstore.cli.documents import metrics_document, time_document
+from ckptstore.cli.log_text import describe
 from ckptstore.cli.metric_history import draw_history, history_document
 from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, time_text, version_text
+from ckptstore.cli.text import count_text, counted, time_text
 from ckptstore.errors import InvalidInputError
-from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
-from ckptstore.format.keys import PACKS_PREFIX
-from ckptstore.format.lifecycle import (
-    Condemn,
-    Delete,
-    Fork,
-    Pin,
-    Quarantine,
-    Relocate,
-    Rollback,
-    SetPolicy,
-    Swept,
-    Undelete,
-    Unpin,
-    Verified,
-)
-from ckptstore.format.tiers import NameReplica, UnnameReplica
+from ckptstore.format.commit import Annotate, Commit, Op, Save
 from ckptstore.store import Store
 
 __all__ = ["log"]
 
-_NAMED: Final = 5
-"""Versions that one operation names."""
 _ROWS: Final = 20
 """Commits shown unless ``--limit`` says otherwise."""
 
@@ -194,8 +177,8 @@ def _draw(screen: Screen, catalog: Catalog, commits: Sequence[Commit], *, utc: b
     for commit in commits:
         for place, op in enumerate(commit.ops):
             head = (str(commit.number), time_text(_moment(commit), utc=utc), commit.body.by)
-            what = _DESCRIBE[type(op)](op, catalog) if type(op) in _DESCRIBE else ""
-            rows.append((*(head if place == 0 else ("", "", "")), _name(op), what))
+            cells = (_name(op), describe(op, catalog))
+            rows.append((*(head if place == 0 else ("", "", "")), *cells))
     columns = (
         Column(title="COMMIT", right=True, wrap=False),
         Column(title="TIME", wrap=False),
@@ -204,92 +187,3 @@ def _draw(screen: Screen, catalog: Catalog, commits: Sequence[Commit], *, utc: b
         Column(title="WHAT"),
     )
     screen.table(columns, rows)
-
-
-def _metrics(metrics: Any) -> str:  # noqa: ANN401 - a mapping of names to floats
-    return ", ".join(f"{name} {metric_text(value)}" for name, value in metrics.items())
-
-
-def _save(op: Save, _: Catalog) -> str:
-    new = bytes_text(sum(part.stored for part in op.roles.values()))
-    tags = "".join(f" +{tag}" for tag in op.tags)
-    metrics = f", {_metrics(op.metrics)}" if op.metrics else ""
-    return f"{op.run}@{op.step} {op.version[:8]}{tags}, {new} stored{metrics}"
-
-
-def _annotate(op: Annotate, catalog: Catalog) -> str:
-    return f"{_named(op.version, catalog)}: {_metrics(op.metrics)}"
-
-
-def _directions(op: CreateRun | Declare, _: Catalog) -> str:
-    known = ", ".join(f"{name}: {direction}" for name, direction in op.metrics.items())
-    return f"{op.run} ({known})" if known else op.run
-
-
-def _replica(op: NameReplica | UnnameReplica, _: Catalog) -> str:
-    return (
-        f"{op.name} is {op.url}, store {op.store[:8]}" if isinstance(op, NameReplica) else op.name
-    )
-
-
-def _because(reason: str) -> str:
-    return f": {reason}" if reason else ""
-
-
-def _one(op: Pin | Unpin | Relocate, catalog: Catalog) -> str:
-    return _named(op.version, catalog)
-
-
-def _relocate(op: Relocate, catalog: Catalog) -> str:
-    kept = {"full": "lies elsewhere", "weights": "keeps its weights", "record": "keeps its record"}
-    return f"{_one(op, catalog)} {kept[op.level]}" + (f" as {op.encoding}" if op.encoding else "")
-
-
-def _versions(op: Verified | Quarantine | Delete | Undelete, catalog: Catalog) -> str:
-    """Name the first few of the versions that an operation is about."""
-    found = [catalog.version(v) for v in op.versions[:_NAMED] if catalog.has_version(v)]
-    named = ", ".join(map(version_text, found))
-    more = f" and {count_text(len(op.versions) - _NAMED)} more" if op.versions[_NAMED:] else ""
-    return named + more
-
-
-def _named(version_id: str, catalog: Catalog) -> str:
-    if not catalog.has_version(version_id):
-        return version_id[:8]
-    return version_text(catalog.version(version_id))
-
-
-def _objects(op: Condemn | Swept, _: Catalog) -> str:
-    packs = sum(key.startswith(PACKS_PREFIX) for key in op.keys)
-    counts = {"pack": packs, "manifest": len(op.keys) - packs}
-    return ", ".join(counted(count, kind) for kind, count in counts.items() if count)
-
-
-def _rollback(op: Rollback, catalog: Catalog) -> str:
-    why = f": {op.reason}" if op.reason else ""
-    return f"{op.run} to {_named(op.version, catalog)}{why}"
-
-
-_DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
-    CreateRun: _directions,
-    Declare: _directions,
-    Save: _save,
-    Annotate: _annotate,
-    Tag: lambda op, _: f"{op.run}@{op.tag} is {op.version[:8]}",
-    Untag: lambda op, _: f"{op.run}@{op.tag}",
-    Fork: lambda op, catalog: f"{op.run} from {_named(op.source, catalog)}",
-    Rollback: _rollback,
-    Delete: lambda op, catalog: _versions(op, catalog) + _because(op.reason),
-    Undelete: _versions,
-    Pin: _one,
-    Unpin: _one,
-    SetPolicy: lambda op, _: f"{op.run or 'all runs'}: {bytes(op.policy).decode()}",
-    Relocate: _relocate,
-    Condemn: _objects,
-    Swept: _objects,
-    Verified: _versions,
-    Quarantine: _versions,
-    NameReplica: _replica,
-    UnnameReplica: _replica,
-}
-"""What each operation did, in words; one that is missing here shows its name alone."""

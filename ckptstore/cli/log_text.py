@@ -1,0 +1,163 @@
+"""What the operations of the log did, in words."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.policy import Policy
+from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, version_text
+from ckptstore.errors import CkptStoreError
+from ckptstore.format.commit import Annotate, CreateRun, Declare, Op, Save, Tag, Untag
+from ckptstore.format.keys import PACKS_PREFIX
+from ckptstore.format.lifecycle import (
+    Condemn,
+    Delete,
+    Fork,
+    Pin,
+    Quarantine,
+    Relocate,
+    Rollback,
+    SetPolicy,
+    Swept,
+    Undelete,
+    Unpin,
+    Verified,
+)
+from ckptstore.format.replicas import Replicate, Replicated
+from ckptstore.format.tiers import NameReplica, UnnameReplica
+
+__all__ = ["describe"]
+
+_NAMED: Final = 5
+"""Versions that one operation names."""
+
+
+def describe(op: Op, catalog: Catalog) -> str:
+    """Return what an operation did; its name is shown beside it."""
+    return _DESCRIBE[type(op)](op, catalog)
+
+
+def _metrics(metrics: Any) -> str:  # noqa: ANN401 - a mapping of names to floats
+    return ", ".join(f"{name} {metric_text(value)}" for name, value in metrics.items())
+
+
+def _save(op: Save, _: Catalog) -> str:
+    new = bytes_text(sum(part.stored for part in op.roles.values()))
+    tags = "".join(f" +{tag}" for tag in op.tags)
+    metrics = f", {_metrics(op.metrics)}" if op.metrics else ""
+    return f"{op.run}@{op.step} {op.version[:8]}{tags}, {new} stored{metrics}"
+
+
+def _annotate(op: Annotate, catalog: Catalog) -> str:
+    return f"{_named(op.version, catalog)}: {_metrics(op.metrics)}"
+
+
+def _directions(op: CreateRun | Declare, _: Catalog) -> str:
+    known = ", ".join(f"{name}: {direction}" for name, direction in op.metrics.items())
+    return f"{op.run} ({known})" if known else op.run
+
+
+def _replica(op: NameReplica | UnnameReplica, _: Catalog) -> str:
+    return (
+        f"{op.name} is {op.url}, store {op.store[:8]}" if isinstance(op, NameReplica) else op.name
+    )
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""
+
+
+def _pin(op: Pin | Unpin, catalog: Catalog) -> str:
+    whose = f" for {_store(op.store, catalog)}" if op.store else ""
+    return _named(op.version, catalog) + whose
+
+
+def _store(store: str, catalog: Catalog) -> str:
+    """Return what another store is called here."""
+    names = [name for name, one in catalog.replicas.items() if one.store == store]
+    return names[0] if names else f"store {store[:8]}"
+
+
+def _replicate(op: Replicate, catalog: Catalog) -> str:
+    what = "" if op.level == "full" else f", its {op.level} alone"
+    return f"{op.run}@{op.step} {op.version[:8]} from {_store(op.store, catalog)}{what}"
+
+
+def _replicated(op: Replicated, catalog: Catalog) -> str:
+    return f"{_store(op.store, catalog)} has {_versions(op, catalog)}"
+
+
+def _policy(op: SetPolicy, _: Catalog) -> str:
+    found = msgspec.json.decode(op.policy, type=dict[str, Any])
+    return f"{op.run or 'all runs'}: {_rules(found) if found else 'no policy'}"
+
+
+def _rules(policy: dict[str, Any]) -> str:
+    try:
+        return str(Policy.from_json(policy))
+    except CkptStoreError:  # of a later version: shown as it is, since nothing is done by it here
+        return jsonlib.dumps(policy)
+
+
+def _relocate(op: Relocate, catalog: Catalog) -> str:
+    kept = {"full": "lies elsewhere", "weights": "keeps its weights", "record": "keeps its record"}
+    return f"{_named(op.version, catalog)} {kept[op.level]}" + (
+        f" as {op.encoding}" if op.encoding else ""
+    )
+
+
+def _versions(op: Verified | Quarantine | Delete | Undelete | Replicated, catalog: Catalog) -> str:
+    """Name the first few of the versions that an operation is about."""
+    found = [catalog.version(v) for v in op.versions[:_NAMED] if catalog.has_version(v)]
+    named = ", ".join(map(version_text, found))
+    more = f" and {count_text(len(op.versions) - _NAMED)} more" if op.versions[_NAMED:] else ""
+    return named + more
+
+
+def _named(version_id: str, catalog: Catalog) -> str:
+    if not catalog.has_version(version_id):
+        return version_id[:8]
+    return version_text(catalog.version(version_id))
+
+
+def _objects(op: Condemn | Swept, _: Catalog) -> str:
+    packs = sum(key.startswith(PACKS_PREFIX) for key in op.keys)
+    counts = {"pack": packs, "manifest": len(op.keys) - packs}
+    return ", ".join(counted(count, kind) for kind, count in counts.items() if count)
+
+
+def _rollback(op: Rollback, catalog: Catalog) -> str:
+    why = f": {op.reason}" if op.reason else ""
+    return f"{op.run} to {_named(op.version, catalog)}{why}"
+
+
+_DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
+    CreateRun: _directions,
+    Declare: _directions,
+    Save: _save,
+    Annotate: _annotate,
+    Tag: lambda op, _: f"{op.run}@{op.tag} is {op.version[:8]}",
+    Untag: lambda op, _: f"{op.run}@{op.tag}",
+    Replicate: _replicate,
+    Replicated: _replicated,
+    Fork: lambda op, catalog: f"{op.run} from {_named(op.source, catalog)}",
+    Rollback: _rollback,
+    Delete: lambda op, catalog: _versions(op, catalog) + _because(op.reason),
+    Undelete: _versions,
+    Pin: _pin,
+    Unpin: _pin,
+    SetPolicy: _policy,
+    Relocate: _relocate,
+    Condemn: _objects,
+    Swept: _objects,
+    Verified: _versions,
+    Quarantine: _versions,
+    NameReplica: _replica,
+    UnnameReplica: _replica,
+}
+"""What each operation did, in words."""
