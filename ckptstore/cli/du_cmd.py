@@ -170,9 +170,9 @@ def _run_document(name: str, versions: Sequence[Version]) -> dict[str, Any]:
 
 _BYTES = (
     Column(title="SIZE", right=True, wrap=False),
-    Column(title="NEW", right=True, wrap=False),
+    Column(title="NEW", right=True, wrap=False, drop=2),
     Column(title="STORED", right=True, wrap=False),
-    Column(title="STORED/SIZE", right=True, wrap=False),
+    Column(title="STORED/SIZE", right=True, wrap=False, drop=1),
 )
 
 

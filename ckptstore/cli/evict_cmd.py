@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ckptstore.cli.options import Runs, TargetOptions, WriterOptions, dry_run
 from ckptstore.cli.output import Screen
-from ckptstore.cli.session import full_ref, opened_to_write
-from ckptstore.cli.text import bytes_text, counted
+from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.text import bytes_text, counted, version_text
 from ckptstore.errors import IntegrityError
+from ckptstore.model import Version
+from ckptstore.store import Store
 from ckptstore.store.replicating import open_target_of
 
 if TYPE_CHECKING:
     from ckptstore.ops.evict import EvictReport
 
 __all__ = ["evict"]
+
+_Keep = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--keep",
+        metavar="RULES",
+        help="Of the runs, what a retention policy of these rules would keep stays: "
+        "'last 5, best 2 val_loss'. Repeatable.",
+    ),
+]
 
 
 def evict(
@@ -30,15 +43,7 @@ def evict(
         typer.Option("--replica", metavar="NAME", help="The replica that must have them."),
     ],
     run: Runs = None,
-    keep: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep",
-            metavar="RULES",
-            help="Of the runs, what a retention policy of these rules would keep stays: "
-            "'last 5, best 2 val_loss'. Repeatable.",
-        ),
-    ] = None,
+    keep: _Keep = None,
     dry_run: Annotated[bool, dry_run("Say what would go; change nothing.")] = False,
     no_pin: Annotated[
         bool,
@@ -61,43 +66,82 @@ def evict(
         opened_to_write(options, writing=not dry_run) as here,
         open_target_of(here, f"replica:{to}", dry_run=dry_run, **target.given()),
     ):
+        named = [find_version(here, ref) for ref in refs or ()]
         report = here.evict(
-            [full_ref(here, ref) for ref in refs] if refs else None,
+            [f"#{version.id}" for version in named] or None,
             replica=to,
             runs=run or None,
             keep=keep or None,
             pin=not no_pin,
             dry_run=dry_run,
         )
+        stays = _stays(here, named, report)
         document = {
             "store": here.url,
             "replica": to,
             "dry_run": dry_run,
-            "evicted": [{"id": one.id, "run": one.run, "step": one.step} for one in report.evicted],
-            "missed": list(report.missed),
-            "returned": list(report.returned),
-            "pinned": list(report.pinned),
-            "unpinned": list(report.unpinned),
-            "lost": [one.version for one in report.lost],
-            "reclaimable_bytes": report.reclaimable_bytes,
+            **_document(report, stays),
         }
-        output.show(document, lambda screen: _draw(screen, report, to, dry_run=dry_run))
+        output.show(document, lambda screen: _draw(screen, report, stays, to, dry_run=dry_run))
     if report.lost:
         raise typer.Exit(IntegrityError.exit_code)
 
 
-def _draw(screen: Screen, report: EvictReport, name: str, *, dry_run: bool) -> None:
+def _stays(here: Store, named: Sequence[Version], report: EvictReport) -> list[tuple[Version, str]]:
+    """Return of versions that a REF named why they stay as they are, other than for the replica."""
+    told = {*report.missed, *report.returned, *(one.version for one in report.lost)}
+    told |= {one.id for one in report.evicted}
+    heads = {info.head for info in here.runs()}
+    found = []
+    for version in named:
+        why = {
+            "only its record is here already": version.level == "record",
+            "the head of its run": version.id in heads,
+            "pinned": version.pinned,
+            f"tagged {', '.join(version.tags)}": bool(version.tags),
+        }
+        reasons = [text for text, holds in why.items() if holds]
+        if version.id not in told and reasons:
+            found.append((version, reasons[0]))
+    return found
+
+
+def _document(report: EvictReport, stays: Sequence[tuple[Version, str]]) -> dict[str, Any]:
+    return {
+        "evicted": [{"id": one.id, "run": one.run, "step": one.step} for one in report.evicted],
+        "missed": list(report.missed),
+        "returned": list(report.returned),
+        "stays": [
+            {"id": one.id, "run": one.run, "step": one.step, "why": why} for one, why in stays
+        ],
+        "pinned": list(report.pinned),
+        "unpinned": list(report.unpinned),
+        "lost": [one.version for one in report.lost],
+        "reclaimable_bytes": report.reclaimable_bytes,
+    }
+
+
+def _draw(
+    screen: Screen,
+    report: EvictReport,
+    stays: Sequence[tuple[Version, str]],
+    name: str,
+    *,
+    dry_run: bool,
+) -> None:
     count = counted(len(report.evicted), "version")
     freed = bytes_text(report.reclaimable_bytes)
     would = "would keep" if dry_run else "kept"
     screen.line(f"{would} only the record of {count}: {freed} for the next ckptstore gc")
     for one in report.evicted:
-        screen.line(f"{one.run}@{one.step} {one.id[:8]}")
+        screen.line(version_text(one))
     if report.pinned or report.unpinned:
         gone = f", {counted(len(report.unpinned), 'pin')} taken away" if report.unpinned else ""
         screen.line(f"{counted(len(report.pinned), 'version')} pinned in {name}{gone}")
     elif report.evicted and not dry_run:
         screen.line(f"none pinned in {name}: its own rules say how long it keeps them")
+    for version, why in stays:
+        screen.line(f"{version_text(version)} stays as it is: {why}")
     if report.missed:
         screen.line(f"{counted(len(report.missed), 'version')} not whole in {name}: stay here")
     if report.returned:

@@ -23,6 +23,7 @@ __all__ = ["gc"]
 
 _GRACE: Final = duration_text(int(limits.GC_GRACE_S))
 _ORPHAN_AGE: Final = duration_text(int(limits.GC_ORPHAN_AGE_S))
+_DROPPED: Final = {"YOUNG": 1, "NEEDED": 2, "LATER": 3}
 _HOLDERS: Final = 20
 """Versions shown with ``--holders``; the document has all."""
 
@@ -114,8 +115,11 @@ def _draw(screen: Screen, report: GcReport, *, holders: bool) -> None:
         "YOUNG": report.young,
     }
     rows = [(kind, *(_cell(kinds, kind) for kinds in columns.values())) for kind in report.stored]
-    titles = [Column(title=title, right=True, wrap=False) for title in columns]
-    screen.table([Column(title="OBJECTS"), *titles], rows)
+    titles = [
+        Column(title=title, right=True, wrap=False, drop=_DROPPED.get(title, 0))
+        for title in columns
+    ]
+    screen.table([Column(title="OBJECTS", wrap=False), *titles], rows)
     screen.line()
     needed = f"{counted(report.versions_count, 'version')}, {bytes_text(report.logical_bytes)}"
     screen.line(f"{needed} in memory, {bytes_text(report.live_chunk_bytes)} of chunks")

@@ -72,7 +72,6 @@ def ls(
             one_run=run is not None,
             metrics=metric or _usual_metrics(runs, versions),
             utc=utc,
-            output=output,
         )
         output.show(listing.document(opening.url) if options.json else {}, listing.draw)
     if not options.json:
@@ -110,7 +109,6 @@ class _Listing:
     one_run: bool
     metrics: Sequence[str]
     utc: bool
-    output: Output
 
     def document(self, url: str) -> dict[str, Any]:
         """Return all of it."""
@@ -178,9 +176,7 @@ class _Listing:
             Column(title="STORED", right=True, wrap=False, drop=3),
             Column(title="TAGS"),
         ]
-        dropped = screen.table(columns, [self._row(version) for version in self.versions])
-        if dropped:
-            self.output.note(f"no room for {', '.join(dropped)}: use a wider terminal, or a pipe")
+        screen.table(columns, [self._row(version) for version in self.versions])
 
     def _row(self, version: Version) -> list[str | Text]:
         from rich.text import Text

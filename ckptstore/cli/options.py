@@ -320,7 +320,7 @@ def parse_storage_options(texts: Sequence[str], *, placed: bool = False) -> dict
         else:
             options[key] = {"true": True, "false": False}.get(value, value)
     for name in options.keys() & (_OWN.keys() - {"url" if placed else ""}):
-        msg = f"{name!r} is no option of a storage library"
+        msg = f"{name!r} is not an option of the storage library"
         raise InvalidInputError(msg, hint=_OWN[name])
     return options
 

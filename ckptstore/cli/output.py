@@ -53,6 +53,8 @@ class Screen:
 
     def __init__(self) -> None:
         self.console = terminal(sys.stdout)
+        self.left_out: list[str] = []
+        """Titles of columns that there was no room for."""
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print one line; what does not print is escaped."""
@@ -75,13 +77,8 @@ class Screen:
         for name, value in pairs.items():
             self.line(f"{name:<{width}}  {value}")
 
-    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> list[str]:
-        """Print rows under bold titles; cells of plain text are escaped.
-
-        Returns
-        -------
-        The titles of columns that were left out, since the terminal is too narrow.
-        """
+    def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
+        """Print rows under bold titles; cells of plain text are escaped."""
         from rich.table import Table
         from rich.text import Text
 
@@ -97,15 +94,14 @@ class Screen:
             )
         for row in cells:
             grid.add_row(*(row[place] for place in kept))
-        dropped = [column.title for place, column in enumerate(columns) if place not in kept]
+        self.left_out += [x.title for place, x in enumerate(columns) if place not in kept]
         if self.console.is_terminal:
             self.console.print(grid)
-            return dropped
+            return
         with self.console.capture() as drawn:
             self.console.print(grid)
         for line in drawn.get().splitlines():  # without the padding of the last column
             self.console.file.write(line.rstrip() + "\n")
-        return dropped
 
 
 def _fitting(
@@ -145,6 +141,8 @@ class Output:
     def show(self, document: Mapping[str, Any], render: Callable[[Screen], None]) -> None:
         """Print the result: `document` with ``--json``, else what `render` draws.
 
+        A note says which columns a narrow terminal has no room for.
+
         Raises
         ------
         Pipe
@@ -153,11 +151,15 @@ class Output:
         try:
             if self.as_json:
                 write_document({"schema": SCHEMA, "command": self.command, **document})
-            else:
-                render(Screen())
+                return
+            screen = Screen()
+            render(screen)
             sys.stdout.flush()
         except BrokenPipeError as error:
             raise Pipe from error
+        if screen.left_out:
+            named = ", ".join(dict.fromkeys(screen.left_out))
+            self.note(f"no room for {named}: use a wider terminal, or a pipe")
 
     def tell(self, document: Mapping[str, Any], *lines: str) -> None:
         """Print the result of what a command did: `document`, or lines; without ``--quiet``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,8 +13,9 @@ import typer
 from ckptstore.cli.options import EngineOptions, Runs, TargetOptions, WriterOptions, dry_run
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
-from ckptstore.cli.session import opened_to_write, vouching
-from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text
+from ckptstore.cli.session import find_version, opened_to_write, vouching
+from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text, version_text
+from ckptstore.model import Version
 from ckptstore.store.replicating import open_target_of
 
 if TYPE_CHECKING:
@@ -104,10 +106,11 @@ def replicate(
             source, to, dry_run=dry_run, single_writer=options.single_writer, **target.given()
         ) as other,
     ):
+        named = [find_version(source, ref) for ref in refs or ()]
         with progress_bars(output) as progress:
             report = source.replicate(
                 other,
-                refs or None,
+                [f"#{version.id}" for version in named] or None,
                 runs=run or None,
                 keep=keep or None,
                 check=not travel.no_check,
@@ -119,12 +122,12 @@ def replicate(
                 progress=progress,
             )
         document = {"store": source.url, **msgspec.to_builtins(report), "target": to}
-        output.show(document, lambda screen: _draw(screen, report, to))
+        output.show(document, lambda screen: _draw(screen, report, named, to))
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 
 
-def _draw(screen: Screen, report: ReplicateReport, to: str) -> None:
+def _draw(screen: Screen, report: ReplicateReport, named: Sequence[Version], to: str) -> None:
     count = counted(len(report.copied), "version")
     sizes = f"{bytes_text(report.logical_bytes)} in memory, {bytes_text(report.chunk_bytes)}"
     chunks = counted(report.chunks_count, "chunk")
@@ -138,6 +141,9 @@ def _draw(screen: Screen, report: ReplicateReport, to: str) -> None:
         screen.line(f"{counted(len(report.present), 'version')} there already")
     if report.records_count:
         screen.line(f"{counted(report.records_count, 'ancestor')} came as a record")
+    for version in named:
+        if version.level == "record":
+            screen.line(f"{version_text(version)} stays: only its record is here")
     for why, many in Counter(one.why for one in report.left).items():
         hint = "" if why == "deleted in the source" else "; --again brings it back"
         screen.line(f"{counted(many, 'version')} left out: {why}{hint}")

@@ -124,6 +124,9 @@ def verify(
     """
     output = options.output("verify")
     share = _share(check.sample)
+    if check.part is not None and share == 1:
+        msg = "--part says which part of a sample"
+        raise InvalidInputError(msg, hint=f"--sample 5% --part {check.part}")
     urls = heal.heal_from or ()
     with opened_to_write(options, writing=check.record or bool(urls)) as opening:
         ids = [f"#{version.id}" for ref in refs or () for version in _named(opening, ref)]

@@ -128,6 +128,23 @@ def test_narrow_terminal_gets_fewer_columns_not_broken_ones(history: Path) -> No
     assert max(map(len, lines[1:])) <= 70  # the titles hold the codes for bold
 
 
+@pytest.mark.parametrize(
+    ("arguments", "first", "left_out"),
+    [
+        (["du"], "total", "no room for STORED/SIZE"),
+        (["gc", "-n"], "manifests", "no room for YOUNG"),
+    ],
+)
+def test_a_table_of_numbers_keeps_the_names_of_its_rows(
+    store_path: Path, arguments: list[str], first: str, left_out: str
+) -> None:
+    """At 50 characters columns go, and a note says which; what a row is about is never cut."""
+    changes = {"TERM": "xterm-256color", "COLUMNS": "50", "NO_COLOR": "1"}
+    lines = _on_terminal([*arguments, "-s", str(store_path)], changes).decode().splitlines()
+    assert any(line.startswith(f"{first} ") for line in lines)
+    assert left_out in lines[-1]
+
+
 def test_progress_is_drawn_on_a_terminal_and_wiped(history: Path) -> None:
     """Verify draws a bar where stderr is a terminal; the result stands below, --quiet has none."""
     changes = {"TERM": "xterm-256color"}
