@@ -102,11 +102,7 @@ class Following:
 
     def _make(self, piece: int, codes: memoryview) -> None:
         out = self._part(piece)
-        given, made = np.frombuffer(codes, np.uint8), np.frombuffer(out, np.uint8)
-        plain = given.flags.writeable and not (given.ctypes.data | made.ctypes.data) & 3
-        if self._rough is not None and plain:
-            self._rough(given.view(np.float32), made.view(np.uint16))
-        else:
+        if not self._roughly(codes, out):
             self._exactly(codes, out)
         with self._lock:
             self._made.add(piece)
@@ -115,6 +111,16 @@ class Following:
             self._busy = True
         while (turn := self._turn()) is not None:
             self._hasher.update(self._part(turn))
+
+    def _roughly(self, codes: memoryview, out: memoryview) -> bool:
+        """Make a piece the quick way, which takes writable and aligned memory; False if not."""
+        if self._rough is None:
+            return False
+        given, made = np.frombuffer(codes, np.float32), np.frombuffer(out, np.uint16)
+        plain = given.flags.writeable and given.flags.aligned and made.flags.aligned
+        if plain:
+            self._rough(given, made)
+        return plain
 
     def _turn(self) -> int | None:
         """Return the next piece that can be digested; None lets go of the right to do so."""

@@ -11,7 +11,7 @@ from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.encodings.casts import offer_rounding
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
-from ckptstore.format.skeleton import Node, prune
+from ckptstore.format.skeleton import Leaf, Node, prune
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.restore import MapLocation, Restorer
@@ -52,8 +52,9 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
     offer_rounding(to_bfloat16)
     wanted = PathFilter(request.include, request.exclude)
     node: Node = content.node
+    leaves: Sequence[Leaf] | None = content.leaves
     if request.include is not None or request.exclude is not None:
-        node = prune(node, wanted)
+        node, leaves = prune(node, wanted), None
         wanted.check_all_used()
     restorer = Restorer(
         node,
@@ -61,6 +62,7 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
         adapters=request.adapters,
         map_location=request.map_location,
         into=request.into,
+        leaves=leaves,
     )
     total = sum(content.manifest.tensors[index].nbytes for index in restorer.needed)
     done = 0

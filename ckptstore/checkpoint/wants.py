@@ -42,7 +42,8 @@ class Ends:
         if index not in self._known:
             first = self._manifest.first
             raw = self._manifest.pieces.raw[first[index] : first[index + 1]]
-            self._known[index] = raw.cumsum(dtype=np.int64)
+            one = len(raw) == 1  # most tensors; ten times as fast
+            self._known[index] = raw.astype(np.int64) if one else raw.cumsum(dtype=np.int64)
         return self._known[index]
 
 

@@ -235,13 +235,14 @@ class _Reading:
         headers: list[memoryview] = []
         bodies: list[memoryview] = []
         buffers: list[memoryview] = []
-        arena = scratch.arena(span.end - span.start, second=for_bases)
+        places = [self._direct(chunk) for chunk in span.chunks]
+        size = span.end - span.start - sum(len(place) for place in places if place is not None)
+        arena = scratch.arena(size, second=for_bases)
         at = span.start
-        for chunk in span.chunks:
+        for chunk, direct in zip(span.chunks, places, strict=True):
             if chunk.offset > at:
                 buffers.append(arena.take(chunk.offset - at))
             headers.append(arena.take(CHUNK_HEADER_BYTES))
-            direct = self._direct(chunk)
             bodies.append(arena.take(chunk.stored_bytes) if direct is None else direct)
             buffers += [headers[-1], bodies[-1]]
             at = chunk.offset + CHUNK_HEADER_BYTES + chunk.stored_bytes

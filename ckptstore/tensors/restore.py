@@ -186,6 +186,8 @@ class Restorer:
     into
         A state with tensors, which are filled in place and come back in the result; what it does
         not have is made new. Until the load is done, they may hold anything.
+    leaves
+        Those of the skeleton, where they are known.
 
     Raises
     ------
@@ -208,6 +210,7 @@ class Restorer:
         adapters: Sequence[TypeAdapter] = (),
         map_location: MapLocation = None,
         into: object = None,
+        leaves: Sequence[Leaf] | None = None,
     ) -> None:
         self._skeleton = skeleton
         self._records = records
@@ -218,7 +221,7 @@ class Restorer:
                     f"{path_text(path)!r} was saved by the adapter {name!r}, which is not given",
                     hint="pass adapters=[TypeAdapter(...)] on load as on save",
                 )
-        self._leaves = iter_leaves(skeleton)
+        self._leaves = iter_leaves(skeleton) if leaves is None else leaves
         self.needed: tuple[int, ...] = tuple(sorted({leaf.index for leaf in self._leaves}))
         """Indices of the records to read."""
         for index in self.needed:
@@ -365,16 +368,18 @@ def _tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch
 
 
 def _check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
-    where = repr(path_text(leaf.path))
     if leaf.kind in _ON_CPU or leaf.kind == "quantized":
+        where = repr(path_text(leaf.path))
         raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
     if target.layout != torch.strided or target.is_meta or target.is_quantized:
+        where = repr(path_text(leaf.path))
         raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
     dtype, shape = record.dtype, tuple(record.shape)
     if _is_view(leaf) and isinstance(leaf.node, list):
         dtype, sizes = str(leaf.node[2]), leaf.node[4]
         shape = tuple(sizes) if isinstance(sizes, list) else ()  # type: ignore[arg-type]
     if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
+        where = repr(path_text(leaf.path))
         raise InvalidInputError(
             f"{where} is {dtype}{list(shape)} in the version, but {target.dtype}"
             f"{list(target.shape)} in into",

@@ -6,6 +6,9 @@ What it gives is compared with the definition before it is used; see
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -14,24 +17,62 @@ import torch
 
 __all__ = ["to_bfloat16"]
 
-# Elements that torch is given at once. Source: from 32,768 on (at::internal::GRAIN_SIZE) it calls
-# threads of its own, which would take turns with ours on the same cores; a whole number of lines.
+# Elements that torch is given at once, where it cannot be kept from calling threads of its own.
+# Source: it does from 32,768 on (at::internal::GRAIN_SIZE); a whole number of lines.
 _BLOCK: Final = (1 << 15) - 64
 
 
 def to_bfloat16(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
-    """Fill `out` with values rounded to bfloat16, a NaN with any NaN.
+    """Fill `out` with values rounded to bfloat16, a NaN with any NaN; in the calling thread alone.
+
+    Threads that torch would call take turns with ours on the same cores.
 
     Parameters
     ----------
     values
         Writable, since torch warns of memory that is not.
     """
-    given = torch.split(torch.from_numpy(values), _BLOCK)
-    made = torch.split(torch.from_numpy(out.view(np.int16)).view(torch.bfloat16), _BLOCK)
-    together = getattr(torch, "_foreach_copy_", None)  # one call, where there is one for it
-    if together is not None:
-        together(made, given)
-        return
-    for target, source in zip(made, given, strict=True):
-        target.copy_(source)
+    given = torch.from_numpy(values)
+    made = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
+    if torch.get_num_threads() == 1 or len(values) <= _BLOCK:
+        made.copy_(given)
+    elif not _copied_alone(made, given):
+        for target, source in zip(
+            torch.split(made, _BLOCK), torch.split(given, _BLOCK), strict=True
+        ):
+            target.copy_(source)
+
+
+def _copied_alone(made: torch.Tensor, given: torch.Tensor) -> bool:
+    """Copy with one thread of torch's, if OpenMP can be told so; return whether it could.
+
+    How many threads OpenMP takes is set for the calling thread alone (OpenMP 5.2, 2.4: nthreads-var
+    belongs to the data environment of a task), and set back here. A torch that was made with
+    something else, or with another copy of the library, does not see it, and is asked.
+    """
+    openmp = _openmp()
+    if openmp is None:
+        return False
+    read, write = openmp
+    before = read()
+    write(1)
+    try:
+        alone = torch.get_num_threads() == 1
+        if alone:
+            made.copy_(given)
+    finally:
+        write(before)
+    return alone
+
+
+@cache
+def _openmp() -> tuple[Callable[[], int], Callable[[int], None]] | None:
+    """Return OpenMP's functions that read and write how many threads it takes; None without it."""
+    try:
+        library = ctypes.PyDLL(None)  # of this process; these calls are short: the lock is kept
+        read, write = library.omp_get_max_threads, library.omp_set_num_threads
+    except (AttributeError, OSError, TypeError):  # not there; or no such call (Windows)
+        return None
+    read.argtypes, read.restype = (), ctypes.c_int
+    write.argtypes, write.restype = (ctypes.c_int,), None
+    return read, write
