@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ckptstore.cli.documents import metrics_document
-from ckptstore.cli.options import CommonOptions
+from ckptstore.cli.elsewhere import FromReplica, give
+from ckptstore.cli.options import CommonOptions, SourceOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
@@ -40,6 +41,8 @@ def diff(
     limit: Annotated[
         int, typer.Option("--limit", "-n", min=0, metavar="N", help="Tensors to list; 0 for all.")
     ] = _ROWS,
+    replica: FromReplica = None,
+    source: SourceOptions,
     options: CommonOptions,
 ) -> None:
     """Compare two versions: tensors added, removed, moved, changed; values that differ.
@@ -48,6 +51,7 @@ def diff(
     """
     output = options.output("diff")
     with opened(options) as opening:
+        give(opening, replica, source)
         refs = [f"#{find_version(opening, ref).id}" for ref in (first, second)]
         report = opening.diff(*refs)
         errors: Mapping[str, TensorError | None] = {}

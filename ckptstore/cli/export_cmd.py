@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.options import CommonOptions, PathOptions
+from ckptstore.cli.elsewhere import FromReplica, give
+from ckptstore.cli.options import CommonOptions, PathOptions, SourceOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, counted
@@ -34,27 +35,31 @@ def export(
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the file if it is there.")
     ] = False,
+    replica: FromReplica = None,
+    source: SourceOptions,
     options: CommonOptions,
 ) -> None:
     """Write tensors to a safetensors file; every byte is checked on the way.
 
     The file appears when it is whole and on disk, or not at all. Values that are no tensors are
-    left out, with a note.
+    left out, with a note. What is not here any more is read on a replica.
     """
     from ckptstore.integrations.safetensors_export import export_safetensors
 
     output = options.output("export")
-    with opened(options) as opening, progress_bars(output) as progress:
-        done = export_safetensors(
-            opening,
-            f"#{find_version(opening, ref).id}",
-            path,
-            include=paths.include or None,
-            exclude=paths.exclude or None,
-            strip_prefix=strip_prefix,
-            overwrite=force,
-            progress=progress,
-        )
+    with opened(options) as opening:
+        give(opening, replica, source)
+        with progress_bars(output) as progress:
+            done = export_safetensors(
+                opening,
+                f"#{find_version(opening, ref).id}",
+                path,
+                include=paths.include or None,
+                exclude=paths.exclude or None,
+                strip_prefix=strip_prefix,
+                overwrite=force,
+                progress=progress,
+            )
     document = {
         "path": done.path,
         "version": done.version.id,

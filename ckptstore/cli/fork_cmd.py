@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckptstore.cli.documents import total_bytes, version_document
-from ckptstore.cli.options import PathOptions, TargetOptions, WriterOptions
+from ckptstore.cli.elsewhere import FromReplica, give
+from ckptstore.cli.options import PathOptions, SourceOptions, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened, opened_place, opened_to_write, vouching
@@ -25,19 +27,16 @@ if TYPE_CHECKING:
 __all__ = ["fork"]
 
 
-def fork(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version to begin at.")],
-    new_run: Annotated[
-        str, typer.Argument(metavar="NEW_RUN", help="Name of the run; no run may have it.")
-    ],
-    *,
-    paths: PathOptions,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LeafOptions:
+    """Which leaves come along, and where they go."""
+
     role: Annotated[
         list[str] | None,
         typer.Option(
             "--role", metavar="ROLE", help="Only leaves of this role: weights, say. Repeatable."
         ),
-    ] = None,
+    ] = None
     rename: Annotated[
         list[str] | None,
         typer.Option(
@@ -45,12 +44,24 @@ def fork(
             metavar="OLD=NEW",
             help="What lies at or below the path OLD goes to NEW. Repeatable.",
         ),
-    ] = None,
+    ] = None
+
+
+def fork(
+    ref: Annotated[str, typer.Argument(metavar="REF", help="The version to begin at.")],
+    new_run: Annotated[
+        str, typer.Argument(metavar="NEW_RUN", help="Name of the run; no run may have it.")
+    ],
+    *,
+    paths: PathOptions,
+    leaves: _LeafOptions,
     to: Annotated[
         str | None,
         typer.Option("--to", metavar="URL", help="Another store for the run; or replica:NAME."),
     ] = None,
     target: TargetOptions,
+    replica: FromReplica = None,
+    source: SourceOptions,
     options: WriterOptions,
 ) -> None:
     """Begin a run at a version; the new run shares its chunks, and no tensor is copied.
@@ -58,21 +69,19 @@ def fork(
     With --to, only chunks that the other store does not have travel.
     """
     output = options.output("fork")
-    renames = parse_renames(rename or ())
+    renames = parse_renames(leaves.rename or ())
     # A run that begins elsewhere changes nothing here.
     here = opened_to_write(options) if to is None else opened(options)
     with here as opening:
-        source = find_version(opening, ref)
-        with (
-            _target(opening, to, target, options) as other,
-            progress_bars(output) as progress,
-        ):
+        give(opening, replica, source)
+        begun = find_version(opening, ref)
+        with _target(opening, to, target, options) as other, progress_bars(output) as progress:
             run = opening.fork(
-                f"#{source.id}",
+                f"#{begun.id}",
                 new_run,
                 include=paths.include or None,
                 exclude=paths.exclude or None,
-                roles=role or None,
+                roles=leaves.role or None,
                 rename=renames or None,
                 store=other,
                 progress=progress,
@@ -80,11 +89,11 @@ def fork(
             version = run.head
         assert version is not None  # noqa: S101  # a fork has a first version
         document = {
-            "source": source.id,
+            "source": begun.id,
             "to": to,
             "version": version_document(version, head=True),
         }
-        output.show(document, lambda screen: _draw(screen, source, version, quiet=options.quiet))
+        output.show(document, lambda screen: _draw(screen, begun, version, quiet=options.quiet))
 
 
 def _draw(screen: Screen, source: Version, version: Version, *, quiet: bool) -> None:
@@ -103,6 +112,9 @@ def _target(
 ) -> Iterator[Store | None]:
     """Open the other store to write to: a place, or ``replica:NAME``; None where there is none."""
     if url is None:
+        if target.to_option or target.to_key:
+            msg = "--to-option and --to-key are for the store of --to, and none is named"
+            raise InvalidInputError(msg, hint="--to URL")
         yield None
         return
     single_writer = options.single_writer

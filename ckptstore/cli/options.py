@@ -220,6 +220,25 @@ class SourceOptions:
         """
         return second_store(self.from_option, self.from_key)
 
+    def check(self, source: str | None, wanted: str) -> None:
+        """Refuse options for a store that is not named.
+
+        Parameters
+        ----------
+        source
+            What ``--from`` says.
+        wanted
+            What it should say.
+
+        Raises
+        ------
+        InvalidInputError
+            There are options, and no store.
+        """
+        if source is None and (self.from_option or self.from_key):
+            msg = "--from-option and --from-key are for the store of --from, and none is named"
+            raise InvalidInputError(msg, hint=f"--from {wanted}")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:

@@ -54,6 +54,7 @@ def repair(
     makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
     """
     output = options.output("repair")
+    source.check(url, "URL")
     named = url is not None and url.startswith(PREFIX)
     with ExitStack() as stack:
         other: Store | None = None

@@ -128,6 +128,9 @@ def verify(
         msg = "--part says which part of a sample"
         raise InvalidInputError(msg, hint=f"--sample 5% --part {check.part}")
     urls = heal.heal_from or ()
+    if not urls and (heal.heal_option or heal.heal_key):
+        msg = "--heal-option and --heal-key are for the stores of --heal-from, and none is named"
+        raise InvalidInputError(msg, hint="--heal-from URL")
     with opened_to_write(options, writing=check.record or bool(urls)) as opening:
         ids = [f"#{version.id}" for ref in refs or () for version in _named(opening, ref)]
         with progress_bars(output) as progress:

@@ -183,7 +183,7 @@ class FallThrough:
         for tier, found in self.reasons:
             if isinstance(found, EncryptionKeyError):
                 options = {tier.info.name: {"encryption_key": "file:PATH"}}
-                there = f"on the command line go there: --store {tier.info.url} --key SPEC"
+                there = f"on the command line: --from replica:{tier.info.name} --from-key SPEC"
                 return f"give its key: ckptstore.open(..., replicas={options}); {there}"
             if isinstance(found, TransientStorageError):
                 return f"try again when {tier.info.url} answers"
