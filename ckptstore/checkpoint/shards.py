@@ -16,7 +16,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.skeleton import Node
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.writer import write_pieces
+from ckptstore.objects.writer import Written, write_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.flatten import flatten
@@ -89,33 +89,14 @@ def write_part(
     began = repo.environment.monotonic()
     if looked is None:
         looked = (repo.catalog if repo.log.opened else repo.refresh()).number
-    sources: list[SourceTensor] = []
-    spans: list[tuple[int, int]] = []
-    for shard in shards:
-        check_shard(shard.tensor, shard.name)
-        cuts = _sources(shard, repo.chunk_bytes)
-        spans.append((len(sources), len(sources) + len(cuts)))
-        sources += cuts
+    sources, spans = _cut_shards(shards, repo.chunk_bytes)
     flats = {name: _flat_value(name, value, adapters) for name, value in values.items()}
     starts: dict[str, int] = {}
     for name, (_, tensors) in flats.items():
         starts[name] = len(sources)
         sources += tensors
     settle(sources)
-    choice, _ = pacing.choose(repo, codec, workers=repo.options.workers)
-    packing = repo.environment.monotonic()
-    written = write_pieces(
-        sources,
-        backend=repo.backend,
-        environment=repo.environment,
-        options=repo.options,
-        known=KnownPieces(shared, deltas=False),
-        chunk_bytes=repo.chunk_bytes,
-        choice=choice,
-        progress=progress,
-    )
-    spent = repo.environment.monotonic() - packing
-    pacing.learn(repo, choice, written, wall_s=spent)
+    written = _write(repo, sources, shared, codec, progress)
     first = written.first
     return RankPart(
         shards=tuple(
@@ -129,6 +110,44 @@ def write_part(
         looked=looked,
         seconds=repo.environment.monotonic() - began,
     )
+
+
+def _cut_shards(
+    shards: Sequence[Shard], chunk_bytes: int
+) -> tuple[list[SourceTensor], list[tuple[int, int]]]:
+    """Return the tensors to write, and per shard where its own begin and end among them."""
+    sources: list[SourceTensor] = []
+    spans: list[tuple[int, int]] = []
+    for shard in shards:
+        check_shard(shard.tensor, shard.name)
+        cuts = _sources(shard, chunk_bytes)
+        spans.append((len(sources), len(sources) + len(cuts)))
+        sources += cuts
+    return sources, spans
+
+
+def _write(
+    repo: Repo,
+    sources: Sequence[SourceTensor],
+    shared: Sequence[PieceTable],
+    codec: str,
+    progress: ProgressCallback,
+) -> Written:
+    """Write the packs, and learn from it how fast the storage and the codec are."""
+    choice, _ = pacing.choose(repo, codec, workers=repo.options.workers)
+    began = repo.environment.monotonic()
+    written = write_pieces(
+        sources,
+        backend=repo.backend,
+        environment=repo.environment,
+        options=repo.options,
+        known=KnownPieces(shared, deltas=False),
+        chunk_bytes=repo.chunk_bytes,
+        choice=choice,
+        progress=progress,
+    )
+    pacing.learn(repo, choice, written, wall_s=repo.environment.monotonic() - began)
+    return written
 
 
 _Flat = tuple[Node, tuple[SourceTensor, ...]]

@@ -68,21 +68,40 @@ def decode_elements(
     """
     if dtype not in FLOATS:
         raise ValueError(f"no form restores {dtype}")
-    target = np.frombuffer(out, raw_dtype(dtype))
     if recipe_kind == CAST and source_dtype in FLOATS:
-        source = np.frombuffer(codes, raw_dtype(source_dtype))
-        if len(source) != len(target):
-            raise ValueError(f"{len(source)} elements for {len(target)}")
-        if (source_dtype, dtype) == ("float32", "bfloat16"):
-            with np.errstate(all="ignore"):
-                to_bfloat16(source.view(np.float32), target)
-            return
-        for at in range(0, len(source), _STEP):
-            part = source[at : at + _STEP]
-            target[at : at + len(part)] = recast(source_dtype, dtype, part)
-        return
-    if recipe_kind != SCALED or code not in BOOKS or scales is None or block < 1:
+        _cast(source_dtype, dtype, codes, out)
+    elif recipe_kind == SCALED and code in BOOKS and scales is not None and block >= 1:
+        _rescale(code, block, dtype, start, codes, scales, out)
+    else:
         raise ValueError(f"a recipe of kind {recipe_kind!r} with code {code!r} is unknown")
+
+
+def _cast(source_dtype: str, dtype: str, codes: memoryview, out: memoryview) -> None:
+    """Convert each element."""
+    source = np.frombuffer(codes, raw_dtype(source_dtype))
+    target = np.frombuffer(out, raw_dtype(dtype))
+    if len(source) != len(target):
+        raise ValueError(f"{len(source)} elements for {len(target)}")
+    if (source_dtype, dtype) == ("float32", "bfloat16"):
+        with np.errstate(all="ignore"):
+            to_bfloat16(source.view(np.float32), target)
+        return
+    for at in range(0, len(source), _STEP):
+        part = source[at : at + _STEP]
+        target[at : at + len(part)] = recast(source_dtype, dtype, part)
+
+
+def _rescale(
+    code: str,
+    block: int,
+    dtype: str,
+    start: int,
+    codes: memoryview,
+    scales: memoryview,
+    out: memoryview,
+) -> None:
+    """Look each element up in the book of its code, and multiply it by the scale of its block."""
+    target = np.frombuffer(out, raw_dtype(dtype))
     places = np.frombuffer(codes, np.uint8)
     sizes = np.frombuffer(scales, np.dtype("<f4"))
     first = start // block

@@ -27,6 +27,7 @@ from ckptstore.ops.holders import Holder, holders_of
 from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.reach import Reach
 from ckptstore.ops.rebase import Rebased, dead_keys, rebase
+from ckptstore.ops.recopy import Victim
 from ckptstore.ops.repack import Repacked, choose, repack
 from ckptstore.ops.spread import Spread, spread_over
 from ckptstore.ops.sweep import due, sweep
@@ -93,7 +94,7 @@ class GcReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
+class _Request:
     """What the user asks for: see :func:`gc`."""
 
     grace_s: float
@@ -104,11 +105,31 @@ class _Plan:
     force: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sorted:
+    """Keys of objects, by what a collection would do with them before it has done anything."""
+
+    live: Sequence[str]
+    condemnable: Sequence[str]
+    """What can be condemned now."""
+    now: Sequence[str]
+    """What can be deleted now."""
+    later: Sequence[str]
+    """What can be deleted when the grace is over."""
+    orphans: Sequence[str]
+    """Of `condemnable`: named by no commit."""
+    nameless: Sequence[str]
+    """Named by no commit; `orphans` and `young` together."""
+    young: Sequence[str]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Collection:
     """One collection under way; owned by the calling thread."""
 
     repo: Repo
+    cache: Manifests
+    request: _Request
     reach: Reach
     found: Candidates
     progress: ProgressCallback
@@ -127,13 +148,50 @@ class _Collection:
         while self.repo.log.append_any(build) is not None:
             self.condemned += part
 
-    def sweep(self, *, grace_s: float) -> None:
+    def sweep(self) -> None:
         """Delete what was condemned long enough ago, by whomever."""
+        grace_s = self.request.grace_s
         catalog = self.repo.refresh()
         now_s = storage_now(self.repo) if catalog.condemned and grace_s > 0 else self.found.now_s
         keys = due(self.repo, catalog, grace_s=grace_s, now_s=now_s)
         sweep(self.repo, keys, progress=self.progress, spread=self.spread)
         self.swept += keys
+
+    def rebase(self) -> Rebased:
+        """Store deltas by themselves whose bases nothing else needs."""
+        if self.request.repack_below is None:
+            return Rebased()
+        dry_run = self.request.dry_run
+        rebased = rebase(self.repo, self.cache, self.reach, dry_run=dry_run, progress=self.progress)
+        if not dry_run:
+            self.found.dead.update(dead_keys(rebased) & self.found.objects.keys())
+        return rebased
+
+    def free(self, victims: Sequence[Victim]) -> Repacked:
+        """Condemn what is dead, write packs anew that mostly are, delete what is due."""
+        self.condemn()
+        repacked = repack(
+            self.repo,
+            self.cache,
+            self.reach,
+            victims,
+            progress=self.progress,
+            spread=self.spread,
+        )
+        self.found.dead.update(pack_key(victim.pack) for victim in victims)
+        if repacked.versions_count:
+            self.condemn()
+        self.sweep()
+        return repacked
+
+    def pretend(self, victims: Sequence[Victim], before: _Sorted) -> Repacked:
+        """Note what :meth:`free` would do."""
+        self.condemned, self.swept = [*before.condemnable], [*before.now]
+        return Repacked(
+            packs_count=len(victims),
+            packs_bytes=sum(victim.size_bytes for victim in victims),
+            copied_bytes=sum(victim.live_bytes for victim in victims),
+        )
 
     def listed(self, keys: Iterable[str]) -> list[ObjectInfo]:
         """Return what the listing told of those of `keys` that were in it."""
@@ -214,7 +272,7 @@ def gc(
     _check(grace_s, orphan_age_s, repack_below)
     if not dry_run:
         repo.check_writable()
-    plan = _Plan(
+    request = _Request(
         grace_s=grace_s,
         orphan_age_s=orphan_age_s,
         repack_below=repack_below,
@@ -223,106 +281,105 @@ def gc(
         force=force,
     )
     with spread_over(repo, executor, workers) as spread:
-        return _collect(repo, cache, plan, progress, spread)
+        return _collect(repo, cache, request, progress, spread)
 
 
 def _collect(
     repo: Repo,
     cache: Manifests,
-    plan: _Plan,
+    request: _Request,
     progress: ProgressCallback,
     spread: Spread | None,
 ) -> GcReport:
+    """Look at everything first; the figures are those of before anything is done."""
     began = repo.environment.monotonic()
     catalog = repo.refresh()
-    unclear = plan.dry_run and repo.options.read_only
+    clockless = request.dry_run and repo.options.read_only
     found = find_candidates(
         repo,
         catalog,
-        now_s=None if unclear else storage_now(repo),
-        orphan_age_s=plan.orphan_age_s,
+        now_s=None if clockless else storage_now(repo),
+        orphan_age_s=request.orphan_age_s,
         progress=progress,
         spread=spread,
     )
-    reach = Reach(repo, cache, progress=progress, spread=spread)
-    run = _Collection(repo=repo, reach=reach, found=found, progress=progress, spread=spread)
-    figures = _figures(run, catalog, grace_s=plan.grace_s)
-    if not plan.force:
-        strays = [key for key in figures["orphans"] if version_id_of(key) is not None]
-        check_log_is_whole(repo, catalog, strays, in_flight=plan.orphan_age_s <= 0)
-    rebased = Rebased()
-    if plan.repack_below is not None:
-        rebased = rebase(repo, cache, reach, dry_run=plan.dry_run, progress=progress)
-        if not plan.dry_run and rebased.versions_count:
-            found.dead.update(dead_keys(rebased) & found.objects.keys())
-    chunks = reach.chunks(repo.catalog if rebased.versions_count else catalog)
-    below = plan.repack_below if plan.repack_below is not None else 0.0
-    victims, live_bytes = choose(chunks, found.objects, below=below)
-    repacked = Repacked(
-        packs_count=len(victims),
-        packs_bytes=sum(victim.size_bytes for victim in victims),
-        copied_bytes=sum(victim.live_bytes for victim in victims),
+    work = _Collection(
+        repo=repo,
+        cache=cache,
+        request=request,
+        reach=Reach(repo, cache, progress=progress, spread=spread),
+        found=found,
+        progress=progress,
+        spread=spread,
     )
-    if plan.dry_run:
-        condemned, swept = figures["plan"], figures["now"]
-    else:
-        run.condemn()
-        repacked = repack(repo, cache, reach, victims, progress=progress, spread=spread)
-        found.dead.update(pack_key(victim.pack) for victim in victims)
-        if repacked.versions_count:
-            run.condemn()
-        run.sweep(grace_s=plan.grace_s)
-        condemned, swept = run.condemned, run.swept
-    before_s = found.now_s - max(plan.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
-    left = repo.backend.remove_leftovers(modified_before=before_s, dry_run=plan.dry_run)
+    before = _sort(work, catalog)
+    if not request.force:
+        strays = [key for key in before.orphans if version_id_of(key) is not None]
+        check_log_is_whole(repo, catalog, strays, in_flight=request.orphan_age_s <= 0)
+    rebased = work.rebase()
+    chunks = work.reach.chunks(repo.catalog if rebased.versions_count else catalog)
+    victims, live_bytes = choose(chunks, found.objects, below=request.repack_below or 0.0)
+    repacked = work.pretend(victims, before) if request.dry_run else work.free(victims)
+    age_s = max(request.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
+    left = repo.backend.remove_leftovers(
+        modified_before=found.now_s - age_s, dry_run=request.dry_run
+    )
     contents = [details for _, details in catalog.contents(known={})]
     return GcReport(
-        dry_run=plan.dry_run,
+        dry_run=request.dry_run,
         commit=catalog.number,
         versions_count=len(contents),
         logical_bytes=sum(logical for each in contents for logical, _, _ in each.roles.values()),
-        stored=run.tally(found.objects),
-        live=run.tally(figures["live"]),
         live_chunk_bytes=live_bytes,
-        reclaimable_now=run.tally(figures["now"]),
-        reclaimable_later=run.tally(figures["later"]),
-        orphans=run.tally(figures["orphans"]),
-        orphan_age_s_max=max(map(found.age_s, figures["nameless"]), default=0.0),
-        young=run.tally(figures["young"]),
+        orphan_age_s_max=max(map(found.age_s, before.nameless), default=0.0),
         repacked=repacked,
         rebased=rebased,
-        condemned=run.tally(condemned),
-        swept=run.tally(swept),
         leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
         seconds=repo.environment.monotonic() - began,
-        early=tuple(early(run.listed({*condemned, *swept}), now_s=found.now_s)),
-        holders=holders_of(catalog, reach, found.objects) if plan.holders else (),
+        early=tuple(early(work.listed({*work.condemned, *work.swept}), now_s=found.now_s)),
+        holders=holders_of(catalog, work.reach, found.objects) if request.holders else (),
+        **_tallies(work, before),
     )
 
 
-def _figures(run: _Collection, catalog: Catalog, *, grace_s: float) -> dict[str, Sequence[str]]:
+def _tallies(work: _Collection, before: _Sorted) -> dict[str, Kinds]:
+    """Return the fields of a report that say how many objects of each kind there were."""
+    keys: dict[str, Iterable[str]] = {
+        "stored": work.found.objects,
+        "live": before.live,
+        "reclaimable_now": before.now,
+        "reclaimable_later": before.later,
+        "orphans": before.orphans,
+        "young": before.young,
+        "condemned": work.condemned,
+        "swept": work.swept,
+    }
+    return {name: work.tally(some) for name, some in keys.items()}
+
+
+def _sort(work: _Collection, catalog: Catalog) -> _Sorted:
     """Sort the listed objects by what a collection would do with them."""
-    found = run.found
-    live = run.reach.keys(catalog)
-    plan = condemnable(found, catalog, run.reach)
-    over = due(run.repo, catalog, grace_s=grace_s, now_s=found.now_s)
+    found, no_grace = work.found, work.request.grace_s <= 0
+    live = work.reach.keys(catalog)
+    condemnable_now = condemnable(found, catalog, work.reach)
+    over = due(work.repo, catalog, grace_s=work.request.grace_s, now_s=found.now_s)
     waiting = sorted(catalog.condemned.keys() - set(over))
-    chosen = set(plan)
+    chosen = set(condemnable_now)
     # Named by a manifest that is dead now, or by none at all?
     nameless = [
         key
         for key in found.objects
         if key not in live and key not in found.dead and key not in catalog.condemned
     ]
-    return {
-        "live": sorted(live),
-        "plan": plan,
-        "now": [*over, *plan] if grace_s <= 0 else over,
-        "later": waiting if grace_s <= 0 else [*waiting, *plan],
-        "orphans": [key for key in nameless if key in chosen],
-        "nameless": nameless,
-        "young": [key for key in nameless if key not in chosen],
-    }
+    return _Sorted(
+        live=sorted(live),
+        condemnable=condemnable_now,
+        now=[*over, *condemnable_now] if no_grace else over,
+        later=waiting if no_grace else [*waiting, *condemnable_now],
+        orphans=[key for key in nameless if key in chosen],
+        nameless=nameless,
+        young=[key for key in nameless if key not in chosen],
+    )
 
 
 def _check(grace_s: float, orphan_age_s: float, repack_below: float | None) -> None:

@@ -8,31 +8,28 @@ another offset; in a second store. Whatever the origin, the digest in the piece'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
-from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, DELTAS, Base, check_choice, decode
+from ckptstore.codecs.registry import DELTAS, Base, check_choice, decode
 from ckptstore.errors import CkptStoreError, CorruptObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.index import Base as Place
 from ckptstore.objects.index import KnownPieces, Location, TableBuilder, location_of
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.objects.scan import FoundChunk, scan_chunks
 from ckptstore.objects.writer import write_pieces
+from ckptstore.ops.salvage import decodings, legible, read_chunk
 from ckptstore.repo import Repo
 
 __all__ = ["Need", "Rescue", "replaced", "rows_of"]
@@ -257,10 +254,10 @@ class Rescue:
             for (pack, offset, inner), (stored, slab) in need.places.items():
                 chunks.setdefault((pack, offset, stored, slab), []).append((inner, need))
         for (pack, offset, stored, slab), members in sorted(chunks.items(), key=lambda x: x[0]):
-            data = _read(self.repo.backend, pack, offset, CHUNK_HEADER_BYTES + stored)
+            data = read_chunk(self.repo.backend, pack, offset, stored)
             if data is not None:
                 bases = [base for _, need in members for base in self._bases_of(need)]
-                for decoded in _decodings(data, stored, slab, bases):
+                for decoded in decodings(data, stored, slab, bases):
                     for inner, need in members:
                         piece = decoded[inner : inner + need.raw_bytes]
                         self.give(need.piece_id, bytes(piece), "salvaged")
@@ -279,7 +276,7 @@ class Rescue:
                 key = pack_key(pack)
 
                 def read(offset: int, size: int, key: str = key) -> bytes:
-                    return _legible(backend, key, offset, size)
+                    return legible(backend, key, offset, size)
 
                 try:
                     for chunk in scan_chunks(read, sizes[pack], start=0):
@@ -337,54 +334,6 @@ class Rescue:
             )
             if not lost:
                 yield Base(piece_id=piece_id, data=memory)
-
-
-def _legible(backend: Backend, key: str, offset: int, size: int) -> bytes:
-    """Return a range of a pack; what of an encrypted one does not decrypt reads as zeros.
-
-    Whatever is found in it is checked against the ids of its pieces.
-    """
-    memory = bytearray(size)
-    try:
-        backend.read_into(key, offset, [memoryview(memory)])
-    except CorruptObjectError:
-        half = size // 2
-        if size <= limits.SEGMENT_BYTES_DEFAULT:
-            return bytes(size)
-        first = _legible(backend, key, offset, half)
-        return first + _legible(backend, key, offset + half, size - half)
-    return bytes(memory)
-
-
-def _read(backend: Backend, pack: str, offset: int, size: int) -> bytes | None:
-    memory = bytearray(size)
-    try:
-        backend.read_into(pack_key(pack), offset, [memoryview(memory)])
-    except (CorruptObjectError, NotFoundError):
-        return None
-    return bytes(memory)
-
-
-def _decodings(data: bytes, stored: int, slab: int, bases: Sequence[Base]) -> Iterator[memoryview]:
-    """Yield what a chunk may decode to: as its header says, or where that is damaged, every way."""
-    body = memoryview(data)[CHUNK_HEADER_BYTES:]
-    ways: Iterable[tuple[int, int]]
-    try:
-        header = parse_chunk_header(data[:CHUNK_HEADER_BYTES], where="")
-    except CorruptObjectError:
-        ways = product((*CODECS, *DELTAS), Layout)
-    else:
-        if (header.stored_bytes, header.raw_bytes) != (stored, slab):
-            return  # another chunk lies here
-        ways = ((header.codec, header.layout),)
-    for codec, layout in ways:
-        for base in bases if codec in DELTAS else (None,):
-            out = memoryview(bytearray(slab))
-            try:
-                decode(codec, layout, body, out, base=base)
-            except CodecError:
-                continue
-            yield out
 
 
 def rows_of(table: PieceTable, wanted: Collection[bytes]) -> list[int]:
