@@ -12,7 +12,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
+
+from typer.models import OptionInfo
 
 __all__ = ["flattened"]
 
@@ -44,10 +46,25 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             values[name] = group(**{field: values.pop(field) for field in names})
         command(**values)
 
-    call.__doc__ = command.__doc__
+    for parameter in parameters:
+        _name_no_value(parameter)
+    call.__doc__ = _paragraphs(command.__doc__ or "")
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call
+
+
+def _paragraphs(text: str) -> str:
+    """Return a docstring with each paragraph in one line, for the help to wrap as wide as it is."""
+    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+
+
+def _name_no_value(parameter: inspect.Parameter) -> None:
+    """Have the help show a flag without a value; Typer writes ``<bool>`` beside it."""
+    kind, *notes = get_args(parameter.annotation) or (None,)
+    for note in notes:
+        if kind is bool and isinstance(note, OptionInfo) and note.metavar is None:
+            note.metavar = ""
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:

@@ -101,7 +101,8 @@ def build_app(only: str = "") -> typer.Typer:
 def _root(
     context: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)
+        bool,
+        typer.Option("--version", metavar="", help="Print the version and exit.", is_eager=True),
     ] = False,
 ) -> None:
     if version:

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from ckptstore.cli.groups import flattened
-from ckptstore.cli.main import COMMANDS, build_app
+from ckptstore.cli.main import COMMANDS, build_app, run
 
 COUNT = typer.Option("--count", help="How many.")
 
@@ -98,3 +98,30 @@ def test_no_default_of_an_option_is_a_tuple() -> None:
         for name, parameter in inspect.signature(command.callback).parameters.items():
             assert not isinstance(parameter.default, tuple), (command.name, name)
     assert len(app.registered_commands) == len(COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["gc", "verify", "export"])
+def test_flags_take_no_value_in_the_help(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The help of a flag names no value, so that nobody writes --json true."""
+    monkeypatch.setenv("COLUMNS", "200")
+    run([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    flags = [line for line in lines if "--json" in line or "--quiet" in line or "--force" in line]
+    assert len(flags) >= 2
+    assert not any("bool" in line for line in flags)
+
+
+def test_help_is_wrapped_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A paragraph of the help fills the terminal, wherever the docstring breaks its lines."""
+    monkeypatch.setenv("COLUMNS", "72")
+    run(["export", "--help"])
+    out = capsys.readouterr().out
+    lines = [line.strip() for line in out.split("Arguments")[0].splitlines()]
+    start = next(place for place, line in enumerate(lines) if line.startswith("The file appears"))
+    paragraph = lines[start : lines.index("", start)]
+    assert len(paragraph) >= 2
+    assert min(map(len, paragraph[:-1])) > 50
