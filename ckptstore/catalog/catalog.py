@@ -7,18 +7,13 @@ threads, and is answered from memory. Listing is lazy: of 100,000 versions a pag
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from difflib import get_close_matches
-from sys import intern
-from typing import Final
-
-import msgspec
 
 from ckptstore.catalog.fold import extend
-from ckptstore.catalog.lifecycle import level_of
+from ckptstore.catalog.rows import build_run, build_version, tags_by_version
+from ckptstore.catalog.snapshot_rows import snapshot_of, state_of
 from ckptstore.catalog.state import EMPTY, RunState, State
+from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -27,34 +22,21 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.format.commit import Commit
-from ckptstore.format.names import (
-    check_metadata_json,
-    check_replica_name,
-    check_run_name,
-    check_tag,
-)
 from ckptstore.format.snapshot import (
     ABANDONED,
-    DAMAGED,
     DELETED,
     PINNED,
     RECORD_ONLY,
-    VERIFIED,
     Details,
-    RunRow,
     SnapshotBody,
     VersionRow,
     decode_details,
     decode_manifest_key,
     decode_metrics,
 )
-from ckptstore.format.tiers import check_replica_url
-from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
+from ckptstore.model import ReplicaInfo, RunInfo, Version
 
-__all__ = ["Catalog", "did_you_mean"]
-
-_HEX: Final = re.compile(r"[0-9a-f]*")
-_ID_CHARS: Final = 32
+__all__ = ["Catalog"]
 
 
 class Catalog:
@@ -136,11 +118,11 @@ class Catalog:
         """
         ids = self._state.versions if run is None else self._run(run).versions
         order = reversed(ids) if newest_first else iter(ids)
-        tags = _tags_by_version(self._state.runs.values() if run is None else [self._run(run)])
+        tags = tags_by_version(self._state.runs.values() if run is None else [self._run(run)])
         rows = self._state.versions
         wanted = DELETED if deleted else 0
         return (
-            _build(rows[version_id], tags.get(version_id, ()))
+            build_version(rows[version_id], tags.get(version_id, ()))
             for version_id in order
             if rows[version_id].flags & DELETED == wanted
         )
@@ -373,27 +355,7 @@ class Catalog:
         if not self.number:
             msg = "an empty log has no snapshot"
             raise InvalidInputError(msg)
-        return SnapshotBody(
-            self.number,
-            self.digest,
-            [
-                RunRow(
-                    run.name,
-                    run.created_at_ms,
-                    run.metrics,
-                    run.head,
-                    run.tags,
-                    run.origin,
-                    run.policy,
-                    run.held,
-                )
-                for run in self._state.runs.values()
-            ],
-            list(self._state.versions.values()),
-            self._state.condemned,
-            self._state.policy,
-            {one.name: (one.url, one.store) for one in self._state.replicas.values()},
-        )
+        return snapshot_of(self._state)
 
     @classmethod
     def from_snapshot(cls, body: SnapshotBody, *, where: str) -> Catalog:
@@ -407,7 +369,7 @@ class Catalog:
             If rows name runs or versions that are not there, or names break the rules.
         """
         try:
-            return cls(_state(body))
+            return cls(state_of(body))
         except (InvalidInputError, KeyError, ValueError) as error:
             msg = f"{where} contradicts itself: {error}"
             raise CorruptObjectError(msg) from error
@@ -422,138 +384,10 @@ class Catalog:
         return found
 
     def _run_info(self, run: RunState) -> RunInfo:
-        rows = self._state.versions
-        flags = [rows[version_id].flags for version_id in run.versions]
-        return RunInfo(
-            name=run.name,
-            metrics=dict(run.metrics),
-            head=run.head,
-            created_at=datetime.fromtimestamp(run.created_at_ms / 1000, UTC),
-            versions_count=sum(not flag & DELETED for flag in flags) if any(flags) else len(flags),
-            tags={
-                tag: target for tag, target in run.tags.items() if not rows[target].flags & DELETED
-            },
-            origin=run.origin,
-            policy=msgspec.json.decode(run.policy) if run.policy else None,
-        )
+        return build_run(run, self._state.versions)
 
     def _version(self, row: VersionRow) -> Version:
         tags = self._state.runs[row.run].tags
-        return _build(row, tuple(sorted(tag for tag, target in tags.items() if target == row.id)))
-
-
-def did_you_mean(text: str, known: Iterable[str]) -> str:
-    """Return a hint that names what `text` may have been meant to be, or what there is."""
-    names = list(known)
-    close = get_close_matches(text, names[-10_000:], n=3)
-    if close:
-        return "did you mean " + " or ".join(close) + "?"
-    if not names:
-        return "there is none yet"
-    return "there is " + ", ".join(names[:5]) + (f" and {len(names) - 5} more" if names[5:] else "")
-
-
-def _build(row: VersionRow, tags: tuple[str, ...]) -> Version:
-    details = decode_details(row)
-    return Version(
-        id=row.id,
-        run=row.run,
-        step=row.step,
-        metrics=decode_metrics(row),
-        tags=tags,
-        parent=row.parent,
-        created_at=datetime.fromtimestamp(row.at_ms / 1000, UTC),
-        metadata=_metadata(row, details.metadata),
-        roles={
-            role: RoleBytes(logical=logical, new=new, stored=stored)
-            for role, (logical, new, stored) in details.roles.items()
-        },
-        content=details.content.hex(),
-        manifest_key=details.manifest_key,
-        manifest_digest=details.manifest_digest.hex(),
-        manifest_bytes=details.manifest_bytes,
-        receipt=details.receipt,
-        commit=row.commit,
-        level=level_of(row),
-        abandoned=bool(row.flags & ABANDONED),
-        pinned=bool(row.flags & PINNED),
-        verified=bool(row.flags & VERIFIED),
-        damaged=bool(row.flags & DAMAGED),
-        deleted=bool(row.flags & DELETED),
-        origin=details.origin,
-        replicas=details.replicas,
-        pinned_for=tuple(filter(None, details.pinned_by)),
-    )
-
-
-def _metadata(row: VersionRow, data: bytes) -> dict[str, object]:
-    try:
-        return {} if data == b"{}" else msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        msg = f"the catalog snapshot has damaged metadata for version {row.id}: {error}"
-        raise CorruptObjectError(msg) from error
-
-
-def _tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
-    found: dict[str, list[str]] = {}
-    for run in runs:
-        for tag, version_id in run.tags.items():
-            found.setdefault(version_id, []).append(tag)
-    return {version_id: tuple(sorted(tags)) for version_id, tags in found.items()}
-
-
-def _state(body: SnapshotBody) -> State:
-    runs = {
-        row.name: RunState(
-            name=intern(check_run_name(row.name)),
-            created_at_ms=row.created_at_ms,
-            metrics=row.metrics,
-            head=row.head,
-            tags={check_tag(tag): version_id for tag, version_id in row.tags.items()},
-            origin=row.origin,
-            policy=row.policy,
-            held=row.held,
+        return build_version(
+            row, tuple(sorted(tag for tag, target in tags.items() if target == row.id))
         )
-        for row in body.runs
-    }
-    ids = "".join([row.id for row in body.versions])
-    if not _HEX.fullmatch(ids) or any(len(row.id) != _ID_CHARS for row in body.versions):
-        msg = "a version's id is not 32 hex digits"
-        raise InvalidInputError(msg)
-    versions: dict[str, VersionRow] = {}
-    for row in body.versions:
-        run = runs[row.run]
-        # Strings are shared between rows, and a parent comes before its child.
-        msgspec.structs.force_setattr(row, "run", run.name)
-        if row.parent:
-            msgspec.structs.force_setattr(row, "parent", versions[row.parent].id)
-        versions[row.id] = row
-        run.versions.append(row.id)
-    if len(versions) != len(body.versions) or len(runs) != len(body.runs):
-        msg = "a run or a version is there twice"
-        raise InvalidInputError(msg)
-    for run in runs.values():
-        for version_id in (*run.tags.values(), *([run.head] if run.head else [])):
-            if versions[version_id].run != run.name:
-                msg = f"run {run.name!r} points to a version of another"
-                raise InvalidInputError(msg)
-        if run.origin and run.origin not in versions:
-            msg = f"run {run.name!r} was forked from a version that is not there"
-            raise InvalidInputError(msg)
-        check_metadata_json(run.policy or b"{}")
-    check_metadata_json(body.policy or b"{}")
-    return State(
-        number=body.number,
-        digest=body.digest,
-        versions=versions,
-        runs=runs,
-        condemned=body.condemned,
-        gone=frozenset(body.condemned),
-        policy=body.policy,
-        replicas={
-            check_replica_name(name): ReplicaInfo(
-                name=name, url=check_replica_url(url), store=store
-            )
-            for name, (url, store) in body.replicas.items()
-        },
-    )

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from ckptstore import limits
-from ckptstore.catalog.catalog import Catalog, did_you_mean
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions, check_metrics
+from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import (
     CommitConflictError,
     CondemnedError,

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptstore import limits
-from ckptstore.catalog.catalog import Catalog, did_you_mean
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import ranked
+from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.fields import Direction
 from ckptstore.model import Version

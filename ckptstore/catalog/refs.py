@@ -24,8 +24,9 @@ from collections.abc import Mapping
 from typing import Final, NoReturn
 
 from ckptstore import limits
-from ckptstore.catalog.catalog import Catalog, did_you_mean
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import best
+from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import InvalidInputError, InvalidRefError, VersionNotFoundError
 from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name, check_run_name, check_tag
@@ -102,7 +103,9 @@ def resolve(
         _missing(ref, f"run {ref.run!r} has no version yet", "")
     if ref.kind == "step":
         found = catalog.by_step(ref.run, ref.number)
-        return found or _missing(ref, f"run {ref.run!r} has no step {ref.number}", _nearest(catalog, ref))
+        return found or _missing(
+            ref, f"run {ref.run!r} has no step {ref.number}", _nearest(catalog, ref)
+        )
     if ref.kind == "tag":
         found = catalog.by_tag(ref.run, ref.value)
         return found or _missing(

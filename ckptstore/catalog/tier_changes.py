@@ -7,7 +7,8 @@ again for every number that is tried; raise when a precondition fails; touch not
 from __future__ import annotations
 
 from ckptstore import limits
-from ckptstore.catalog.catalog import Catalog, did_you_mean
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import ConflictError, LimitError, NotFoundError
 from ckptstore.format.commit import Op
 from ckptstore.format.names import check_replica_name
