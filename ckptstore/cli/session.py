@@ -16,6 +16,7 @@ from ckptstore.errors import (
 )
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
+from ckptstore.store.replica_places import PLACE
 from ckptstore.store.tiers import PREFIX
 
 __all__ = [
@@ -98,6 +99,9 @@ def opened_place(
     CkptStoreError
         As :func:`opened`.
     """
+    if own := sorted(given.keys() & {PLACE, "read_only", "single_writer"}):
+        msg = f"{own[0]!r} is not an option of the storage library"
+        raise InvalidInputError(msg)
     with (
         vouching(),
         open_store(url, read_only=not writing, single_writer=single_writer, **given) as store,
@@ -166,6 +170,5 @@ def find_version(store: Store, text: str) -> Version:
     except NotFoundError:
         if ref == text:
             raise
-        raise RunNotFoundError(
-            f"{text!r} is neither a run nor the beginning of a version's id"
-        ) from None
+        msg = f"{text!r} is neither a run nor the beginning of a version's id"
+        raise RunNotFoundError(msg, hint="ckptstore ls --limit 0 shows both") from None

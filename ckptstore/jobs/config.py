@@ -40,6 +40,8 @@ from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError
 from ckptstore.store import open_store
+from ckptstore.store.replica_places import PLACE
+from ckptstore.store.tiers import PREFIX
 
 __all__ = [
     "Alert",
@@ -65,7 +67,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     url: Annotated[str, msgspec.Meta(min_length=1)]
     """Of the target, ``replica:NAME`` too: one that the source has a name for."""
     options: dict[str, Any] = {}
-    """For the storage library, such as ``endpoint_url``. Credentials belong into their chains."""
+    """For the storage library, such as ``endpoint_url``. Credentials belong into their chains. With
+    ``replica:NAME`` also ``url``, the place that they are for."""
     single_writer: bool = False
     """Nobody else writes while the job runs."""
     key: str | None = None
@@ -236,7 +239,8 @@ _OWN_OPTIONS: Final = frozenset(inspect.signature(open_store).parameters)
 def _check(job: Job) -> None:
     """Raise for rules and times that are none, before anything is opened."""
     for place in (job.source, job.target):
-        if own := sorted(_OWN_OPTIONS & place.options.keys()):
+        meant = {PLACE} if place.url.startswith(PREFIX) else set()
+        if own := sorted(_OWN_OPTIONS & place.options.keys() - meant):
             msg = f"{own[0]!r} is not an option of the storage library"
             raise InvalidInputError(msg)
     for text in (

@@ -6,14 +6,13 @@ changed, a window at a time, when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
-from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.content import Content
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.paths import Path, find_path, path_text
@@ -176,12 +175,19 @@ class _Source:
         return dict(zip(paths, found, strict=True))
 
 
-def diff(repo: Repo, cache: Manifests, first: Version, second: Version) -> DiffReport:
+def diff(
+    repo: Repo, content_of: Callable[[Version], Content], first: Version, second: Version
+) -> DiffReport:
     """Compare two versions of a store by their manifests; reads no tensor.
 
     Leaves are told apart by their paths. Bytes that were cut into pieces of another size (a
     version that came from a store with another chunk size), or that are stored in another form
     (as themselves, or following from another tensor), look changed although they may not be.
+
+    Parameters
+    ----------
+    content_of
+        Gives what a version holds, from wherever it is.
 
     Raises
     ------
@@ -190,7 +196,7 @@ def diff(repo: Repo, cache: Manifests, first: Version, second: Version) -> DiffR
     CorruptObjectError
         A manifest is damaged.
     """
-    contents = (read_content(cache.load(first)), read_content(cache.load(second)))
+    contents = (content_of(first), content_of(second))
     before, after = ({leaf.path: leaf for leaf in content.leaves} for content in contents)
     prints = tuple(_Prints(content) for content in contents)
     changes: list[TensorChange] = []

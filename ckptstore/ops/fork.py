@@ -1,12 +1,12 @@
 """Fork: a run begins at a version of another, and shares its chunks. No tensor is read or written.
 
 Within a store a fork is one manifest and one commit, whatever the size of the version. Into another
-store, the chunks that are missing there travel as they are stored.
+store, or of what only a replica has, the chunks that are missing travel as they are stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,11 +22,12 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.keys import manifest_key, pack_id, pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
-from ckptstore.model import Version
-from ckptstore.ops.transplant import ORIGIN_KEY, transplant
+from ckptstore.model import RoleBytes, Version
+from ckptstore.ops.fallthrough import Found
+from ckptstore.ops.transplant import ORIGIN_KEY, Landed, transplant
 from ckptstore.repo import Repo
 
 __all__ = ["ForkRequest", "fork", "fork_into"]
@@ -48,11 +49,24 @@ class ForkRequest:
     """Called while chunks travel to another store."""
 
 
-def fork(repo: Repo, cache: Manifests, source: Version, request: ForkRequest) -> Version:
+def fork(
+    repo: Repo,
+    cache: Manifests,
+    source: Version,
+    request: ForkRequest,
+    *,
+    lender: Found | None = None,
+) -> Version:
     """Begin a run at a version of the same store; return its first version.
 
     What a collection condemns between reading the source and the commit is looked at again: the
     source may lie elsewhere since. The check and the commit are one step on the log.
+
+    Parameters
+    ----------
+    lender
+        A replica that has the content where this store does not: chunks that are not here travel,
+        as far as the request takes them over.
 
     Raises
     ------
@@ -74,18 +88,24 @@ def fork(repo: Repo, cache: Manifests, source: Version, request: ForkRequest) ->
     catalog = repo.refresh()
     build = _Forking(source=source, version=version, request=request)
     build(catalog)  # refuses now what the commit would refuse
+    without: set[str] = set()
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
         source = catalog.version(source.id)
         _check_whole(source)
-        manifest = select(cache.load(source), request.selection, version=version)
+        held = cache.load(source) if lender is None else lender.manifest
+        manifest = select(held, request.selection, version=version)
+        if lender is not None:
+            landed = _borrow(repo, cache, lender, manifest, request, without)
+            manifest, build.roles = landed.manifest, landed.roles
         build.manifest = manifest
         build.content = content_digest(manifest)
         build.pointer = _write(repo, manifest, name)
         try:
             repo.log.append(build)
-        except CondemnedError:
+        except CondemnedError as error:
             if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
                 raise
+            without.update(pack for key in error.keys if (pack := pack_id(key)))
             name = repo.environment.random_hex(16)  # a name is never used again
             catalog = repo.refresh()
         else:
@@ -104,6 +124,8 @@ class _Forking:
     manifest: Manifest | None = None
     pointer: ManifestPointer = _NOWHERE
     content: str = "0" * 64
+    roles: Mapping[str, RoleBytes] = field(default_factory=dict)
+    """Bytes by role, where some travelled."""
 
     def __call__(self, catalog: Catalog) -> list[Op]:
         manifest = self.manifest
@@ -115,7 +137,7 @@ class _Forking:
             step=self.source.step,
             manifest=self.pointer,
             content=self.content,
-            roles=logical_roles(manifest) if manifest is not None else {},
+            roles=self.roles or (logical_roles(manifest) if manifest is not None else {}),
             metrics={},
             metadata=self.request.metadata,
             directions=self.request.directions,
@@ -130,6 +152,8 @@ def fork_into(
     cache: Manifests,
     source: Version,
     request: ForkRequest,
+    *,
+    lender: Found | None = None,
 ) -> Version:
     """Begin a run of `target` at a version of another store; return its first version.
 
@@ -137,6 +161,11 @@ def fork_into(
     :mod:`ckptstore.ops.transplant` for which are looked at); the others travel as they are
     stored, and each is checked on the way. Where it came from is kept in the metadata, below
     :data:`ckptstore.ops.transplant.ORIGIN_KEY`: a version of another store cannot be a parent.
+
+    Parameters
+    ----------
+    lender
+        A replica of the other store that has the content where that one does not.
 
     Raises
     ------
@@ -160,13 +189,15 @@ def fork_into(
         version=version, source=source, run=request.run, metadata=metadata, directions=directions
     )
     plan(target.refresh())
-    wanted = select(cache.load(source), request.selection, version=version)
+    held = cache.load(source) if lender is None else lender.manifest
+    wanted = select(held, request.selection, version=version)
+    place = repo if lender is None else lender.repo
     without: set[str] = set()
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        with naming_cold(source.id, repo.url, shown=f"{source.run}@{source.step}"):
+        with naming_cold(source.id, place.url, shown=f"{source.run}@{source.step}"):
             landed = transplant(
                 wanted,
-                source=repo,
+                source=place,
                 target=target,
                 target_cache=target_cache,
                 source_id=source.id,
@@ -223,6 +254,28 @@ class _Landing:
             roles=self.roles,
             receipt=self.receipt,
             relies_on=_needs(self.pointer, manifest) if manifest is not None else (),
+        )
+
+
+def _borrow(
+    repo: Repo,
+    cache: Manifests,
+    lender: Found,
+    wanted: Manifest,
+    request: ForkRequest,
+    without: Collection[str],
+) -> Landed:
+    """Bring what a fork needs and this store does not have from a replica of it."""
+    source = lender.version
+    with naming_cold(source.id, lender.repo.url, shown=f"{source.run}@{source.step}"):
+        return transplant(
+            wanted,
+            source=lender.repo,
+            target=repo,
+            target_cache=cache,
+            source_id=source.id,
+            without=without,
+            progress=request.progress,
         )
 
 

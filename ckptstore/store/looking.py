@@ -12,6 +12,7 @@ from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
+    from ckptstore.checkpoint.content import Content
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.format.commit import Commit
     from ckptstore.ops.diff import DiffReport
@@ -30,6 +31,8 @@ class Looking:
 
         @property
         def _manifests(self) -> Manifests: ...
+
+        def _content(self, version: Version, *, fall_through: bool = True) -> Content: ...
 
     def runs(self) -> list[RunInfo]:
         """Return all runs, by name.
@@ -95,16 +98,18 @@ class Looking:
     def diff(self, first: str, second: str) -> DiffReport:
         """Compare two versions by digest, and by value when asked; see :mod:`ckptstore.ops.diff`.
 
+        What is not here, or damaged, is read from a replica, as in :meth:`load`.
+
         Raises
         ------
         VersionNotFoundError
-            A ref names no version, or one of which only the record is kept.
+            A ref names no version, or one of which only the record is kept, and no replica helps.
         CorruptObjectError
-            A manifest is damaged.
+            A manifest is damaged, and no replica helps.
         """
         from ckptstore.ops.diff import diff
 
-        return diff(self._repo, self._manifests, self.resolve(first), self.resolve(second))
+        return diff(self._repo, self._content, self.resolve(first), self.resolve(second))
 
 
 def _knows(catalog: Catalog, ref: Ref) -> bool:

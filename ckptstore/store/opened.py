@@ -12,12 +12,12 @@ from ckptstore import limits
 from ckptstore.errors import (
     CkptStoreError,
     InvalidInputError,
-    InvalidUrlError,
     ReplicaChangedError,
 )
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo
 from ckptstore.repo import Finding, Repo
+from ckptstore.store.replica_places import PLACE, check_bound, check_meant
 
 if TYPE_CHECKING:
     from ckptstore.store.store import Store
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["OpenedReplicas", "ReplicaOptions", "beside", "is_local"]
 
 ReplicaOptions: TypeAlias = "Mapping[str, Mapping[str, Any] | Store]"
-"""By the name of a replica: what :func:`ckptstore.open` takes for it, or an open store."""
+"""By the name of a replica: what :func:`ckptstore.open` takes for it, with its ``url`` if any of
+that goes to a storage library; or an open store."""
 
 _LOCAL = frozenset({"", "file", "local", "memory"})
 
@@ -65,12 +66,23 @@ class OpenedReplicas:
             check_replica_name(name)
             if not isinstance(options, Mapping) and not hasattr(options, "repo"):
                 msg = f"the options of the replica {name!r} are no mapping"
-                raise InvalidInputError(msg, hint="replicas={'cold': {'endpoint_url': ...}}")
+                hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
+                raise InvalidInputError(msg, hint=hint)
+            if isinstance(options, Mapping):
+                check_bound(name, options)
         self._slots: dict[str, _Slot] = {}
         self._pid = os.getpid()
 
     def give(self, name: str, options: Mapping[str, Any]) -> None:
-        """Remember options of a replica, for this process."""
+        """Remember options of a replica, for this process.
+
+        Raises
+        ------
+        InvalidInputError
+            They go to a storage, and do not say to which; see
+            :mod:`ckptstore.store.replica_places`.
+        """
+        check_bound(name, options)
         self._given[name] = dict(options)
 
     def get(self, info: ReplicaInfo) -> Store:
@@ -110,12 +122,9 @@ class OpenedReplicas:
         if not isinstance(given, Mapping):
             check_same(given, info)
             return given, False
-        if info.name not in self._given and "://" in info.url and "::" in info.url:
-            # A chain of file systems may fetch from anywhere what it then goes by.
-            msg = f"{info.url} is a chain of file systems, and only the log says that it is meant"
-            hint = f"if you mean it, open the store with replicas={{{info.name!r}: {{}}}}"
-            raise InvalidUrlError(msg, hint=hint)
-        store = self.open_at(info.url, given)
+        check_meant(info, given)
+        own = {key: value for key, value in given.items() if key != PLACE}
+        store = self.open_at(info.url, own)
         try:
             check_same(store, info)
         except CkptStoreError:
@@ -137,10 +146,6 @@ class OpenedReplicas:
             "chunk_bytes": self._repo.superblock.chunk_bytes,
         }
         return open_store(url, **{**options, **given, "create": create})
-
-    def options_of(self, name: str) -> Mapping[str, Any] | Store:
-        """Return what was given for a replica."""
-        return self._given.get(name, {})
 
     def close(self) -> None:
         """Close what was opened here; idempotent."""

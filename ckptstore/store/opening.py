@@ -79,7 +79,9 @@ def open_store(
         ``"command:CMD"``, or 32 bytes. See docs/howto/encryption.md.
     replicas
         By the name of a replica (:meth:`Store.add_replica`): options to open it with, as for this
-        function, such as ``{"cold": {"endpoint_url": "..."}}``; or an open store. Never stored.
+        function, such as ``{"cold": {"url": "s3://...", "endpoint_url": "..."}}``; or an open
+        store. Never stored. ``url`` says for which place they are: those for the storage library
+        are given to no other, whatever the log says by then.
     storage_options
         Handed to the storage library (s3fs, gcsfs, ...), such as ``endpoint_url`` or ``profile``.
         Credentials belong into their usual chains, not here.

@@ -13,6 +13,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.store.replica_places import PLACE
 
 if TYPE_CHECKING:
     import os
@@ -148,7 +149,7 @@ class Replicating:
                         chunk_bytes=size,
                         dry_run=dry_run,
                         encryption_key=to_key,
-                        secret=self._repo.superblock.encryption is not None,
+                        encrypted=self._repo.superblock.encryption is not None,
                     )
                 )
             return replicate(
@@ -170,7 +171,7 @@ def open_target(
     dry_run: bool,
     single_writer: bool = False,
     encryption_key: KeyInput | None = None,
-    secret: bool = False,
+    encrypted: bool = False,
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Iterator[Store]:
     """Open the store that versions are to come to; make it if there is none.
@@ -179,7 +180,7 @@ def open_target(
 
     Parameters
     ----------
-    secret
+    encrypted
         What is to come is encrypted where it is: no store without encryption is made for it.
 
     Raises
@@ -195,7 +196,7 @@ def open_target(
         try:
             store = open_store(
                 url,
-                create=not dry_run and not (secret and encryption_key is None),
+                create=not dry_run and not (encrypted and encryption_key is None),
                 read_only=dry_run,
                 chunk_bytes=chunk_bytes,
                 single_writer=single_writer,
@@ -203,7 +204,7 @@ def open_target(
                 **storage_options,
             )
         except StoreNotFoundError as error:
-            if secret and encryption_key is None:
+            if encrypted and encryption_key is None:
                 msg = f"{error.message}, and what is to come is encrypted where it is"
                 hint = (
                     "give the new store a key: to_key=, --to-key, key in a job's file; or make one "
@@ -221,6 +222,7 @@ def open_target(
 def open_target_of(
     source: Store,
     url: str,
+    /,
     *,
     dry_run: bool,
     **options: Any,  # noqa: ANN401 - passed on to open_target
@@ -243,7 +245,12 @@ def open_target_of(
             source.give_options(name, given)
         yield source.replica(name)
         return
+    if PLACE in options:
+        msg = f"the place of a store is {url}, and {PLACE} among its options is another word for it"
+        raise InvalidInputError(msg, hint=f"{PLACE} goes with replica:NAME alone")
     size = source.info.chunk_bytes
-    secret = source.info.encryption is not None
-    with open_target(url, chunk_bytes=size, dry_run=dry_run, secret=secret, **options) as target:
+    encrypted = source.info.encryption is not None
+    with open_target(
+        url, chunk_bytes=size, dry_run=dry_run, encrypted=encrypted, **options
+    ) as target:
         yield target

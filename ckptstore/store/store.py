@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ckptstore.encodings.rules import Encodings
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
+    from ckptstore.ops.fallthrough import Found
     from ckptstore.repo import Repo
     from ckptstore.saver.saver import Saver
     from ckptstore.store.writeback import WriteBack
@@ -186,6 +187,8 @@ class Store(
     ) -> Run:
         """Begin a run at a version; return the run. No tensor is read or written.
 
+        Of a version whose content a replica alone has, chunks that are not here travel from there.
+
         Its first version shares the chunks of the source, which it has for a parent, for good.
         It has the source's step, and neither its metrics nor its tags.
 
@@ -235,13 +238,18 @@ class Store(
             progress=progress,
         )
         source = self.resolve(ref)
-        if store is None or store._repo is self._repo:
-            fork(self._repo, self._manifests, source, request)
-            restarts.chosen(self._repo, new_run)
-            return self.run(new_run)
-        fork_into(store._repo, store._manifests, self._repo, self._manifests, source, request)
-        restarts.chosen(store._repo, new_run)
-        return store.run(new_run)
+        here = self._repo, self._manifests
+        target = self if store is None or store._repo is self._repo else store
+
+        def begin(lender: Found | None) -> Version:
+            if target is self:
+                return fork(*here, source, request, lender=lender)
+            there = target._repo, target._manifests
+            return fork_into(*there, *here, source, request, lender=lender)
+
+        self._lent(source, begin)
+        restarts.chosen(target._repo, new_run)
+        return target.run(new_run)
 
     def rollback(self, ref: str, *, reason: str = "") -> Version:
         """Make a version the head of its run again; return it. See :meth:`Run.rollback`."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptstore.errors import (
     CkptStoreError,
@@ -16,6 +16,8 @@ from ckptstore.errors import (
     CorruptObjectError,
     IntegrityError,
     InvalidInputError,
+    ObjectNotFoundError,
+    TransientStorageError,
     VersionNotFoundError,
 )
 from ckptstore.format.names import check_replica_name
@@ -23,6 +25,7 @@ from ckptstore.model import ReplicaInfo, Version
 from ckptstore.repo import Repo
 from ckptstore.store.evicting import Evicting
 from ckptstore.store.opened import OpenedReplicas, is_local
+from ckptstore.store.replica_places import PLACE
 
 if TYPE_CHECKING:
     from ckptstore.backends.base import Backend
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from ckptstore.events import ProgressCallback
     from ckptstore.format.manifest import PieceTable
     from ckptstore.objects.plan import Want
-    from ckptstore.ops.fallthrough import FallThrough, Tier
+    from ckptstore.ops.fallthrough import FallThrough, Found, Tier
     from ckptstore.store.store import Store
 
 __all__ = ["PREFIX", "Tiers"]
@@ -41,6 +44,15 @@ _log = logging.getLogger("ckptstore")
 
 PREFIX = "replica:"
 """What a replica's name stands behind where a location may stand too."""
+T = TypeVar("T")
+
+_MAY_BE_ELSEWHERE = (
+    ColdObjectError,
+    IntegrityError,
+    ObjectNotFoundError,
+    TransientStorageError,
+)
+"""Of what one replica does not give another may have it."""
 # Versions and replicas of which it is remembered that it was told. Source: 100 bytes each.
 _TOLD_MAX = 10_000
 
@@ -84,8 +96,9 @@ class Tiers(Evicting):
         create
             Make the store where there is none.
         storage_options
-            As for :func:`ckptstore.open`. In another process give them there:
-            ``ckptstore.open(url, replicas={name: {...}})``, or through the environment.
+            As for :func:`ckptstore.open`. In another process give them there, with the place that
+            they are for: ``ckptstore.open(url, replicas={name: {"url": ..., ...}})``, or through
+            the environment.
 
         Raises
         ------
@@ -106,7 +119,7 @@ class Tiers(Evicting):
                     url,
                     chunk_bytes=self._repo.superblock.chunk_bytes,
                     dry_run=False,
-                    secret=self._repo.superblock.encryption is not None,
+                    encrypted=self._repo.superblock.encryption is not None,
                     **storage_options,
                 )
                 store = stack.enter_context(made)
@@ -120,7 +133,7 @@ class Tiers(Evicting):
             lambda now: name_replica(now, name=name, url=found, store=store_id)
         )
         if storage_options:
-            self._opened.give(name, storage_options)
+            self._opened.give(name, {**storage_options, PLACE: found})
         return self._repo.catalog.replicas[name]
 
     def remove_replica(self, name: str) -> None:
@@ -145,7 +158,14 @@ class Tiers(Evicting):
         Parameters
         ----------
         options
-            As for :func:`ckptstore.open`. Never stored.
+            As for :func:`ckptstore.open`. Never stored. Those that go to a storage library, such as
+            ``endpoint_url`` and credentials, only together with ``url``, the place that they are
+            for: the log, which others write too, cannot send them elsewhere.
+
+        Raises
+        ------
+        InvalidInputError
+            They do not say for which place they are.
         """
         self._opened.give(check_replica_name(name), options)
 
@@ -157,7 +177,8 @@ class Tiers(Evicting):
         NotFoundError
             No replica has the name.
         ReplicaChangedError
-            At its location there is another store.
+            At its location there is another store; or the options that were given for it are for
+            another location.
         CkptStoreError
             It cannot be opened.
         """
@@ -194,6 +215,29 @@ class Tiers(Evicting):
         from dataclasses import replace
 
         return replace(content, read=partial(self._read, version))
+
+    def _lent(self, version: Version, work: Callable[[Found | None], T]) -> T:
+        """Return what some work gives: None where the content is here, else a replica's version.
+
+        Replicas are tried in their order until the work succeeds.
+        """
+        try:
+            self._manifests.load(version)
+        except (VersionNotFoundError, IntegrityError) as error:
+            if not self._repo.log.catalog.replicas:
+                if not version.replicas:
+                    raise
+                raise _elsewhere(error, version) from error
+            damage = error.message if isinstance(error, IntegrityError) else ""
+            asked = self._fall_through(version, error, told=damage)
+            for found in asked.candidates():
+                asked.tell(found.tier, error.message)
+                try:
+                    return work(found)
+                except _MAY_BE_ELSEWHERE as failure:
+                    asked.note(found.tier, failure)
+            raise asked.failure(error)
+        return work(None)
 
     def _whole(self, version: Version, error: CkptStoreError) -> Content:
         """Return all of a version of which a part is kept here."""
@@ -321,4 +365,5 @@ def check_given(replicas: object) -> None:
     """Raise unless options of replicas are a mapping."""
     if replicas is not None and not isinstance(replicas, Mapping):
         msg = f"replicas is a mapping of names to options, not {type(replicas).__name__}"
-        raise InvalidInputError(msg, hint="replicas={'cold': {'endpoint_url': ...}}")
+        hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
+        raise InvalidInputError(msg, hint=hint)

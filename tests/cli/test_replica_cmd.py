@@ -75,9 +75,11 @@ def test_whoever_has_a_record_s_content_is_named(
     (named,) = cli("replica", "ls", "--json", "-s", store_path).document["replicas"]
     assert named["store"] == store
     assert f"cold at {tmp_path / 'cold'}" in cli("show", "gpt@200", "-s", store_path).out
-    for words in (["diff", "gpt@200", "gpt"], ["fork", "gpt@200", "ft"], ["rollback", "gpt@200"]):
-        refused = cli(*words, "-s", store_path)
-        assert (refused.code, "another store has it" in refused.err) == (3, True), words
+    refused = cli("rollback", "gpt@200", "-s", store_path)
+    assert (refused.code, "another store has it" in refused.err) == (3, True)
+    for words in (["diff", "gpt@200", "gpt"], ["fork", "gpt@200", "ft"]):
+        assert cli(*words, "-s", store_path).code == 0, words
+    assert cli("rm", "--run", "ft", "-s", store_path).code == 0
     thawed = cli("thaw", "gpt@200", "-s", store_path)
     assert thawed.code == 3
     hint = thawed.err.split("hint: ckptstore ")[1].split()
@@ -126,7 +128,7 @@ def test_repair_from_a_replica_by_name(cli: Cli, store_path: Path, tmp_path: Pat
 
 
 def test_what_is_evicted_is_pinned_there(cli: Cli, store_path: Path, tmp_path: Path) -> None:
-    """rm and retain in the replica refuse and say why; pins go by version, and by store."""
+    """Rm and retain in the replica refuse and say why; pins go by version, and by store."""
     cold = tmp_path / "cold"
     cli("replica", "add", "cold", cold, "--create", "-s", store_path)
     cli("replicate", "--to", "replica:cold", "-s", store_path)
@@ -156,3 +158,42 @@ def test_what_is_evicted_is_pinned_there(cli: Cli, store_path: Path, tmp_path: P
     assert len(again.document["pinned"]) == 1
     assert cli("pin", "gpt@200", "--delete", "-s", cold).code == 0
     assert cli("rm", "gpt@200", "-s", cold).code == 0
+
+
+def test_options_go_to_the_place_that_they_are_for(
+    cli: Cli, store_path: Path, tmp_path: Path
+) -> None:
+    """``url`` among the options of a name is checked; without it none is sent."""
+    cold = tmp_path / "cold"
+    cli("replica", "add", "cold", cold, "--create", "-s", store_path)
+    to = ("replicate", "--to", "replica:cold", "-s", store_path)
+    bare = cli(*to, "--to-option", "kind=local")
+    assert (bare.code, "for which place" in bare.err) == (2, True)
+    other = cli(*to, "--to-option", "kind=local", "--to-option", f"url={tmp_path}/other")
+    assert (other.code, "are for" in other.err) == (4, True)
+    assert f"--to-option url={cold}" in other.err
+    assert cli(*to, "--to-option", "kind=local", "--to-option", f"url={cold}").code == 0
+    mended = ("repair", "--from", "replica:cold", "-s", store_path)
+    assert cli(*mended, "--from-option", "kind=local").code == 2
+    assert cli(*mended, "--from-option", "kind=local", "--from-option", f"url={cold}").code == 0
+    for own in ("url=x", "read_only=true", "single_writer=true"):
+        refused = cli("ls", "-s", store_path, "-o", own)
+        assert (refused.code, "not an option of the storage" in refused.err) == (2, True)
+
+
+def test_options_of_a_job_s_target_by_name(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """With ``url`` beside them, and only where the target is a name."""
+    cold = tmp_path / "cold"
+    cli("replica", "add", "cold", cold, "--create", "-s", store_path)
+    job = tmp_path / "job.toml"
+    text = f'[source]\nurl = "{store_path}"\n[target]\nurl = "PLACE"\noptions = {{OPTIONS}}\n'
+    options = f'kind = "local", url = "{cold}"'
+    cases = [
+        ("replica:cold", options, 0),
+        ("replica:cold", f'kind = "local", url = "{cold}2"', 4),
+        ("replica:cold", 'kind = "local"', 2),
+        (str(cold), options, 2),
+    ]
+    for place, given, code in cases:
+        job.write_text(text.replace("PLACE", place).replace("{OPTIONS}", f"{{ {given} }}"))
+        assert cli("archive", "--job", job).code == code, (place, given)

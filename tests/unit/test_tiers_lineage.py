@@ -1,0 +1,209 @@
+"""Comparing and forking versions whose content only a replica has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptstore
+from ckptstore.backends.base import Backend
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog.tier_changes import name_replica
+from ckptstore.errors import ColdObjectError, TransientStorageError, VersionNotFoundError
+from ckptstore.ops.transplant import ORIGIN_KEY
+from ckptstore.repo import create_on
+
+ZERO = {"grace_s": 0.0, "orphan_age_s": 0.0}
+
+
+def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
+    return {
+        "model": {"w": torch.full((30_000,), float(step)), "same": torch.arange(30_000.0)},
+        "optimizer": {"m": torch.full((60_000,), float(step) / 7)},
+    }
+
+
+class _Reads(MemoryBackend):
+    """Counts bytes that are read from packs; may refuse to give any."""
+
+    pack_bytes = 0
+    refusal: Exception | None = None
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Read, and count."""
+        if key.startswith("packs/"):
+            if self.refusal is not None:
+                raise self.refusal
+            self.pack_bytes += sum(map(len, buffers))
+        super().read_into(key, offset, buffers)
+
+
+@pytest.fixture
+def cold(tmp_path: Path) -> ckptstore.Store:
+    """Return an empty replica."""
+    backend = _Reads(f"lineage-cold/{tmp_path}")
+    return ckptstore.Store(create_on(backend, chunk_bytes=1 << 16))
+
+
+@pytest.fixture
+def hot(tmp_path: Path, cold: ckptstore.Store) -> ckptstore.Store:
+    """Return a store of three versions, of which the first is in its replica alone."""
+    repo = create_on(MemoryBackend(f"lineage-hot/{tmp_path}"), chunk_bytes=1 << 16)
+    store = ckptstore.Store(repo, replicas={"cold": cold})
+    _name(store, "cold", cold)
+    run = store.run("gpt", metrics={"loss": "min"})
+    for step in (1, 2, 3):
+        run.save(_state(step), step=step, metrics={"loss": 1 / step})
+    store.replicate(cold)
+    assert len(store.evict(["gpt@1"], replica="cold").evicted) == 1
+    store.gc(**ZERO)
+    return store
+
+
+def _name(store: ckptstore.Store, name: str, other: ckptstore.Store) -> None:
+    store_id = other.info.store_id
+    url = f"memory://{name}"
+    store.repo.log.append_any(lambda now: name_replica(now, name=name, url=url, store=store_id))
+
+
+def _reads(store: ckptstore.Store) -> _Reads:
+    backend: Backend = store.repo.backend
+    while not isinstance(backend, _Reads):
+        backend = backend.inner  # type: ignore[attr-defined]
+    return backend
+
+
+def _down(cold: ckptstore.Store, error: Exception) -> None:
+    _reads(cold).refusal = error
+
+
+def test_a_difference_to_what_was_evicted(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+    """By digest without any tensor, as if it were here; by value those that are asked for."""
+    whole = cold.diff("gpt@1", "gpt@2")
+    before = _reads(cold).pack_bytes
+    found = hot.diff("gpt@1", "gpt@2")
+    assert _reads(cold).pack_bytes == before
+    assert found.changes == whole.changes
+    assert [change.path for change in found.same] == ["model.same"]
+    assert found.errors() == whole.errors()
+    back = hot.diff("gpt@2", "gpt@1").errors("model.w")
+    assert back["model.w"] is not None
+    assert back["model.w"].max_abs == 1.0
+
+
+def test_a_difference_that_no_replica_helps_with(
+    hot: ckptstore.Store, cold: ckptstore.Store
+) -> None:
+    """The error is of what is wrong here, and has the replica's reason."""
+    cold.unpin("gpt@1")
+    cold.remove(["gpt@1"])
+    with pytest.raises(VersionNotFoundError, match="deleted the version"):
+        hot.diff("gpt@1", "gpt@2")
+
+
+def test_a_fork_of_what_was_evicted(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+    """It begins here, with its source for a parent, and needs the replica no more."""
+    source = hot.resolve("gpt@1")
+    run = hot.fork("gpt@1", "ft")
+    head = run.head
+    assert head is not None
+    assert (head.parent, head.step, head.content) == (source.id, 1, source.content)
+    assert hot.resolve("gpt@1").level == "record"
+    hot.remove_replica("cold")
+    assert torch.equal(hot.load("ft")["optimizer"]["m"], _state(1)["optimizer"]["m"])
+    assert hot.verify().ok
+    hot.gc(**ZERO)
+    assert torch.equal(hot.load("ft")["model"]["w"], _state(1)["model"]["w"])
+    cold_head = hot.replicate(cold, ["ft"])
+    assert not cold_head.failures
+
+
+def test_a_fork_brings_only_what_it_takes_over(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+    """Tensors that are left out do not travel, nor what is here already."""
+    before = _reads(cold).pack_bytes
+    head = hot.fork("gpt@1", "ft", include=["model.**"]).head
+    assert head is not None
+    travelled = _reads(cold).pack_bytes - before
+    assert head.roles["weights"].new == 120_000  # model.w; model.same is here
+    assert 0 < travelled < 120_000
+    assert set(hot.load("ft")) == {"model"}
+
+
+def test_a_fork_into_another_store(hot: ckptstore.Store, tmp_path: Path) -> None:
+    """Of what is in the replica of the source alone; it says where it came from."""
+    with ckptstore.open(tmp_path / "third", create=True) as third:
+        head = hot.fork("gpt@1", "ft", store=third).head
+        assert head is not None
+        origin = head.metadata[ORIGIN_KEY]
+        assert (origin["store_id"], origin["run"]) == (hot.info.store_id, "gpt")
+        assert torch.equal(third.load("ft")["model"]["w"], _state(1)["model"]["w"])
+
+
+def test_a_fork_from_the_next_replica(
+    hot: ckptstore.Store, cold: ckptstore.Store, tmp_path: Path
+) -> None:
+    """What one replica cannot give, the next may."""
+    second = ckptstore.Store(create_on(MemoryBackend(f"lineage-second/{tmp_path}")))
+    cold.replicate(second, ["gpt@1"])
+    _down(cold, TransientStorageError("503"))
+    with pytest.raises(VersionNotFoundError, match="503") as caught:
+        hot.fork("gpt@1", "ft")
+    assert "try again when" in caught.value.hint
+    _name(hot, "second", second)
+    hot._opened._given["second"] = second
+    assert hot.fork("gpt@1", "ft").head is not None
+    assert torch.equal(hot.load("ft")["model"]["w"], _state(1)["model"]["w"])
+
+
+def test_a_fork_of_what_is_cold_there(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
+    """The error has the command that thaws it, and no run is begun."""
+    _down(cold, ColdObjectError("in GLACIER"))
+    with pytest.raises(VersionNotFoundError, match="archive class") as caught:
+        hot.fork("gpt@1", "ft")
+    version = hot.resolve("gpt@1")
+    assert caught.value.hint.startswith(f"ckptstore thaw {version.id[:12]} --store")
+    assert [info.name for info in hot.runs()] == ["gpt"]
+
+
+def test_a_fork_whose_chunks_are_condemned_meanwhile(
+    hot: ckptstore.Store, cold: ckptstore.Store
+) -> None:
+    """A collection without patience between the copy and the commit makes it copy again."""
+    inner = hot.repo.backend
+    while not isinstance(inner, MemoryBackend):
+        inner = inner.inner  # type: ignore[attr-defined]
+    other = ckptstore.Store(create_on(inner, exist_ok=True))
+    append = hot.repo.log.append
+    calls = []
+
+    def collected(build):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+        if not calls:
+            calls.append(other.gc(**ZERO))
+        return append(build)
+
+    hot.repo.log.append = collected  # type: ignore[method-assign]
+    hot.fork("gpt@1", "ft")
+    assert len(calls) == 1
+    hot.repo.log.append = append  # type: ignore[method-assign]
+    assert torch.equal(hot.load("ft")["optimizer"]["m"], _state(1)["optimizer"]["m"])
+    assert hot.verify().ok
+    assert cold.verify().ok
+
+
+def test_a_damaged_manifest_here(tmp_path: Path) -> None:
+    """Both work from the replica's."""
+    with ckptstore.open(tmp_path / "hot", create=True) as hot:
+        hot.add_replica("cold", tmp_path / "cold", create=True)
+        for step in (1, 2):
+            hot.run("gpt").save(_state(step), step=step)
+        hot.replicate("replica:cold")
+        hot_manifest = tmp_path / "hot" / hot.resolve("gpt@1").manifest_key
+    hot_manifest.chmod(0o600)
+    hot_manifest.write_bytes(b"x" * 100)
+    with ckptstore.open(tmp_path / "hot") as hot:
+        assert len(hot.diff("gpt@1", "gpt@2").changed) == 2
+        hot.fork("gpt@1", "ft")
+        assert torch.equal(hot.load("ft")["model"]["w"], _state(1)["model"]["w"])
