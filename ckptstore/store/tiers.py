@@ -230,14 +230,15 @@ class Tiers(Evicting):
                 raise _elsewhere(error, version) from error
             damage = error.message if isinstance(error, IntegrityError) else ""
             asked = self._fall_through(version, error, told=damage)
-            for found in asked.candidates():
-                asked.tell(found.tier, error.message)
-                try:
-                    return work(found)
-                except _MAY_BE_ELSEWHERE as failure:
-                    asked.note(found.tier, failure)
-            raise asked.failure(error)
-        return work(None)
+        else:
+            return work(None)
+        for found in asked.candidates():
+            asked.tell(found.tier, asked.why.message)
+            try:
+                return work(found)
+            except _MAY_BE_ELSEWHERE as failure:
+                asked.note(found.tier, failure)
+        raise asked.failure(asked.why)
 
     def _whole(self, version: Version, error: CkptStoreError) -> Content:
         """Return all of a version of which a part is kept here."""
