@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -103,8 +103,19 @@ def is_known(codec: int, layout: int) -> bool:
     return (codec in CODECS or codec in DELTAS) and layout in set(Layout)
 
 
-def decoded(codec: int, layout: int, stored: memoryview, raw_bytes: int) -> memoryview:
+def decoded(
+    codec: int,
+    layout: int,
+    stored: memoryview,
+    raw_bytes: int,
+    room: Callable[[int], memoryview],
+) -> memoryview:
     """Return what a stored chunk that is no delta decodes to: in `stored` itself if that is raw.
+
+    Parameters
+    ----------
+    room
+        Gives the memory for it otherwise.
 
     Raises
     ------
@@ -113,7 +124,7 @@ def decoded(codec: int, layout: int, stored: memoryview, raw_bytes: int) -> memo
     """
     if codec == _RAW.code and is_known(codec, layout) and len(stored) == raw_bytes:
         return stored
-    out = memoryview(bytearray(raw_bytes))
+    out = room(raw_bytes)
     decode(codec, layout, stored, out)
     return out
 

@@ -19,16 +19,16 @@ from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.config import SYSTEM, Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import Engine
-from ckptstore.errors import CorruptObjectError, IntegrityError
+from ckptstore.errors import IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.bases import NO_BASE
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.copying import Copied, copy_chunks
 from ckptstore.objects.plan import cut_rows
+from ckptstore.objects.read_back import ReadBack, altered
 from ckptstore.objects.reader import Want, read_pieces
 
-__all__ = ["CopyTask", "SpreadCopy", "altered", "copy_part", "read_part"]
+__all__ = ["CopyTask", "SpreadCopy", "copy_part", "read_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,7 @@ def copy_part(task: CopyTask) -> Copied:
         One of the storages failed.
     """
     target = _target(task)
+    check = ReadBack(target, SYSTEM) if task.check else None
     copied = copy_chunks(
         task.table,
         [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
@@ -69,9 +70,10 @@ def copy_part(task: CopyTask) -> Copied:
         environment=SYSTEM,
         options=task.options,
         progress=silent,
+        after=check,
     )
-    if task.check:
-        _read_back(task, copied, target)
+    if check is not None:
+        copied.read_back_s, copied.is_cold = check.seconds, check.is_cold
     return copied
 
 
@@ -85,45 +87,10 @@ def read_part(task: CopyTask) -> None:
     StorageError
         The storage failed.
     """
-    _read(task, task.table, task.labels, _target(task))
-
-
-def altered(url: str, error: IntegrityError) -> CorruptObjectError:
-    """Return the error for a target that gives back something else than was written."""
-    msg = f"{url} does not hold what was written there: {error.message}"
-    return CorruptObjectError(msg, hint="examine the target: ckptstore doctor")
-
-
-def _read_back(task: CopyTask, copied: Copied, target: Backend) -> None:
-    """Read what was copied from where it went."""
-    whole, count = task.table, len(task.labels)
-    own = np.arange(count)
-    if whole.base is not None:
-        own = own[whole.base[:count] == NO_BASE]
-    table = whole.take(own)
-    packs = table.packs
-    sources = zip(table.pack.tolist(), table.offset.tolist(), strict=True)
-    places = [copied.places[packs[pack], offset] for pack, offset in sources]
-    names = sorted({place.pack for place in places})
-    number = {name: at for at, name in enumerate(names)}
-    moved = PieceTable(
-        ids=table.ids,
-        raw=table.raw,
-        pack=np.array([number[place.pack] for place in places], np.uint32),
-        offset=np.array([place.offset for place in places], np.uint64),
-        stored=np.array([place.stored_bytes for place in places], np.uint32),
-        inner=table.inner,
-        slab=table.slab,
-        packs=names,
-    )
-    _read(task, moved, [task.labels[row] for row in own.tolist()], target)
-
-
-def _read(task: CopyTask, table: PieceTable, labels: Sequence[str], target: Backend) -> None:
-    """Read the first rows of a table, one for each label."""
-    wants = [Want(row=row, out=None, label=label) for row, label in enumerate(labels)]
+    target = _target(task)
+    wants = [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)]
     try:
-        read_pieces(table, wants, backend=target, options=task.options, progress=silent)
+        read_pieces(task.table, wants, backend=target, options=task.options, progress=silent)
     except IntegrityError as error:
         raise altered(target.url, error) from error
 
@@ -163,6 +130,8 @@ class SpreadCopy:
             copied.places.update(part.places)
             copied.pack_bytes += part.pack_bytes
             copied.packs_count += part.packs_count
+            copied.read_back_s += part.read_back_s
+            copied.is_cold |= part.is_cold
             done += sum(CHUNK_HEADER_BYTES + p.stored_bytes for p in part.places.values())
             progress(Progress(stage="copy", done=min(done, total), total=total))
         return copied

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
+from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.delta import BASE_ID_BYTES
@@ -32,10 +33,19 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.limits import MIB
-from ckptstore.objects.packs import PackSink, Placed, pack_bytes_for
+from ckptstore.objects.packs import After, PackSink, Placed, pack_bytes_for
 from ckptstore.objects.reader import ChunkRead, Span, Want, plan_spans
 
-__all__ = ["Copied", "StoredChunk", "broken", "copy_chunks", "in_threads", "take_chunk"]
+__all__ = [
+    "After",
+    "Copied",
+    "Room",
+    "StoredChunk",
+    "broken",
+    "copy_chunks",
+    "in_threads",
+    "take_chunk",
+]
 
 # One more pack is open at once for each of these. Source: as for a save (docs/design/0003).
 _STREAM_BYTES = 32 * MIB
@@ -49,6 +59,10 @@ class Copied:
     """By pack and offset where it lay."""
     pack_bytes: int = 0
     packs_count: int = 0
+    read_back_s: float = 0.0
+    """For how long packs were read again, of all threads together."""
+    is_cold: bool = False
+    """Packs could not be read again: they went to a storage class that has to be thawed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +85,29 @@ class StoredChunk:
         return blake3_digest(self.raw[inner : inner + size])
 
 
-def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: str) -> StoredChunk:
+class Room:
+    """Memory of one thread, used again from request to request; grows to what it had to hold."""
+
+    def __init__(self) -> None:
+        self._bytes = bytearray()
+        self._decoded = bytearray()
+
+    def bytes(self, size: int) -> memoryview:
+        """Return memory for what is read; the same as at the last call."""
+        if len(self._bytes) < size:
+            self._bytes = bytearray(size)
+        return memoryview(self._bytes)[:size]
+
+    def decoded(self, size: int) -> memoryview:
+        """Return memory for what a chunk decodes to; the same as at the last call."""
+        if len(self._decoded) < size:
+            self._decoded = bytearray(size)
+        return memoryview(self._decoded)[:size]
+
+
+def take_chunk(
+    data: memoryview, *, stored_bytes: int, raw_bytes: int, where: str, room: Room
+) -> StoredChunk:
     """Return the chunk in `data`, its stored bytes checked by their checksum, and decoded.
 
     A delta is not decoded: without its base, which may lie anywhere, its checksum and the check sum
@@ -85,6 +121,8 @@ def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: st
         What the manifest says.
     where
         Pack and offset, for errors.
+    room
+        Where it is decoded: what is returned holds until the next chunk is taken.
 
     Raises
     ------
@@ -107,7 +145,7 @@ def take_chunk(data: memoryview, *, stored_bytes: int, raw_bytes: int, where: st
         base_id = bytes(body[:BASE_ID_BYTES])
     else:
         try:
-            raw = decoded(header.codec, header.layout, body, header.raw_bytes)
+            raw = decoded(header.codec, header.layout, body, header.raw_bytes, room.decoded)
         except CodecError as error:
             raise broken(where, str(error)) from error
     encoded = Encoded(
@@ -163,6 +201,7 @@ def copy_chunks(
     environment: Environment,
     options: Options,
     progress: ProgressCallback,
+    after: After | None = None,
 ) -> Copied:
     """Copy the chunks that hold the wanted pieces into new packs; return when these are durable.
 
@@ -175,6 +214,9 @@ def copy_chunks(
         Pieces of `table`, with ``out`` None; labels are for errors.
     progress
         Called with the stored bytes that are done.
+    after
+        Called with each pack that is durable, from several threads: see
+        :class:`ckptstore.objects.packs.PackSink`. It may hold ``read_bytes_max`` of the target.
 
     Raises
     ------
@@ -193,10 +235,17 @@ def copy_chunks(
     spare = options.host_bytes - threads * per_thread
     pack_bytes = pack_bytes_for(total, capabilities)
     held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
+    if after is not None:
+        held = max(held, capabilities.read_bytes_max + limits.CHUNK_BYTES_DEFAULT)
     packs_max = max(1, min(2 * threads, spare // max(1, held)))
     streams = max(1, min(threads, packs_max, total // _STREAM_BYTES))
     sink = PackSink(
-        target, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes
+        target,
+        environment,
+        streams=streams,
+        packs_max=packs_max,
+        pack_bytes=pack_bytes,
+        after=after,
     )
     run = _Copying(table=table, source=source, sink=sink, progress=progress, total=total)
     try:
@@ -229,19 +278,18 @@ class _Copying:
         taking = threading.Lock()
 
         def loop(turn: int) -> None:
-            memory = bytearray()  # used again: it grows to the largest span
+            room = Room()
             while True:
                 with taking:
                     span = None if self.stop.is_set() else next(spans, None)
                 if span is None:
                     return
-                if len(memory) < span.end - span.start:
-                    memory = bytearray(span.end - span.start)
-                self._span(turn, span, memoryview(memory)[: span.end - span.start])
+                self._span(turn, span, room)
 
         in_threads(threads, loop, self.stop, name="ckptstore-copy")
 
-    def _span(self, turn: int, span: Span, memory: memoryview) -> None:
+    def _span(self, turn: int, span: Span, room: Room) -> None:
+        memory = room.bytes(span.end - span.start)
         try:
             self.source.read_into(pack_key(span.pack), span.start, [memory])
         except (CorruptObjectError, NotFoundError) as error:
@@ -250,7 +298,7 @@ class _Copying:
             start = chunk.offset - span.start
             data = memory[start : start + CHUNK_HEADER_BYTES + chunk.stored_bytes]
             try:
-                placed = self._chunk(turn, f"{span.pack} at {chunk.offset}", chunk, data)
+                placed = self._chunk(turn, f"{span.pack} at {chunk.offset}", chunk, data, room)
             except CorruptObjectError as error:
                 raise _lost(span.pack, chunk, error) from error
             with self.lock:
@@ -259,9 +307,15 @@ class _Copying:
             self.done += len(memory)
             self.progress(Progress(stage="copy", done=self.done, total=self.total))
 
-    def _chunk(self, turn: int, where: str, chunk: ChunkRead, data: memoryview) -> Placed:
+    def _chunk(
+        self, turn: int, where: str, chunk: ChunkRead, data: memoryview, room: Room
+    ) -> Placed:
         found = take_chunk(
-            data, stored_bytes=chunk.stored_bytes, raw_bytes=chunk.raw_bytes, where=where
+            data,
+            stored_bytes=chunk.stored_bytes,
+            raw_bytes=chunk.raw_bytes,
+            where=where,
+            room=room,
         )
         chunk_id = found.piece_id(0, chunk.raw_bytes)
         for want in chunk.wants:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -22,7 +23,10 @@ from ckptstore.format.pack import (
 )
 from ckptstore.hashing import xxh3_64_of
 
-__all__ = ["PackSink", "Placed", "pack_bytes_for"]
+__all__ = ["After", "PackSink", "Placed", "pack_bytes_for"]
+
+After = Callable[[str, Sequence[IndexRow]], None]
+"""Told of each pack, by its name, and what is in it, when it is durable."""
 
 
 def pack_bytes_for(total: int, capabilities: Capabilities) -> int:
@@ -89,7 +93,9 @@ class PackSink:
     next one. At most `packs_max` packs are unfinished at any moment, which bounds the memory of
     backends that buffer a whole pack; ``append`` waits when there are more.
 
-    Packs are closed at `pack_bytes`, or where the backend says, by default.
+    Packs are closed at `pack_bytes`, or where the backend says, by default. A pack is finished when
+    `after`, called by the thread that made it durable, has returned; what it raises is a failure of
+    that pack.
 
     ``append`` may be called from any thread; ``finish`` and ``abort`` once, by the owner, when no
     ``append`` is running.
@@ -103,8 +109,10 @@ class PackSink:
         streams: int,
         packs_max: int,
         pack_bytes: int = 0,
+        after: After | None = None,
     ) -> None:
         self._backend = backend
+        self._after = after
         self._pack_bytes = pack_bytes or backend.capabilities.pack_bytes
         self._environment = environment
         self._streams = [_Stream() for _ in range(streams)]
@@ -230,14 +238,18 @@ class PackSink:
         with self._counting:
             self.stored_bytes += stream.offset + len(footer)
             self.packs_count += 1
-        self._finishing.append(self._finishers.submit(self._commit, writer))
+        self._finishing.append(
+            self._finishers.submit(self._commit, writer, stream.pack, tuple(stream.rows))
+        )
 
-    def _commit(self, writer: ObjectWriter) -> None:
+    def _commit(self, writer: ObjectWriter, pack: str, rows: Sequence[IndexRow]) -> None:
         try:
             with writer:
                 if not self._stopped.is_set():
                     with self._busy:
                         writer.commit()
+            if self._after is not None and not self._stopped.is_set():
+                self._after(pack, rows)
         finally:
             self._room.release()
 

@@ -21,7 +21,7 @@ from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.copying import StoredChunk, broken, in_threads, take_chunk
+from ckptstore.objects.copying import Room, StoredChunk, broken, in_threads, take_chunk
 from ckptstore.objects.packs import PackSink
 from ckptstore.ops.reach import ChunkTable
 
@@ -120,12 +120,13 @@ class _Copying:
         waiting = iter(task.victims)
 
         def work(turn: int) -> None:
+            room = Room()
             while not self.stop.is_set():
                 with self.lock:
                     victim = next(waiting, None)
                 if victim is None:
                     return
-                self._copy(turn, victim, sink)
+                self._copy(turn, victim, sink, room)
 
         try:
             if workers == 1:
@@ -137,12 +138,12 @@ class _Copying:
             sink.abort()
             raise
 
-    def _copy(self, turn: int, victim: Victim, sink: PackSink) -> None:
+    def _copy(self, turn: int, victim: Victim, sink: PackSink, room: Room) -> None:
         packs: list[str] = []
         offsets: list[int] = []
         try:
             for first, last in _spans(victim.live, self.task.storage.value.capabilities):
-                for found in self._read(victim, first, last):
+                for found in self._read(victim, first, last, room):
                     placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
@@ -155,12 +156,12 @@ class _Copying:
         with self.lock:
             self.places[victim.pack] = moved
 
-    def _read(self, victim: Victim, first: int, last: int) -> Iterator[StoredChunk]:
+    def _read(self, victim: Victim, first: int, last: int, room: Room) -> Iterator[StoredChunk]:
         """Read neighbouring chunks with one request; yield each, checked as far as it can be."""
         live = victim.live
         start = int(live.offset[first])
         end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
-        memory = memoryview(bytearray(end - start))
+        memory = room.bytes(end - start)
         self.task.storage.value.read_into(pack_key(victim.pack), start, [memory])
         for row in range(first, last):
             at = int(live.offset[row]) - start
@@ -171,6 +172,7 @@ class _Copying:
                 stored_bytes=stored,
                 raw_bytes=int(live.raw[row]),
                 where=where,
+                room=room,
             )
             if found.piece_id(0, found.raw_bytes) != found.chunk_id:
                 raise broken(where, "content does not match its chunk id")

@@ -77,7 +77,8 @@ class Sides:
         """Return who copies chunks to the target."""
         if self.spread is not None:
             return self.spread.copy
-        return copier_between(self.source.backend, self.backend(), self.target)
+        source, check = self.source.backend, self.request.check
+        return copier_between(source, self.backend(), self.target, check=check)
 
     def backend(self) -> Backend:
         """Return what chunks reach the target through: at the bandwidth that is allowed."""

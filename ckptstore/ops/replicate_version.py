@@ -30,7 +30,7 @@ from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
-from ckptstore.objects.copy_tasks import altered
+from ckptstore.objects.read_back import altered
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.ops.remove import undelete
 from ckptstore.ops.replicate_sides import Sides
@@ -147,25 +147,31 @@ def _land(
             progress=progress,
         )
     unread = replace(landed, receipt={**landed.receipt, UNCHECKED_KEY: 1.0})
-    if not sides.request.check:
+    if not sides.request.check or landed.is_cold:
         return unread
     began = sides.target.environment.monotonic()
     try:
-        _read_back(sides, landed)
+        _read_deltas(sides, landed)
     except ColdObjectError:  # it refers to what is cold there: it came, and does not count as read
         return unread
-    seconds = sides.target.environment.monotonic() - began
+    seconds = landed.read_back_s + sides.target.environment.monotonic() - began
     return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
 
 
-def _read_back(sides: Sides, landed: Landed) -> None:
-    """Read from the target what was written there."""
+def _read_deltas(sides: Sides, landed: Landed) -> None:
+    """Decode the deltas that were written to the target, as a load does.
+
+    All else was read as soon as it was there (:class:`ckptstore.objects.read_back.ReadBack`).
+    """
     table = landed.manifest.pieces
     labels = read_content(landed.manifest).labels
     pairs = zip(landed.rows, landed.owners, strict=True)
-    wants = [Want(row=row, out=None, label=labels[owner]) for row, owner in pairs]
-    if sides.spread is not None:  # its tasks have read back what does not refer to others
-        wants = [want for want in wants if table.base_of(want.row) is not None]
+    wants = [
+        Want(row=row, out=None, label=labels[owner])
+        for row, owner in pairs
+        if table.base_of(row) is not None
+    ]
+    if sides.spread is not None:
         sides.spread.read_back(table, wants)
         return
     try:

@@ -29,6 +29,7 @@ from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copying import Copied, copy_chunks
 from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder
 from ckptstore.objects.packs import Placed
+from ckptstore.objects.read_back import ReadBack
 from ckptstore.objects.reader import Want
 from ckptstore.repo import Repo
 
@@ -65,6 +66,10 @@ class Landed:
     chunks_count: int
     chunk_bytes: int
     """Stored bytes of the chunks that travelled, headers included."""
+    read_back_s: float
+    """For how long their packs were read again, of all threads together."""
+    is_cold: bool
+    """Packs could not be read again, since they went to where they have to be thawed first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,20 +140,25 @@ def transplant(
         chunk_bytes=sum(
             CHUNK_HEADER_BYTES + place.stored_bytes for place in copied.places.values()
         ),
+        read_back_s=copied.read_back_s,
+        is_cold=copied.is_cold,
     )
 
 
-def copier_between(source: Backend, target: Backend, repo: Repo) -> Copier:
+def copier_between(source: Backend, target: Backend, repo: Repo, *, check: bool = False) -> Copier:
     """Return who copies by threads of this process.
 
     Parameters
     ----------
     target
         What chunks are written through: the backend of `repo`, or one around it.
+    check
+        Read back what was written, but for what deltas decode to.
     """
 
     def copy(table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
-        return copy_chunks(
+        read_back = ReadBack(target, repo.environment) if check else None
+        copied = copy_chunks(
             table,
             wants,
             source=source,
@@ -156,7 +166,11 @@ def copier_between(source: Backend, target: Backend, repo: Repo) -> Copier:
             environment=repo.environment,
             options=repo.options,
             progress=progress,
+            after=read_back,
         )
+        if read_back is not None:
+            copied.read_back_s, copied.is_cold = read_back.seconds, read_back.is_cold
+        return copied
 
     return copy
 

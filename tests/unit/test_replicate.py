@@ -371,7 +371,7 @@ def test_collected_while_it_travels(backends: Backends, monkeypatch: pytest.Monk
     target = _store(memory)
     target.run("other").save({"x": torch.zeros(3)}, step=0)
     collected: list[int] = []
-    check = module._read_back
+    check = module._read_deltas
 
     def collecting(sides: Any, landed: Any) -> None:  # noqa: ANN401
         check(sides, landed)
@@ -379,7 +379,7 @@ def test_collected_while_it_travels(backends: Backends, monkeypatch: pytest.Monk
             _store(memory).gc(**ZERO)
             collected.append(1)
 
-    monkeypatch.setattr(module, "_read_back", collecting)
+    monkeypatch.setattr(module, "_read_deltas", collecting)
     report = source.replicate(target)
     assert len(report.copied) == 1
     _store(memory).gc(**ZERO)
@@ -598,7 +598,7 @@ def test_brought_by_another_meanwhile(backends: Backends, monkeypatch: pytest.Mo
     run = source.run("gpt")
     for step in (1, 2):
         run.save({"w": torch.full((5,), float(step))}, step=step)
-    check = module._read_back
+    check = module._read_deltas
     done: list[int] = []
 
     def overtaken(sides: Any, landed: Any) -> None:  # noqa: ANN401
@@ -609,7 +609,7 @@ def test_brought_by_another_meanwhile(backends: Backends, monkeypatch: pytest.Mo
             source.replicate(other, check=False)
             other.remove(["gpt@2"], force=True)
 
-    monkeypatch.setattr(module, "_read_back", overtaken)
+    monkeypatch.setattr(module, "_read_deltas", overtaken)
     report = source.replicate(_store(memory))
     assert (len(report.copied), len(report.present), len(report.left)) == (0, 1, 1)
     assert all(v.state == "durable" for v in source.versions())
