@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.config import SYSTEM, Environment
+from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 
 __all__ = ["Speed", "measure"]
@@ -36,9 +37,14 @@ def measure(
 
     Raises
     ------
+    InvalidInputError
+        It is more than ``MEASURE_BYTES_MAX``.
     StorageError
         The storage failed.
     """
+    if size_bytes > limits.MEASURE_BYTES_MAX:
+        msg = f"at most {limits.MEASURE_BYTES_MAX} bytes are written to measure, not {size_bytes}"
+        raise InvalidInputError(msg, hint="64 MiB, the default, tells most; 1 GiB the rest")
     key = f"probe/{environment.random_hex(8)}-speed.pack"
     block = bytes.fromhex(environment.random_hex(limits.MIB))
     count = max(1, size_bytes // limits.MIB)

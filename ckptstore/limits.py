@@ -537,3 +537,6 @@ PROBE_ROUNDS_MAX: Final = 200
 PROBE_RACE_S: Final = 1.0
 # How much doctor writes and reads to measure throughput. Source: one pack of an object store.
 MEASURE_BYTES: Final = 64 * MIB
+# The most that it does so: a slip of the hand shall not fill a disk. Source: no cache of a server
+# helps with 16 GiB any more, and they take minutes at 100 MB/s.
+MEASURE_BYTES_MAX: Final = 16 * GIB

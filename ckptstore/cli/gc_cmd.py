@@ -9,12 +9,12 @@ import msgspec
 import typer
 
 from ckptstore import limits
-from ckptstore.catalog.rules import duration_text, parse_duration
+from ckptstore.catalog.rules import duration_text
 from ckptstore.cli.options import EngineOptions, WriterOptions, dry_run
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened_to_write
-from ckptstore.cli.text import age_text, bytes_text, count_text, counted, seconds_text
+from ckptstore.cli.text import age_text, bytes_text, count_text, counted, parse_wait, seconds_text
 
 if TYPE_CHECKING:
     from ckptstore.ops.gc import GcReport, Kinds
@@ -84,7 +84,7 @@ def gc(
     version needs, but may be an upload at work.
     """
     output = options.output("gc")
-    grace_s, orphan_age_s = _seconds(spared.grace), _seconds(spared.orphan_age)
+    grace_s, orphan_age_s = parse_wait(spared.grace), parse_wait(spared.orphan_age)
     with opened_to_write(options) as opening:
         with progress_bars(output) as progress:
             report = opening.gc(
@@ -100,10 +100,6 @@ def gc(
             )
         document = {"store": opening.url, **msgspec.to_builtins(report)}
         output.show(document, lambda screen: _draw(screen, report, holders=holders))
-
-
-def _seconds(text: str) -> float:
-    return 0.0 if text.strip() in {"0", "0s"} else float(parse_duration(text))
 
 
 def _draw(screen: Screen, report: GcReport, *, holders: bool) -> None:

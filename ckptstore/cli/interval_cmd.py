@@ -11,7 +11,7 @@ from ckptstore.catalog.rules import parse_duration
 from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.session import opened
-from ckptstore.cli.text import counted, seconds_text
+from ckptstore.cli.text import counted, parse_wait, seconds_text
 from ckptstore.errors import InvalidInputError
 
 __all__ = ["interval"]
@@ -52,7 +52,7 @@ def interval(
             run,
             mtbf_s=mtbf_s,
             save_s=parse_duration(save) if save else None,
-            restart_s=parse_duration(restart) if restart else 0.0,
+            restart_s=parse_wait(restart) if restart else 0.0,
         )
         document = {
             "run": run,

@@ -79,6 +79,8 @@ def log(
             "commits": [_commit_document(commit) for commit in commits],
         }
         output.show(document, lambda screen: _draw(screen, catalog, commits, utc=utc))
+        if not catalog.number and not options.json:
+            output.note("no commits yet")
         if run is None and len(commits) < catalog.number and not options.json:
             shown = f"{count_text(len(commits))} of {counted(catalog.number, 'commit')}"
             output.note(f"{shown}; --limit 0 shows all")
@@ -113,6 +115,8 @@ def _show_graph(store: Store, output: Output, run: str | None, limit: int, *, ut
     document = {"store": store.url, "graph": tree.document() if output.as_json else {}}
     output.show(document, tree.draw)
     total = tree.catalog.versions_count
+    if not total and not output.as_json:
+        output.note("no versions yet")
     if run is None and len(tree.versions) < total and not output.as_json:
         shown = f"{count_text(len(tree.versions))} of {counted(total, 'version')}"
         output.note(f"{shown}; --limit 0 shows all")

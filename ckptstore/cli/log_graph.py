@@ -140,7 +140,8 @@ def graph_of(store: Store, run: str | None, limit: int, *, utc: bool) -> Graph:
         The log is damaged.
     """
     catalog = store.repo.refresh()
-    chosen = {v.id: v for v in islice(catalog.versions(run, newest_first=True), limit or None)}
+    most = min(limit, catalog.versions_count) or None
+    chosen = {v.id: v for v in islice(catalog.versions(run, newest_first=True), most)}
     if run is not None:
         for other in _neighbours(catalog, run, chosen):
             chosen[other.id] = other

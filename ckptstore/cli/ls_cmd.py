@@ -60,7 +60,8 @@ def ls(
         catalog = opening.repo.refresh()
         runs = catalog.runs() if run is None else [catalog.run(run)]
         total = catalog.versions_count if run is None else runs[0].versions_count
-        most = (total if options.json else _ROWS) if limit is None else limit or total
+        wanted = (total if options.json else _ROWS) if limit is None else limit or total
+        most = min(wanted, total)
         versions = list(islice(catalog.versions(run, newest_first=True), most))
         listing = _Listing(
             catalog=catalog,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ckptstore.catalog.rules import parse_bytes
+from ckptstore.catalog.rules import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from ckptstore.model import Version
@@ -17,6 +17,7 @@ __all__ = [
     "counted",
     "metric_text",
     "parse_bytes",
+    "parse_wait",
     "printable",
     "seconds_text",
     "time_text",
@@ -26,6 +27,17 @@ __all__ = [
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 # Steps of an age: unit, its seconds, and up to how many of them it is used.
 _AGES = (("s", 1, 120), ("m", 60, 120), ("h", 3600, 48), ("d", 86_400, 730), ("y", 31_557_600, 0))
+
+
+def parse_wait(text: str) -> float:
+    """Return the seconds of a duration, such as ``6h``, or of none: ``0`` or ``0s``.
+
+    Raises
+    ------
+    InvalidInputError
+        It is neither.
+    """
+    return 0.0 if text.strip() in {"0", "0s"} else float(parse_duration(text))
 
 
 def printable(text: str) -> str:

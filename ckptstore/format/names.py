@@ -75,7 +75,7 @@ def check_tag(tag: str) -> str:
         raise InvalidInputError(msg, hint=f"try v{tag}")
     if tag in RESERVED_TAGS or tag.startswith("best:"):
         msg = f"tag {tag!r} has a meaning of its own in refs"
-        raise InvalidInputError(msg)
+        raise InvalidInputError(msg, hint="choose another name for it")
     return tag
 
 

@@ -65,6 +65,10 @@ def test_no_name_of_an_option_is_taken_for_one_of_ours(
         (["verify", "--resume", "/no/such/x"], 8, "No such file", "a folder that is there"),
         (["show", "gpt@999"], 3, "run 'gpt' has no step 999", "the nearest is 500"),
         (["show", "gpt@250"], 3, "run 'gpt' has no step 250", "the nearest are 200 and 300"),
+        (["retain", "--clear", "--set"], 2, "--clear stands alone", "retain [RUN] --clear"),
+        (["rm", "gpt@100", "--lossy", "bf16"], 2, "none are kept", "--keep weights-bf16"),
+        (["show", "deadbeef"], 3, "neither a run nor", "ckptstore ls"),
+        (["doctor", "--size", "900GiB"], 2, "to measure", "64 MiB"),
         (["retain"], 2, "has no retention policy", "'last 3' for full"),
         (["export", "gpt", "/no/such/x.safetensors"], 8, "ENOENT", "is missing"),
         (["ls", "-o", "read_only=true"], 2, "'read_only' is not an option", "open a store so"),
@@ -113,3 +117,43 @@ def test_a_bare_id_names_a_version_to_replicate(cli: Cli, store_path: Path, tmp_
     found = cli("show", "gpt@300", "--json", "-s", store_path).document["version"]["id"]
     done = cli("replicate", found[:8], "-s", store_path, "--to", tmp_path / "other", "--json")
     assert done.document["copied"] == [found]
+
+
+def test_a_huge_limit_is_no_limit(cli: Cli, store_path: Path) -> None:
+    """A number that no machine counts to lists what there is."""
+    for words in (["ls"], ["log"], ["log", "--graph"], ["diff", "gpt@100", "gpt@200"]):
+        done = cli(*words, "--limit", 10**20, "-s", store_path)
+        assert done.code == 0, done.err
+
+
+def test_an_empty_store_answers_every_question(cli: Cli, tmp_path: Path) -> None:
+    """Where nothing was saved yet, each command says so or shows nothing; none fails for it."""
+    store = tmp_path / "store"
+    assert cli("init", store).code == 0
+    for words in (
+        ["ls"],
+        ["log"],
+        ["log", "--graph"],
+        ["du"],
+        ["du", "--shared"],
+        ["stats"],
+        ["stats", "--prometheus"],
+        ["retain", "--full", "last 3"],
+        ["gc", "--dry-run", "--holders"],
+        ["gc"],
+        ["verify"],
+        ["repair"],
+        ["replicate", "--to", tmp_path / "other"],
+        ["replica", "ls"],
+    ):
+        done = cli(*words, "-s", store)
+        assert done.code == 0, (words, done.err)
+        assert "error" not in done.err
+    assert "no commits yet" in cli("log", "-s", store).err
+    assert cli("log", "--json", "-s", store).document["commits"] == []
+
+
+def test_no_restart_takes_no_time(cli: Cli, store_path: Path) -> None:
+    """--restart 0s, the default that the help names, may be given."""
+    words = ("interval", "gpt", "--mtbf", "12h", "--save", "3s", "-s", store_path, "--json")
+    assert cli(*words, "--restart", "0s").document == cli(*words).document
