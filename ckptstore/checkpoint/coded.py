@@ -20,7 +20,7 @@ from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Form
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.objects.writer import Payload, Source
+from ckptstore.objects.sources import Payload, Source
 
 __all__ = [
     "NOTHING",

@@ -49,7 +49,7 @@ from ckptstore.encodings.derive import Candidate, derived_pairs
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.writer import Payload, Source
+from ckptstore.objects.sources import Payload, Source
 
 __all__ = ["Content", "Encoded", "encode_content"]
 

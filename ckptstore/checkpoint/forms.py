@@ -14,7 +14,7 @@ from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.rules import loses_small
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.writer import Source
+from ckptstore.objects.sources import Source
 
 __all__ = [
     "Key",

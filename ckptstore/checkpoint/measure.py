@@ -15,7 +15,7 @@ from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.measuring import Difference, Range
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
-from ckptstore.objects.writer import Payload, Source
+from ckptstore.objects.sources import Payload, Source
 
 __all__ = ["Looked", "Measured", "look", "measure"]
 

@@ -24,7 +24,7 @@ from ckptstore.encodings.casts import Raw, raw_dtype
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest
-from ckptstore.objects.writer import Source
+from ckptstore.objects.sources import Source
 
 __all__ = ["KnownCasts", "Proved", "prove"]
 

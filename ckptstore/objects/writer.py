@@ -10,71 +10,33 @@ meanwhile.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.chunking import cut, piece_bytes
-from ckptstore.codecs.layout import Layout, layout_of
 from ckptstore.codecs.registry import CodecChoice, encode
 from ckptstore.config import Environment, Options
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
+from ckptstore.objects.columns import Columns
 from ckptstore.objects.deltas import Deltas
-from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
+from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.jobs import Job, plan_jobs
 from ckptstore.objects.packs import PackSink, pack_bytes_for
+from ckptstore.objects.sources import Source
 
-__all__ = ["Foreseen", "Payload", "Source", "Written", "write_pieces"]
+__all__ = ["Written", "write_pieces"]
 
-
-class Payload(Protocol):
-    """The bytes of one tensor, dense, in stored order."""
-
-    def view(self) -> memoryview | None:
-        """Return the bytes in place, or None where they are not in host memory as stored."""
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the bytes from `start` on. Called from several threads at once."""
-
-
-class Source(Protocol):
-    """One tensor to write, wherever its bytes are."""
-
-    @property
-    def nbytes(self) -> int:
-        """Return the length in bytes."""
-
-    @property
-    def dtype(self) -> str:
-        """Return torch's name of the dtype, without ``torch.``."""
-
-    @property
-    def itemsize(self) -> int:
-        """Return the bytes of one element; 1 where elements are smaller than a byte."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Return the bytes of one step of the outermost dimension in memory order."""
-
-    @property
-    def payload(self) -> Payload:
-        """Return where its bytes are."""
-
-
-class Foreseen(Protocol):
-    """A source whose pieces are known before a byte of it is read: those of an earlier version."""
-
-    @property
-    def piece_ids(self) -> Sequence[bytes]:
-        """Return the id of each piece. Where one lies elsewhere no more, its bytes are read."""
+# A save opens one more pack at once for each of these. Source: below, a second pack costs a second
+# fsync and a second request without being any faster (measured: docs/design/0003).
+_STREAM_BYTES = 32 * limits.MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,89 +70,6 @@ class _Spent:
     writing_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
-    """One piece of a large tensor, or a batch of small tensors of one layout."""
-
-    small: bool
-    """A batch. The length does not tell: the last piece of a large tensor may be short."""
-    sources: tuple[Source, ...]
-    slot: int
-    """Row of the first piece; the pieces of a batch are listed in `slots`."""
-    slots: tuple[int, ...]
-    start: int
-    length: int
-    layout: Layout
-    foreseen: tuple[bytes | None, ...]
-    """Per piece: its id, if that is known already."""
-
-
-@dataclass(slots=True)
-class _Columns:
-    """The rows of the table, filled by the workers: each row by one of them."""
-
-    ids: npt.NDArray[np.uint8]
-    raw: npt.NDArray[np.uint32]
-    pack: npt.NDArray[np.uint32]
-    offset: npt.NDArray[np.uint64]
-    stored: npt.NDArray[np.uint32]
-    inner: npt.NDArray[np.uint32]
-    slab: npt.NDArray[np.uint32]
-    is_new: npt.NDArray[np.bool_]
-    stored_new: npt.NDArray[np.int64]
-    packs: dict[str, int] = field(default_factory=dict)
-    bases: dict[int, Base] = field(default_factory=dict)
-    """What rows refer to that are deltas."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    @classmethod
-    def empty(cls, count: int) -> _Columns:
-        return cls(
-            ids=np.zeros((count, 32), np.uint8),
-            raw=np.zeros(count, np.uint32),
-            pack=np.zeros(count, np.uint32),
-            offset=np.zeros(count, np.uint64),
-            stored=np.zeros(count, np.uint32),
-            inner=np.zeros(count, np.uint32),
-            slab=np.zeros(count, np.uint32),
-            is_new=np.zeros(count, np.bool_),
-            stored_new=np.zeros(count, np.int64),
-        )
-
-    def fill(self, slot: int, piece_id: bytes, raw: int, place: Location) -> None:
-        with self.lock:
-            self.pack[slot] = self.packs.setdefault(place.pack, len(self.packs))
-            if place.base is not None:
-                self.bases[slot] = place.base
-        self.ids[slot] = np.frombuffer(piece_id, np.uint8)
-        self.raw[slot] = raw
-        self.offset[slot] = place.offset
-        self.stored[slot] = place.stored_bytes
-        self.inner[slot] = place.inner
-        self.slab[slot] = place.slab_bytes
-
-    def repeat(self, slot: int, of: int) -> None:
-        """Give row `slot` the place of row `of`: the same bytes occur twice in one save."""
-        for column in (self.ids, self.raw, self.pack, self.offset, self.stored, self.inner):
-            column[slot] = column[of]
-        self.slab[slot] = self.slab[of]
-        if of in self.bases:
-            self.bases[slot] = self.bases[of]
-
-    def table(self) -> PieceTable:
-        table = PieceTable(
-            ids=self.ids,
-            raw=self.raw,
-            pack=self.pack,
-            offset=self.offset,
-            stored=self.stored,
-            inner=self.inner,
-            slab=self.slab,
-            packs=list(self.packs),
-        )
-        return with_bases(table, self.bases)
-
-
 def write_pieces(
     sources: Sequence[Source],
     *,
@@ -222,11 +101,11 @@ def write_pieces(
     StorageError
         Any write failed; nothing may be committed.
     """
-    first, jobs = _plan(sources, chunk_bytes)
+    first, jobs = plan_jobs(sources, chunk_bytes)
     if deltas is not None:
         deltas.begin(first)
-    run = _Run(
-        columns=_Columns.empty(first[-1]),
+    saving = _Saving(
+        columns=Columns.empty(first[-1]),
         known=known,
         choice=choice,
         total=sum(source.nbytes for source in sources),
@@ -237,21 +116,21 @@ def write_pieces(
     )
     capabilities = backend.capabilities
     spare = options.host_bytes - options.workers * 3 * chunk_bytes
-    pack_bytes = pack_bytes_for(run.total, capabilities)
+    pack_bytes = pack_bytes_for(saving.total, capabilities)
     held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
     packs_max = max(1, min(2 * options.workers, spare // max(1, held)))
-    streams = max(1, min(options.workers, packs_max, run.total // _STREAM_BYTES))
+    streams = max(1, min(options.workers, packs_max, saving.total // _STREAM_BYTES))
     sink = PackSink(
         backend, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes
     )
     try:
-        run.work(iter(jobs), sink, options.workers)
-        run.finish(sink)
+        saving.work(iter(jobs), sink, options.workers)
+        saving.finish(sink)
     except BaseException:
         sink.abort()
         raise
-    run.resolve()
-    columns = run.columns
+    saving.resolve()
+    columns = saving.columns
     return Written(
         table=columns.table(),
         first=first,
@@ -259,82 +138,16 @@ def write_pieces(
         stored_new=columns.stored_new,
         pack_bytes=sink.stored_bytes,
         packs_count=sink.packs_count,
-        seconds=run.seconds(),
+        seconds=saving.seconds(),
         storage_s=sink.storage_s,
     )
 
 
-# A save opens one more pack at once for each of these. Source: below, a second pack costs a second
-# fsync and a second request without being any faster (measured: docs/design/0003).
-_STREAM_BYTES = 32 * limits.MIB
-
-
-def _plan(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...], list[_Job]]:
-    """Cut every tensor; return the first row of each and the jobs. Reads no tensor."""
-    first = [0]
-    jobs: list[_Job] = []
-    batches: dict[Layout, list[tuple[Source, int]]] = {}
-    filled: dict[Layout, int] = {}
-    for source in sources:
-        layout = layout_of(source.dtype)
-        slot = first[-1]
-        if source.nbytes >= limits.SMALL_TENSOR_BYTES:
-            length = piece_bytes(source.row_bytes, source.itemsize, chunk_bytes)
-            ids = _foreseen(source, -(-source.nbytes // length))
-            for (start, size), piece_id in zip(cut(source.nbytes, length), ids, strict=True):
-                jobs.append(_large(source, slot, start, size, layout, piece_id))
-                slot += 1
-        elif source.nbytes:
-            if filled.get(layout, 0) + source.nbytes > limits.SLAB_BYTES:
-                jobs.append(_batch(batches.pop(layout), layout))
-                filled[layout] = 0
-            batches.setdefault(layout, []).append((source, slot))
-            filled[layout] = filled.get(layout, 0) + source.nbytes
-            slot += 1
-        first.append(slot)
-    jobs.extend(_batch(batch, layout) for layout, batch in batches.items())
-    return tuple(first), jobs
-
-
-def _foreseen(source: Source, count: int) -> Sequence[bytes | None]:
-    """Return the id of each piece of a source, as far as they are known."""
-    return getattr(source, "piece_ids", None) or [None] * count  # a :class:`Foreseen` has them
-
-
-def _large(
-    source: Source, slot: int, start: int, length: int, layout: Layout, piece_id: bytes | None
-) -> _Job:
-    return _Job(
-        small=False,
-        sources=(source,),
-        slot=slot,
-        slots=(slot,),
-        start=start,
-        length=length,
-        layout=layout,
-        foreseen=(piece_id,),
-    )
-
-
-def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> _Job:
-    members = tuple(members)
-    return _Job(
-        small=True,
-        sources=tuple(source for source, _ in members),
-        slot=members[0][1],
-        slots=tuple(slot for _, slot in members),
-        start=0,
-        length=sum(source.nbytes for source, _ in members),
-        layout=layout,
-        foreseen=tuple(_foreseen(source, 1)[0] for source, _ in members),
-    )
-
-
 @dataclass(slots=True)
-class _Run:
+class _Saving:
     """One save while its workers run."""
 
-    columns: _Columns
+    columns: Columns
     known: KnownPieces
     choice: CodecChoice
     total: int
@@ -351,11 +164,11 @@ class _Run:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def work(self, jobs: Iterator[_Job], sink: PackSink, workers: int) -> None:
+    def work(self, jobs: Iterator[Job], sink: PackSink, workers: int) -> None:
         """Run all jobs; raise the first failure once every worker has stopped."""
         taking = threading.Lock()
 
-        def take() -> _Job | None:
+        def take() -> Job | None:
             with taking:
                 return None if self.stop.is_set() else next(jobs, None)
 
@@ -387,7 +200,7 @@ class _Run:
         for slot, of in self.repeats:
             self.columns.repeat(slot, of)
 
-    def _worker(self, turn: int, take: Callable[[], _Job | None], sink: PackSink) -> None:
+    def _worker(self, turn: int, take: Callable[[], Job | None], sink: PackSink) -> None:
         buffer = memoryview(bytearray(self.buffer_bytes))
         shared = True  # whether the last piece was shared: the next one then is, most likely
         spent = _Spent()
@@ -407,7 +220,7 @@ class _Run:
     def _large_piece(
         self,
         turn: int,
-        job: _Job,
+        job: Job,
         buffer: memoryview,
         sink: PackSink,
         spent: _Spent,
@@ -416,15 +229,14 @@ class _Run:
     ) -> bool:
         """Write one piece as a chunk of its own, unless it is known; return whether it was."""
         source, foreseen = job.sources[0], job.foreseen[0]
-        if foreseen is not None and self._is_known(job.slot, foreseen, job.length):
+        if foreseen is not None and self._share(job.slot, foreseen, job.length):
             return True
         began = self.clock()
         if shared and (view := source.payload.view()) is not None:
             # Digest in place: nothing is stored from these bytes, so no copy is needed to keep
             # them still.
             piece = view[job.start : job.start + job.length]
-            known = self._is_known(job.slot, blake3_digest(piece), job.length)
-            if known:
+            if self._share(job.slot, blake3_digest(piece), job.length):
                 spent.hashing_s += self.clock() - began
                 return True
         staged = buffer[: job.length]
@@ -432,7 +244,7 @@ class _Run:
         piece_id = blake3_digest(staged)
         hashed = self.clock()
         spent.hashing_s += hashed - began
-        if self._is_known(job.slot, piece_id, job.length):
+        if self._share(job.slot, piece_id, job.length):
             return True
         if self._claim(job.slot, piece_id):
             base = None
@@ -457,20 +269,20 @@ class _Run:
         return False
 
     def _small_pieces(
-        self, turn: int, job: _Job, buffer: memoryview, sink: PackSink, spent: _Spent
+        self, turn: int, job: Job, buffer: memoryview, sink: PackSink, spent: _Spent
     ) -> None:
         """Write those small tensors of a batch that are not known as one chunk, a slab."""
         began = self.clock()
         filled = 0
         members: list[tuple[int, bytes, int, int]] = []
         for source, slot, foreseen in zip(job.sources, job.slots, job.foreseen, strict=True):
-            if foreseen is not None and self._is_known(slot, foreseen, source.nbytes):
+            if foreseen is not None and self._share(slot, foreseen, source.nbytes):
                 continue
             end = filled + source.nbytes
             staged = buffer[filled:end]
             _stage(source, 0, staged)
             piece_id = blake3_digest(staged)
-            if self._is_known(slot, piece_id, source.nbytes) or not self._claim(slot, piece_id):
+            if self._share(slot, piece_id, source.nbytes) or not self._claim(slot, piece_id):
                 continue
             members.append((slot, piece_id, filled, source.nbytes))
             filled = end
@@ -498,7 +310,8 @@ class _Run:
             share = stored * (inner + length) // filled - stored * inner // filled
             self.columns.stored_new[slot] = share
 
-    def _is_known(self, slot: int, piece_id: bytes, length: int) -> bool:
+    def _share(self, slot: int, piece_id: bytes, length: int) -> bool:
+        """Let a row point to where its bytes lie already; return whether they do anywhere."""
         place = self.known.find(piece_id, length)
         if place is None:
             return False

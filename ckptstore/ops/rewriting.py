@@ -28,7 +28,8 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.format.paths import Path
 from ckptstore.model import RoleBytes
 from ckptstore.objects.index import KnownPieces, TableBuilder, location_of
-from ckptstore.objects.writer import Source, Written, write_pieces
+from ckptstore.objects.sources import Source
+from ckptstore.objects.writer import Written, write_pieces
 from ckptstore.ops.rounded import RoundedTensor, Rounding
 from ckptstore.ops.rounding import Coding, round_tensor, wanted
 from ckptstore.repo import Repo

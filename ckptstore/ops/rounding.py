@@ -24,7 +24,7 @@ from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.writer import Payload, Source
+from ckptstore.objects.sources import Payload, Source
 
 __all__ = ["Coding", "round_tensor", "wanted"]
 

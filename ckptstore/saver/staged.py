@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import xxh3_64
-from ckptstore.objects.writer import Payload
+from ckptstore.objects.sources import Payload
 
 __all__ = ["Digests", "StagedSource", "StagedTensor", "sources_in"]
 

@@ -1,0 +1,50 @@
+"""What a writer of packs takes: tensors, wherever their bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["Foreseen", "Payload", "Source"]
+
+
+class Payload(Protocol):
+    """The bytes of one tensor, dense, in stored order."""
+
+    def view(self) -> memoryview | None:
+        """Return the bytes in place, or None where they are not in host memory as stored."""
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the bytes from `start` on. Called from several threads at once."""
+
+
+class Source(Protocol):
+    """One tensor to write, wherever its bytes are."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return the length in bytes."""
+
+    @property
+    def dtype(self) -> str:
+        """Return torch's name of the dtype, without ``torch.``."""
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one element; 1 where elements are smaller than a byte."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of one step of the outermost dimension in memory order."""
+
+    @property
+    def payload(self) -> Payload:
+        """Return where its bytes are."""
+
+
+class Foreseen(Protocol):
+    """A source whose pieces are known before a byte of it is read: those of an earlier version."""
+
+    @property
+    def piece_ids(self) -> Sequence[bytes]:
+        """Return the id of each piece. Where one lies elsewhere no more, its bytes are read."""
