@@ -10,6 +10,7 @@ import typer
 
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
+from ckptstore.cli.early import early_document, early_lines
 from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding import rounding_document, rounding_text
@@ -145,15 +146,15 @@ def _encodings(texts: Sequence[str]) -> dict[str, str]:
 def _check(
     policy: Policy | None, *, apply: bool, dry_run: bool, set_policy: bool, clear: bool
 ) -> None:
-    what = ""
+    what = hint = ""
     if apply and dry_run:
-        what = "--apply and --dry-run exclude each other"
+        what, hint = "--apply and --dry-run exclude each other", "leave one of them out"
     elif clear and (policy or set_policy or apply):
-        what = "--clear stands alone"
+        what, hint = "--clear stands alone", "ckptstore retain [RUN] --clear"
     elif set_policy and policy is None:
-        what = "--set wants rules"
+        what, hint = "--set wants rules", "such as --full 'last 3' --weights 'best 5 val_loss'"
     if what:
-        raise InvalidInputError(what, hint="such as --full 'last 3' --weights 'best 5 val_loss'")
+        raise InvalidInputError(what, hint=hint)
 
 
 def _store(store: Store, run: str | None, policy: Policy | None) -> None:
@@ -173,6 +174,7 @@ def _document(store: Store, report: RetainReport) -> dict[str, Any]:
         "aged_count": sum(decision.fate != "gone" for decision in report.changes),
         "reclaimable_bytes": report.reclaimable_bytes,
         "commits": list(report.commits),
+        "early": early_document(report.early),
     }
 
 
@@ -244,3 +246,5 @@ def _notes(output: Output, report: RetainReport) -> None:
     exact = sum(len(rounding.problems) for rounding in report.roundings.values())
     if exact:
         output.note(f"{counted(exact, 'tensor')} kept more exactly than the level says: --json")
+    for line in early_lines(report.early):
+        output.note(line)

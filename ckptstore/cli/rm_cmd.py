@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from ckptstore.cli.early import early_document, early_lines
 from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding import rounding_document, rounding_text
@@ -78,6 +79,9 @@ def rm(
 ) -> None:
     """Delete versions, or a part of each; undelete brings back whole ones until gc has run."""
     output = options.output("rm")
+    if lossy is not None and keep not in {Keep.WEIGHTS_BF16, Keep.WEIGHTS_INT8}:
+        msg = "--lossy says how far rounded weights may go, and none are kept"
+        raise InvalidInputError(msg, hint="--keep weights-bf16, or --keep weights-int8")
     with opened_to_write(options, writing=not dry_run) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
         part = _PARTS.get(keep)
@@ -85,14 +89,18 @@ def rm(
             named, keep=part, lossy=lossy, reason=reason, force=force, dry_run=dry_run
         )
         total = sum(removal.reclaimable_bytes for removal in found)
+        early = opening.leaving_early(named, keep=part) if dry_run else None
         document = {
             "dry_run": dry_run,
             "keep": part,
             "versions": [_document(removal) for removal in found],
             "reclaimable_bytes": total,
+            "early": None if early is None else early_document(early),
         }
         output.show(document, lambda screen: None if options.quiet else _draw(screen, found))
         output.note(_summary(found, part, dry_run=dry_run))
+        for line in () if early is None else early_lines(early):
+            output.note(line)
 
 
 def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]:

@@ -129,6 +129,7 @@ def retain_source(
         cache,
         policy=policy,
         dry_run=dry_run,
+        early=True,
         # What was not planned for was not looked at; it may go the next time.
         free={one.version.id for one in planned.changes} - missed,
         after=after,
@@ -148,6 +149,7 @@ def retained(report: RetainReport, *, without: Collection[str] = ()) -> dict[str
         "changes": len(changes),
         "reclaimable_bytes": sum(one.reclaimable_bytes for one in changes),
         "commits": len(report.commits),
+        "early": asdict(report.early),
     }
 
 

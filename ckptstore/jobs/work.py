@@ -295,6 +295,7 @@ class _Run:
             self.target._manifests,
             policy=policy if isinstance(policy, Mapping) else None,
             dry_run=self.dry_run,
+            early=True,
         )
         return retained(report)
 
@@ -330,7 +331,7 @@ class _Run:
             workers=self.job.copy.tasks,
         )
         freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
-        return {"reclaimable_now_bytes": freed}
+        return {"reclaimable_now_bytes": freed, "early": list(report.early)}
 
     def overdue(self) -> list[Overdue]:
         """Return the selected versions that are old enough, and not in the target."""

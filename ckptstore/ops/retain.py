@@ -23,6 +23,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.model import Version
 from ckptstore.ops import ageing
 from ckptstore.ops.ageing import Prepared, Target
+from ckptstore.ops.early import Early, Leaving, leaving_early
 from ckptstore.ops.lowering import Lowered, weigh
 from ckptstore.ops.rounded import Rounding
 from ckptstore.repo import Repo
@@ -50,6 +51,8 @@ class RetainReport:
     """Numbers of the commits that carried it out."""
     roundings: Mapping[str, Rounding] = field(default_factory=dict)
     """Version id to what became of its weights, or would, where they were read for it."""
+    early: Early = field(default_factory=Early)
+    """Of a dry run, or where it was asked for: what leaves its storage class before its time."""
 
     @property
     def changes(self) -> tuple[Decision, ...]:
@@ -118,6 +121,7 @@ def retain(
     quick: bool = False,
     free: Collection[str] | None = None,
     after: AfterCommit | None = None,
+    early: bool | None = None,
 ) -> RetainReport:
     """Plan what becomes of versions, and carry it out unless `dry_run`.
 
@@ -130,6 +134,9 @@ def retain(
         are. None: all may.
     after
         With `free`: called after each commit; see :data:`AfterCommit`.
+    early
+        Look at storage classes, for what it costs that something goes so soon; None: in a dry run
+        that is not quick.
 
     Raises
     ------
@@ -149,10 +156,20 @@ def retain(
         checked.check()
     applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run, free=free, after=after)
     plans = applying.plans(repo.refresh())
-    if not any(plan.policy or plan.refused for plan in plans):
+    if checked is None and plans and not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
         msg = f"{of} has no retention policy, and none was given"
-        raise InvalidInputError(msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights")
+        raise InvalidInputError(
+            msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights"
+        )
+    costs = Early()
+    if early or (early is None and dry_run and not quick):
+        leaving = [
+            Leaving(version=one.version, fate=one.fate)
+            for plan in plans
+            for one in (() if plan.refused else plan.changes)
+        ]
+        costs = leaving_early(repo, cache, repo.catalog, leaving)
     commits: list[int] = []
     if not dry_run:
         repo.check_writable()
@@ -164,6 +181,7 @@ def retain(
         plans=tuple(_measured(plan, applying.lowered) for plan in plans),
         commits=tuple(commits),
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
+        early=costs,
     )
 
 

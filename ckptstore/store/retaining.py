@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.ops.ageing import Target
+    from ckptstore.ops.early import Early
     from ckptstore.ops.gc import GcReport
     from ckptstore.ops.remove import Removal
     from ckptstore.ops.retain import AnyPolicy, RetainReport
@@ -179,6 +180,32 @@ class Retaining:
             target = _target(keep, lossy)
             return self._reduce(versions, target, reason=reason, force=force, dry_run=dry_run)
         return remove(self._repo, versions, reason=reason, force=force, dry_run=dry_run)
+
+    def leaving_early(self, refs: Sequence[str], *, keep: LowerLevel | None = None) -> Early:
+        """Return what it costs that versions go, where storage classes have a least of days.
+
+        Packs in `GLACIER`, say, are charged for 90 days, whenever they are deleted. Nothing on
+        storage without classes. What was not looked at, since the store is too large, is said.
+
+        Parameters
+        ----------
+        refs
+            The versions that would go.
+        keep
+            What would stay of each, as in :meth:`remove`.
+
+        Raises
+        ------
+        VersionNotFoundError
+            A ref names nothing.
+        StorageError
+            The storage failed.
+        """
+        from ckptstore.ops.early import Leaving, leaving_early
+
+        versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
+        leaving = [Leaving(version=version, fate=keep or "gone") for version in versions]
+        return leaving_early(self._repo, self._manifests, self._repo.catalog, leaving)
 
     def _reduce(
         self,
