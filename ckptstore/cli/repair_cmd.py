@@ -24,12 +24,13 @@ __all__ = ["repair"]
 
 
 _From = Annotated[
-    str | None,
+    list[str] | None,
     typer.Option(
         "--from",
         metavar="URL",
         help="A second store that may have what is damaged here: a copy, or any store that "
-        "holds the same tensors; or replica:NAME. It is only read.",
+        "holds the same tensors; or replica:NAME. It is only read. Repeatable: the next is asked "
+        "for what one has not, or only in an archive class.",
     ),
 ]
 
@@ -54,23 +55,31 @@ def repair(
     makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
     """
     output = options.output("repair")
-    source.check(url, "URL")
-    named = url is not None and url.startswith(PREFIX)
+    urls = url or []
+    source.check(urls[0] if urls else None, "URL")
     with ExitStack() as stack:
-        other: Store | None = None
-        if url and not named:
-            other = stack.enter_context(opened_place(url, source.given()))
-        superblock = _mend_superblock(options, other, dry_run=dry_run)
+        others: dict[str, Store] = {}
+        for place in urls:
+            if not place.startswith(PREFIX):
+                others[place] = stack.enter_context(opened_place(place, source.given()))
+        first = next(iter(others.values()), None)
+        superblock = _mend_superblock(options, first, dry_run=dry_run)
         if superblock is not None and (dry_run or not superblock.mended):
             # There is nothing to open yet: what else is wrong is found by the next call.
             document = {"store": options.store, "ok": False, "superblock": asdict(superblock)}
             output.show(document, lambda screen: draw_superblock(screen, superblock))
             raise typer.Exit(IntegrityError.exit_code)
         opening = stack.enter_context(opened_to_write(options, writing=not dry_run))
-        if url and named:
-            other = stack.enter_context(opened_for(opening, url, source.given()))
+        for place in urls:
+            if place not in others:
+                others[place] = stack.enter_context(opened_for(opening, place, source.given()))
         with progress_bars(output) as progress:
-            report = opening.repair(other, level=level.value, dry_run=dry_run, progress=progress)
+            report = opening.repair(
+                [others[place] for place in urls],
+                level=level.value,
+                dry_run=dry_run,
+                progress=progress,
+            )
         output.show(
             repair_document(report, opening.url, superblock),
             lambda screen: draw_repair(screen, report, superblock),

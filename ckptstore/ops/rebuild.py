@@ -18,7 +18,13 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.registry import DELTAS, Base, check_choice, decode
-from ckptstore.errors import CkptStoreError, CorruptObjectError, IntegrityError, NotFoundError
+from ckptstore.errors import (
+    CkptStoreError,
+    ColdObjectError,
+    CorruptObjectError,
+    IntegrityError,
+    NotFoundError,
+)
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.keys import pack_key
@@ -224,27 +230,37 @@ class Rescue:
 
     # --- where pieces may be ----------------------------------------------------------------------
 
-    def fetch(self, table: PieceTable, rows: Sequence[int], repo: Repo, origin: str) -> None:
-        """Read rows of a table from a store, and take those that are right."""
+    def fetch(self, table: PieceTable, rows: Sequence[int], repo: Repo, origin: str) -> list[int]:
+        """Read rows of a store, take those that are right; return those in an archive class."""
+        cold: list[int] = []
         for batch in _batches(table, rows):
-            memory = {row: bytearray(int(table.raw[row])) for row in batch}
-            lost: set[int] = set()
-            wants = [Want(row=row, out=memoryview(memory[row]), label="") for row in batch]
+            try:
+                self._fetch(table, batch, repo, origin)
+            except ColdObjectError:  # of one pack at least: each by itself
+                packs: dict[int, list[int]] = {}
+                for row in batch:
+                    packs.setdefault(int(table.pack[row]), []).append(row)
+                for part in packs.values():
+                    try:
+                        self._fetch(table, part, repo, origin)
+                    except ColdObjectError:
+                        cold += part
+        return cold
 
-            def failed(want: Want, _: CkptStoreError, lost: set[int] = lost) -> None:
-                lost.add(want.row)
-
-            read_pieces(
-                table,
-                wants,
-                backend=repo.backend,
-                options=repo.options,
-                progress=silent,
-                on_failure=failed,
-            )
-            for row in batch:
-                if row not in lost:
-                    self.give(table.ids[row].tobytes(), memory[row], origin)
+    def _fetch(self, table: PieceTable, rows: Sequence[int], repo: Repo, origin: str) -> None:
+        memory = {row: bytearray(int(table.raw[row])) for row in rows}
+        lost: set[int] = set()
+        read_pieces(
+            table,
+            [Want(row=row, out=memoryview(memory[row]), label="") for row in rows],
+            backend=repo.backend,
+            options=repo.options,
+            progress=silent,
+            on_failure=lambda want, _: lost.add(want.row),
+        )
+        for row in rows:
+            if row not in lost:
+                self.give(table.ids[row].tobytes(), memory[row], origin)
 
     def salvage(self) -> None:
         """Decode chunks at their places whatever their headers say; the ids decide."""

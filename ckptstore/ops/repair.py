@@ -1,4 +1,4 @@
-"""Repair: bring back what is damaged, from the store itself or from a second one.
+"""Repair: bring back what is damaged, from the store itself or from other ones.
 
 Nothing is deleted, and no object is changed (catalog snapshots, which are caches, are written
 anew). What is brought back goes into new packs and new manifests under new names, and a commit
@@ -9,16 +9,13 @@ them. A repair may be stopped at any point, run again, and run twice at once: th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-import numpy as np
 
 from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
@@ -28,11 +25,12 @@ from ckptstore.format.keys import manifest_key, pack_id, pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
-from ckptstore.objects.index import location_of
 from ckptstore.ops.mend_log import mend_log, mend_snapshots
-from ckptstore.ops.rebuild import Rescue, replaced, rows_of
+from ckptstore.ops.rebuild import Rescue, replaced
+from ckptstore.ops.repair_items import Item, RowDtype, is_unlike, lost_of, needed
 from ckptstore.ops.repair_report import CommitFinding, Lost, Mended, RepairReport
-from ckptstore.ops.survey import Survey, piece_key
+from ckptstore.ops.repair_sources import Sources
+from ckptstore.ops.survey import Survey
 from ckptstore.ops.verify import Level
 from ckptstore.repo import Repo
 
@@ -43,7 +41,7 @@ def repair(
     repo: Repo,
     cache: Manifests,
     *,
-    source: Repo | None = None,
+    sources: Sequence[Repo] = (),
     level: Level = "full",
     dry_run: bool = False,
     progress: ProgressCallback = silent,
@@ -52,8 +50,10 @@ def repair(
 
     Parameters
     ----------
-    source
-        A second store: a copy of this one, a replica, or any store that holds the same tensors.
+    sources
+        Other stores: copies of this one, replicas, or any that hold the same tensors. They are
+        asked in turn. What one has in an archive class is left to the next; see
+        :attr:`RepairReport.cold`.
     level
         ``full`` reads every byte of this store to find the damage; ``records`` finds objects that
         are missing, short, or damaged records.
@@ -65,23 +65,20 @@ def repair(
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to.
     CorruptObjectError
-        The log of the second store is damaged.
+        The log of one of the other stores is damaged.
     StorageError
         One of the storages failed; what was committed before stands.
     """
     if not dry_run:
         repo.check_writable()
-    commits = mend_log(repo, source, dry_run=dry_run)
+    commits = _mend_log(repo, sources, dry_run=dry_run)
     if not _log_is_whole(repo, commits, dry_run=dry_run):
         return _unreadable(repo, commits, dry_run=dry_run)
     snapshots = mend_snapshots(repo, dry_run=dry_run)
-    work = _Repair(
-        repo=repo,
-        cache=cache,
-        source=source,
-        survey=Survey(repo=repo, cache=cache, full=level == "full", progress=progress),
-        rescue=Rescue(repo=repo, dry_run=dry_run, progress=progress),
-    )
+    survey = Survey(repo=repo, cache=cache, full=level == "full", progress=progress)
+    rescue = Rescue(repo=repo, dry_run=dry_run, progress=progress)
+    found = Sources(repo=repo, cache=cache, others=sources, survey=survey, rescue=rescue)
+    work = _Repair(repo=repo, sources=found, survey=survey, rescue=rescue)
     work.look()
     work.mend()
     quarantined = () if dry_run else work.quarantine()
@@ -99,7 +96,19 @@ def repair(
         relocated=tuple(work.relocated),
         pieces=dict(work.rescue.origins),
         written_bytes=work.rescue.written_bytes,
+        cold=tuple(found.cold()),
     )
+
+
+def _mend_log(repo: Repo, sources: Sequence[Repo], *, dry_run: bool) -> tuple[CommitFinding, ...]:
+    """Mend the log from the first of the other stores that can, a part from each if need be."""
+    found = {one.number: one for one in mend_log(repo, next(iter(sources), None), dry_run=dry_run)}
+    for source in sources[1:]:
+        if all(one.mended for one in found.values()):
+            break
+        again = {one.number: one for one in mend_log(repo, source, dry_run=dry_run)}
+        found.update((n, one) for n, one in again.items() if n not in found or not found[n].mended)
+    return tuple(found[number] for number in sorted(found))
 
 
 def _log_is_whole(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> bool:
@@ -131,29 +140,17 @@ def _unreadable(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool
 
 
 @dataclass(slots=True, kw_only=True)
-class _Item:
-    """One version to be mended."""
-
-    version: Version
-    content: Content
-    rebuilt: bool
-    """Its own manifest is lost: this is what another version says that holds the same."""
-
-
-@dataclass(slots=True, kw_only=True)
 class _Repair:
     """One repair while it runs."""
 
     repo: Repo
-    cache: Manifests
-    source: Repo | None
+    sources: Sources
     survey: Survey
     rescue: Rescue
-    items: list[_Item] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
     mended: list[Mended] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     relocated: list[str] = field(default_factory=list)
-    _source_cache: Manifests | None = None
 
     # --- what is damaged ------------------------------------------------------------------------
 
@@ -165,61 +162,17 @@ class _Repair:
         for version, content in self.survey.check_all(versions):
             if content is None:
                 unread.append(version)
-            elif self._needs(content) or self._is_unlike(content):
-                self.items.append(_Item(version=version, content=content, rebuilt=False))
+            elif needed(self.survey, content) or is_unlike(self.survey, content):
+                self.items.append(Item(version=version, content=content, rebuilt=False))
         for version in unread:
-            found = self._rebuilt(version)
+            found = self.sources.rebuilt(version)
             if found is None:
-                self.lost.append(_lost(version, (), self.survey.unread[version.id].message))
+                self.lost.append(lost_of(version, (), self.survey.unread[version.id].message))
             else:
                 problems = len(self.survey.problems)
                 self.survey.check_content(version, found)
                 del self.survey.problems[problems:]  # its problem is its manifest, told already
-                self.items.append(_Item(version=version, content=found, rebuilt=True))
-
-    def _is_unlike(self, content: Content) -> bool:
-        """Return whether a tensor does not follow from others as it should; nothing mends that."""
-        records = content.manifest.tensors
-        made = [place for place, record in enumerate(records) if record.recipe is not None]
-        return any(self.survey.wrong(content, place) for place in made)
-
-    def _needs(self, content: Content) -> list[int]:
-        """Return the rows that must lie elsewhere."""
-        table = content.manifest.pieces
-        if not self.survey.bad and not self.survey.broken_packs:
-            return []
-        places = [place for place, p in enumerate(table.packs) if p in self.survey.broken_packs]
-        rows = set(np.nonzero(np.isin(table.pack, places))[0].tolist())
-        if self.survey.bad:
-            rows.update(r for r in range(len(table)) if self.survey.why(table, r))
-        return sorted(rows)
-
-    def _rebuilt(self, version: Version) -> Content | None:
-        """Return what a version holds, from one that holds the same, here or in the source."""
-        for repo, cache in self._stores():
-            catalog = repo.catalog if repo is self.repo else repo.refresh()
-            for other in catalog.versions(newest_first=True):
-                if other.level == "record" or other.content != version.content:
-                    continue
-                if repo is self.repo and other.id in self.survey.unread:
-                    continue
-                try:
-                    manifest = cache.load(other)
-                    if content_digest(manifest) != version.content:
-                        continue
-                    return read_content(_as(manifest, version))
-                except (IntegrityError, FormatError):
-                    continue  # damaged too: another may be sound
-        return None
-
-    def _stores(self) -> Iterator[tuple[Repo, Manifests]]:
-        yield self.repo, self.cache
-        if self.source is not None:
-            if self._source_cache is None:
-                self._source_cache = Manifests(self.source)
-            yield self.source, self._source_cache
-
-    # --- where it may be had --------------------------------------------------------------------
+                self.items.append(Item(version=version, content=found, rebuilt=True))
 
     def mend(self) -> None:
         """Bring back what is needed and relocate the versions.
@@ -227,12 +180,12 @@ class _Repair:
         What a collection condemns meanwhile is written again, as a save does.
         """
         for item in self.items:
-            dtypes = _RowDtype(item.content.manifest)
-            for row in self._needs(item.content):
+            dtypes = RowDtype(item.content.manifest)
+            for row in needed(self.survey, item.content):
                 self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
         left = list(self.items)
         for attempt in range(limits.CONDEMNED_TRIES_MAX):
-            self._obtain()
+            self.sources.obtain(self.items)
             try:
                 left = self._relocate(left)
                 break
@@ -250,99 +203,13 @@ class _Repair:
         for pack in packs:
             self.survey.broken_packs.setdefault(pack, "it was condemned")
         for item in self.items:
-            dtypes = _RowDtype(item.content.manifest)
-            for row in self._needs(item.content):
+            dtypes = RowDtype(item.content.manifest)
+            for row in needed(self.survey, item.content):
                 self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
-
-    def _obtain(self) -> None:
-        """Find the missing pieces, nearest first."""
-        rescue = self.rescue
-        if not rescue.missing:
-            return
-        self._from_here()
-        rescue.salvage()
-        rescue.scan({p: i.size_bytes for k, i in self.survey.sizes.items() if (p := pack_id(k))})
-        if self.source is not None and rescue.missing:
-            self._from_source()
-        rescue.flush()
-        if rescue.missing:
-            self._rebase()
-
-    def _rebase(self) -> None:
-        """Take deltas as they are whose bases are back, now that they can be checked."""
-        rescue = self.rescue
-        for item in self.items:
-            manifest = item.content.manifest
-            table, own = manifest.pieces, manifest.first[-1]
-            left = [row for row in rows_of(table, rescue.missing) if table.base_of(row) is not None]
-            if (
-                rescue.dry_run
-            ):  # nothing was put back: whether they can be had is not known for sure
-                ids = [table.ids[int(table.base[row])].tobytes() for row in left]  # type: ignore[index]
-                rescue.rescued.update(
-                    table.ids[row].tobytes()
-                    for row, base in zip(left, ids, strict=True)
-                    if base in rescue.rescued
-                )
-                continue
-            places = {
-                row: place
-                for row in range(own, len(table))
-                if (place := rescue.placed.get(table.ids[row].tobytes())) and place.base is None
-            }
-            if left and places:
-                moved = replaced(table, own, places)
-                rescue.rebase(moved, [row for row in left if table.base_of(row) in places])
-
-    def _from_here(self) -> None:
-        """Take what other versions of this store have, or packs whose index alone is damaged."""
-        rescue, survey = self.rescue, self.survey
-        contents = [item.content.manifest for item in self.items]
-        for manifest in (*contents, *self._manifests(self.repo, self.cache)):
-            table = manifest.pieces
-            copies = []
-            for row in rows_of(table, rescue.missing):
-                key = piece_key(table, row)
-                if key in survey.bad:
-                    continue
-                if key in survey.read and key[0] not in survey.broken_packs:
-                    rescue.point(key[3], location_of(table, row))
-                else:
-                    copies.append(row)
-            rescue.fetch(table, copies, self.repo, "moved")
-            if not rescue.missing:
-                return
-
-    def _from_source(self) -> None:
-        """Take what versions of the second store have: first those that hold the same."""
-        assert self.source is not None  # noqa: S101  # for the type checker
-        cache = [each for _, each in self._stores()][-1]
-        self.source.refresh()
-        ids = {item.version.id for item in self.items}
-        contents = {item.version.content for item in self.items}
-        near = [v for v in self.source.catalog.versions() if v.id in ids or v.content in contents]
-        for manifest in self._manifests(self.source, cache, first=near):
-            rows = rows_of(manifest.pieces, self.rescue.missing)
-            self.rescue.fetch(manifest.pieces, rows, self.source, "source")
-            if not self.rescue.missing:
-                return
-
-    def _manifests(
-        self, repo: Repo, cache: Manifests, first: Sequence[Version] = ()
-    ) -> Iterator[Manifest]:
-        """Yield the manifests of a store that can be read, newest first."""
-        done = {version.id for version in first}
-        rest = (v for v in repo.catalog.versions(newest_first=True) if v.id not in done)
-        for version in (*first, *rest):
-            if version.level != "record":
-                try:
-                    yield cache.load(version)
-                except (IntegrityError, FormatError):
-                    continue  # nothing can be had from it; of this store it is reported already
 
     # --- what is done ---------------------------------------------------------------------------
 
-    def _relocate(self, items: list[_Item]) -> list[_Item]:
+    def _relocate(self, items: list[Item]) -> list[Item]:
         """Write new manifests and commit them, some versions at a time; return what is left."""
         if self.rescue.dry_run:
             return []
@@ -359,10 +226,10 @@ class _Repair:
                     self.relocated.append(move.version)
         return []
 
-    def _move(self, item: _Item) -> Move | None:
+    def _move(self, item: Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""
         table = item.content.manifest.pieces
-        rows = self._needs(item.content)
+        rows = needed(self.survey, item.content)
         placed = self.rescue.placed
         places = {
             row: placed[piece_id]
@@ -395,7 +262,7 @@ class _Repair:
             relies_on=(key, *map(pack_key, manifest.pieces.packs)),
         )
 
-    def _account(self, item: _Item) -> None:
+    def _account(self, item: Item) -> None:
         """Say which tensors of a version are whole again, and which are lost."""
         content, table = item.content, item.content.manifest.pieces
         whole: list[str] = []
@@ -424,7 +291,7 @@ class _Repair:
                 )
             )
         if lost:
-            self.lost.append(_lost(version, tuple(lost), next(iter(lost.values()))))
+            self.lost.append(lost_of(version, tuple(lost), next(iter(lost.values()))))
 
     def quarantine(self) -> tuple[str, ...]:
         """Record the versions of which something is lost; return those that were not yet."""
@@ -461,33 +328,3 @@ def _ops(now: Catalog, moves: Sequence[Move]) -> list[Op]:
             superseded.append(version.manifest_key)
     ops = lifecycle_changes.relocate(now, live)
     return [*ops, *lifecycle_changes.condemn(now, superseded)]
-
-
-def _as(manifest: Manifest, version: Version) -> Manifest:
-    """Return a manifest as that of another version with the same content."""
-    return Manifest(
-        version=version.id,
-        chunk_bytes=manifest.chunk_bytes,
-        skeleton=manifest.skeleton,
-        tensors=manifest.tensors,
-        first=manifest.first,
-        pieces=manifest.pieces,
-    )
-
-
-class _RowDtype:
-    """Tells the dtype of the tensor that a row belongs to, or the first delta to what is in it."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        self._records = manifest.tensors
-        self._first = np.asarray(manifest.first)
-        self._base = manifest.pieces.base
-
-    def __call__(self, row: int) -> str:
-        if row >= self._first[-1] and self._base is not None:
-            row = int(np.flatnonzero(self._base == row)[0])
-        return self._records[int(np.searchsorted(self._first, row, "right")) - 1].dtype
-
-
-def _lost(version: Version, tensors: tuple[str, ...], why: str) -> Lost:
-    return Lost(version=version.id, run=version.run, step=version.step, tensors=tensors, why=why)

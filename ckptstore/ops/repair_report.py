@@ -7,7 +7,7 @@ from typing import Literal
 
 from ckptstore.ops.survey import Problem
 
-__all__ = ["CommitFinding", "Lost", "Mended", "RepairReport"]
+__all__ = ["ColdSource", "CommitFinding", "Lost", "Mended", "RepairReport"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +49,20 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ColdSource:
+    """A version of another store that has what is missing here, in an archive class."""
+
+    version: str
+    run: str
+    step: int
+    url: str
+    """Where the other store is, without credentials."""
+    command: str
+    """What makes it readable there; the repair is then to be run again."""
+    pieces_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
     """What was found, what was mended, and what is lost."""
 
@@ -74,6 +88,8 @@ class RepairReport:
     ``source``."""
     written_bytes: int = 0
     """Bytes of new packs."""
+    cold: tuple[ColdSource, ...] = ()
+    """What of the lost can be had from other stores once it is thawed there."""
 
     @property
     def ok(self) -> bool:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
     from ckptstore.store.store import Store
 
 __all__ = ["Checking"]
+
+
+Source: TypeAlias = "Checking | str | os.PathLike[str]"
+"""A second store, where it is, or ``replica:NAME``."""
 
 
 class Checking:
@@ -121,7 +126,7 @@ class Checking:
 
     def repair(
         self,
-        source: Checking | str | os.PathLike[str] | None = None,
+        source: Source | Sequence[Source] | None = None,
         *,
         level: Level = "full",
         dry_run: bool = False,
@@ -138,14 +143,15 @@ class Checking:
         ----------
         source
             A second store, or where it is: a copy of this one, or any store that holds the same
-            tensors. Or ``"replica:NAME"``. It is only read.
+            tensors. Or ``"replica:NAME"``. It is only read. Of several the next is asked for what
+            one has not, or only in an archive class: that is in the report, as ``cold``.
         level
             How the damage is found: ``full`` reads every byte of this store first.
         dry_run
             Say what would be done; write nothing.
         source_key
             Opens the second store if it is encrypted; as ``encryption_key`` of
-            :func:`ckptstore.open`.
+            :func:`ckptstore.open`. Of several all that are given as places.
 
         Returns
         -------
@@ -165,19 +171,23 @@ class Checking:
         from ckptstore.ops.repair import repair
         from ckptstore.repo import open_repo
 
-        def run(other: Repo | None) -> RepairReport:
+        one = source is None or isinstance(source, Checking | str | os.PathLike)
+        given = ([] if source is None else [source]) if one else source
+        others: list[Repo] = []
+        with ExitStack() as stack:
+            for each in given:
+                found = self._named(each) or each
+                if isinstance(found, Checking):
+                    others.append(found._repo)
+                    continue
+                options = Options(read_only=True)
+                opening = open_repo(found, options=options, key=source_key)
+                others.append(stack.enter_context(opening))
             return repair(
                 self._repo,
                 self._manifests,
-                source=other,
+                sources=others,
                 level=level,
                 dry_run=dry_run,
                 progress=progress,
             )
-
-        source = self._named(source) or source
-        if source is None or isinstance(source, Checking):
-            return run(None if source is None else source._repo)
-        options = Options(read_only=True)
-        with open_repo(source, options=options, key=source_key) as opened:
-            return run(opened)
