@@ -53,7 +53,7 @@ def older_of(
         The version before; None if there is none.
     """
     names = _names(records, frame)
-    kinds = tuple(_DIGITS.sub("#", _text(name)) for name in names)
+    kinds = tuple(map(_kind, names, records))
     if parent is None or parent.chunk_bytes != chunk_bytes:
         none = (None,) * len(records)
         return Older(table=_NO_TABLE, rows=none, counts=(0,) * len(records), kinds=kinds)
@@ -87,6 +87,15 @@ def _names(records: Sequence[TensorRecord], frame: bytes) -> list[_Name | None]:
 
 def _text(name: _Name | None) -> str:
     return "" if name is None else f"{path_text(name[0])} {name[1]}"
+
+
+def _kind(name: _Name | None, record: TensorRecord) -> str:
+    """Return what tensors have in common that change alike: a path but for numbers, and a shape.
+
+    An optimizer keeps its states under numbers alone: there it is the shape that tells the moments
+    of an embedding from those of other weights.
+    """
+    return f"{_DIGITS.sub('#', _text(name))} {list(record.shape)}"
 
 
 def _is_same(one: TensorRecord, two: TensorRecord) -> bool:

@@ -50,8 +50,9 @@ _log = logging.getLogger("ckptstore")
 # moments pass it up to some ten steps apart, first moments never do (docs/design/0012-deltas.md).
 _WORTH: Final = 0.95
 # A kind of tensor for which that was so for so many pieces, and for none before in this save, is
-# left alone for so many saves. Source: two reads of 4 MiB a kind and eight saves are below 1% of
-# the bytes of a state of 1 GB, whose four or five kinds they are.
+# left alone for so many saves; a comparison with a keyframe that deltas refer to already does not
+# count, since the next save has a nearer one. Source: two reads of 4 MiB a kind and eight saves are
+# below 1% of the bytes of a state of 1 GB, whose four or five kinds they are.
 _TRIES: Final = 2
 _PAUSE_SAVES: Final = 8
 # How many pieces after the one that is asked for are looked through for neighbours to fetch with
@@ -79,7 +80,7 @@ class _Kind:
     """What is known of one kind of tensors."""
 
     losses: int = 0
-    """Pieces of this save for which a delta did not pay, none before for which one did."""
+    """Pieces of this save for which a delta to the version before did not pay, and none did."""
     pause: int = 0
     """Saves for which it is left alone."""
 
@@ -242,7 +243,8 @@ class Deltas:
         expected = sampled(raw, base, layout)
         bytes_max = _WORTH * min(expected.full_bytes, len(raw))
         if expected.delta_bytes >= bytes_max:
-            self._loses(kind)
+            if self.keyframes.cycle(base_id) is None:  # else it was left behind: a cycle ends
+                self._loses(kind)
             return self._alone(piece_id, raw, layout, keep=not kind.pause), None
         kind.losses = -len(self._rows)  # it pays for some of its pieces
         pieces, total = self.keyframes.cycle(base_id) or (1, self._stored(row))

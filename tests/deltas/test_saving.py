@@ -269,6 +269,33 @@ def test_kinds_that_never_pay_are_left_alone(backends: Backends) -> None:
     assert found[2:] == [0, 0]
 
 
+def test_states_under_numbers_are_told_apart_by_their_shapes(backend: MemoryBackend) -> None:
+    """Of an optimizer's states the first are new noise: those of other shapes are deltas anyway."""
+    store = open_store(backend, workers=1)
+    run = store.run("gpt")
+    for step in range(2):
+        noise = torch.Generator().manual_seed(step)
+        states = {n: torch.randn(50_000, generator=noise) for n in range(3)}
+        states[3] = state_of(step)["model"]["weight"].reshape(-1, 2)
+        version = run.save({"state": states}, step=step)
+    assert deltas_of(store, version) == 4
+
+
+def test_a_keyframe_that_is_left_behind_is_no_reason_to_stop(store: Store) -> None:
+    """A version too far from its keyframe is stored by itself; the next, beside it, as deltas.
+
+    A kind of tensor that has paid is not left alone because its cycle ends.
+    """
+    run = store.run("gpt")
+    found = []
+    for step in (0, 1, 1_000_000, 1_000_001):
+        weight = state_of(step)["model"]["weight"]
+        found.append(deltas_of(store, run.save({"weight": weight}, step=step)))
+    assert found[0] == found[2] == 0
+    assert found[1] == found[3] == 4
+    assert same(store.load("gpt@1000001"), {"weight": weight})
+
+
 # --- bases that cannot be had ---------------------------------------------------------------------
 
 
