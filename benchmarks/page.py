@@ -62,6 +62,8 @@ def sections() -> dict[str, Callable[[Result], list[str]]]:
         "weka": models.weka,
         "memory": models.memory,
         "filesystems": storage.filesystems,
+        "link": storage.link,
+        "encryption": storage.encryption,
         "failures": background.failures,
         "catalog": catalog.catalog,
         "scale": catalog.scale,

@@ -35,7 +35,7 @@ from benchmarks.s3_ways import GETS, PUTS, Plain, Way, count_bytes, plain_ways
 from benchmarks.states import StateSpec, make_state, state_bytes
 from ckptstore import limits
 
-__all__ = ["ENGINES", "run"]
+__all__ = ["ENGINES", "client_case", "make_source", "packs_of", "run", "store_case"]
 
 _REPO = Path(__file__).resolve().parent.parent
 _RUN: Final = "bench"
@@ -83,8 +83,8 @@ def _measure(
 ) -> Result:
     head = header(space.root)
     source = space.fresh() / "store"
-    size = _make_source(source, spec)
-    plain = Plain(_packs_of(source))
+    size = make_source(source, spec)
+    plain = Plain(packs_of(source))
     result = Result(
         benchmark="replicate",
         header=head,
@@ -103,9 +103,9 @@ def _measure(
     with ExitStack() as stack:
         engines = _engines(stack)
         for table, check in (("replicate", False), ("replicate, read back", True)):
-            cases = [_client_case(way, bucket, plain, check=check) for way in ways]
+            cases = [client_case(way, bucket, plain, check=check) for way in ways]
             cases += [
-                _store_case(name, executor, source, bucket, plain, check=check)
+                store_case(name, executor, source, bucket, plain, check=check)
                 for name, executor in engines.items()
             ]
             result.tables[table] = run_cases(table, cases, space, rounds=rounds)
@@ -120,7 +120,7 @@ def _measure(
 # --- what travels -----------------------------------------------------------------------------
 
 
-def _make_source(folder: Path, spec: StateSpec) -> int:
+def make_source(folder: Path, spec: StateSpec) -> int:
     """Make a store with one version of raw chunks; return the bytes of its state."""
     state = make_state(spec)
     with ckptstore.open(folder, create=True, codec="raw") as store:
@@ -128,7 +128,8 @@ def _make_source(folder: Path, spec: StateSpec) -> int:
     return state_bytes(state)
 
 
-def _packs_of(folder: Path) -> bytes:
+def packs_of(folder: Path) -> bytes:
+    """Return the bytes of all packs of a store."""
     return b"".join(path.read_bytes() for path in sorted(folder.glob("packs/*/*.pack")))
 
 
@@ -161,7 +162,8 @@ def _engines(stack: ExitStack) -> dict[str, Executor | None]:
 # --- cases ------------------------------------------------------------------------------------
 
 
-def _client_case(way: Way, bucket: Bucket, plain: Plain, *, check: bool) -> Case:
+def client_case(way: Way, bucket: Bucket, plain: Plain, *, check: bool) -> Case:
+    """Return a case that moves the same bytes by a client: up, and with `check` down again."""
     places: list[str] = []
     size = sum(map(len, plain.parts))
 
@@ -185,9 +187,10 @@ def _client_case(way: Way, bucket: Bucket, plain: Plain, *, check: bool) -> Case
     )
 
 
-def _store_case(
+def store_case(
     name: str, executor: Executor | None, source: Path, bucket: Bucket, plain: Plain, *, check: bool
 ) -> Case:
+    """Return a case that replicates the store to a new one."""
     places: list[str] = []
 
     def prepare(_: Path) -> None:

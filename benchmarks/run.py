@@ -38,7 +38,9 @@ SUITES = (
     "async",
     "s3",
     "replicate",
+    "link",
     "filesystems",
+    "encryption",
 )
 _MODULES = {"async": "async_saves"}  # of suites whose name is a word of the language
 _MB = 10**6
@@ -96,6 +98,16 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
             "calls": 3 if small else 20,
             "versions": (1, 2) if small else (4, 8),
             "chunks": 2_000 if small else 250_000,
+            **steps,
+        },
+        "link": {
+            "bytes_min": options.s3_size_mb * _MB,
+            "rounds": min(options.rounds, 3),
+            **steps,
+        },
+        "encryption": {
+            "bytes_min": options.size_mb * _MB,
+            "rounds": min(options.rounds, 3),
             **steps,
         },
         "codecs": {"bytes_min": min(options.size_mb, 64) * _MB, "rounds": options.rounds, **steps},

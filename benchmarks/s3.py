@@ -5,7 +5,7 @@ The endpoint is that of :mod:`benchmarks.endpoint`; the bucket is new.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,12 @@ from benchmarks import peers
 from benchmarks.disk import Workspace
 from benchmarks.endpoint import Bucket, endpoint
 from benchmarks.host import header
-from benchmarks.measure import FAILURES, Case, Measured, Result, run_cases, say
+from benchmarks.measure import FAILURES, Case, Result, run_cases, say
 from benchmarks.peers import empty_like, touch
 from benchmarks.s3_ways import GETS, PUTS, Way, count_bytes, make_ways
 from benchmarks.states import State, StateSpec, make_state, same, state_bytes
 
-__all__ = ["run"]
+__all__ = ["load_cases", "run", "save_cases"]
 
 
 def run(
@@ -63,20 +63,19 @@ def _measure(
         },
     )
     ways = make_ways(bucket.client, state, space.fresh() / "state.pt")
-    result.tables["save"] = _saves(state, ways, bucket, space, rounds)
-    result.tables["load"] = _loads(state, ways, bucket, space, rounds)
+    saves = save_cases(ways, state, bucket)
+    result.tables["save"] = run_cases("s3 save", saves, space, rounds=rounds)
+    loads = load_cases(ways, state, bucket)
+    result.tables["load"] = run_cases("s3 load", loads, space, rounds=rounds)
     return result
 
 
 # --- tables -----------------------------------------------------------------------------------
 
 
-def _saves(
-    state: State, ways: list[Way], bucket: Bucket, space: Workspace, rounds: int
-) -> list[Measured]:
-    return run_cases(
-        "s3 save", [_save_case(way, state, bucket) for way in ways], space, rounds=rounds
-    )
+def save_cases(ways: Sequence[Way], state: State, bucket: Bucket) -> list[Case]:
+    """Return a case for each way to save."""
+    return [_save_case(way, state, bucket) for way in ways]
 
 
 def _save_case(way: Way, state: State, bucket: Bucket) -> Case:
@@ -102,9 +101,8 @@ def _save_case(way: Way, state: State, bucket: Bucket) -> Case:
     )
 
 
-def _loads(
-    state: State, ways: list[Way], bucket: Bucket, space: Workspace, rounds: int
-) -> list[Measured]:
+def load_cases(ways: Sequence[Way], state: State, bucket: Bucket) -> list[Case]:
+    """Save by each way that can; return a case for each way to load what it saved."""
     target = empty_like(state)
     cases: list[Case] = []
     for way in ways:
@@ -124,7 +122,7 @@ def _loads(
         if way.load_into is not None:
             load = _into(way.load_into, place, target)
             cases.append(_load_case(f"{way.name}, into", load, state, way))
-    return run_cases("s3 load", cases, space, rounds=rounds)
+    return cases
 
 
 def _touched(load: Callable[[str], object], place: str) -> Callable[[Path], object]:

@@ -27,14 +27,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import ckptstore
 from benchmarks.peers import flat_for_safetensors, rest_as_json
 from benchmarks.states import State, flat_tensors
+from ckptstore.backends.s3 import CAPABILITIES
+from ckptstore.objects.packs import pack_bytes_for
 
 __all__ = ["GETS", "PUTS", "Plain", "Way", "count_bytes", "make_ways", "plain_ways"]
 
-PUTS: Final = 3
+PUTS: Final = 4
 """Packs in flight of a save with two workers and the default ``host_bytes``."""
 GETS: Final = 8
 """Ranges in flight of a load with the default ``host_bytes``."""
-_OBJECT: Final = 64 << 20
 _RANGE: Final = 16 << 20
 _RUN: Final = "bench"
 _THREADS: Final = 2
@@ -55,10 +56,11 @@ class Way:
 
 
 class Plain:
-    """Bytes, ready to be sent, in objects as large as packs."""
+    """Bytes, ready to be sent, in objects as large as ckptstore's packs of them."""
 
     def __init__(self, whole: bytes) -> None:
-        self.parts = [whole[at : at + _OBJECT] for at in range(0, len(whole), _OBJECT)]
+        size = pack_bytes_for(len(whole), CAPABILITIES)
+        self.parts = [whole[at : at + size] for at in range(0, len(whole), size)]
         self.ranges = [
             (index, start, min(start + _RANGE, len(part)))
             for index, part in enumerate(self.parts)

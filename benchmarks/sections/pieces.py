@@ -13,6 +13,7 @@ __all__ = [
     "listing_time",
     "multiple",
     "outcomes",
+    "quickest_client",
     "ratio",
     "seconds",
     "share",
@@ -137,3 +138,9 @@ def listing_time(facts_of_ls: Mapping[str, Any]) -> str:
         f"start of the process to its end. Imports {', '.join(imported) or 'none'} of the heavy "
         f"modules; not {', '.join(absent) or 'any'}."
     )
+
+
+def quickest_client(rows: Sequence[Measured]) -> str:
+    """Return the name of the client that was quickest at the median; empty without one."""
+    clients = [one for one in rows if one.seconds and not one.name.startswith("replicate")]
+    return min(clients, key=lambda one: one.median).name if clients else ""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
-from benchmarks.measure import Measured, Result
-from benchmarks.sections.pieces import seconds, table, timed, titled
+from benchmarks.measure import Result
+from benchmarks.sections.pieces import quickest_client, seconds, table, timed, titled
 
 __all__ = ["replicate"]
 
@@ -18,7 +18,7 @@ def replicate(result: Result) -> list[str]:
         ("replicate, read back", "Replicate to S3 and read back"),
     ):
         rows = result.tables[name]
-        best = _best(rows)
+        best = quickest_client(rows)
         about = f"The client that was quickest at the median is {best}." if best else ""
         blocks.append(titled(title, about, timed(rows, {"vs quickest client": best}, {})))
     blocks.append(titled("Requests to the target", _requests(result.facts["requests"])))
@@ -26,11 +26,6 @@ def replicate(result: Result) -> list[str]:
     blocks.append(titled("What one request costs the client", _costs(result)))
     blocks.append(titled("A collection of many terabytes, seen by its coordinator", _known(result)))
     return blocks
-
-
-def _best(rows: Sequence[Measured]) -> str:
-    clients = [one for one in rows if one.seconds and not one.name.startswith("replicate")]
-    return min(clients, key=lambda one: one.median).name if clients else ""
 
 
 def _requests(found: Mapping[str, Mapping[str, int]]) -> str:

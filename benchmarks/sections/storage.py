@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from benchmarks.measure import Result
-from benchmarks.sections.pieces import listing_time, seconds, share, table, timed, titled
+from benchmarks.sections.pieces import (
+    listing_time,
+    quickest_client,
+    seconds,
+    share,
+    speed,
+    table,
+    timed,
+    times,
+    titled,
+)
 
-__all__ = ["filesystems", "local", "s3"]
+__all__ = ["encryption", "filesystems", "link", "local", "s3"]
 
 
 def local(result: Result) -> list[str]:
@@ -43,13 +53,33 @@ def _peaks(result: Result) -> str:
     return table(["", "extra memory", "note"], lines)
 
 
+def encryption(result: Result) -> list[str]:
+    """Return the tables of saves and loads with and without encryption."""
+    blocks = []
+    for name, rows in result.tables.items():
+        by_name = {one.name: one for one in rows}
+        lines = []
+        for one in rows:
+            if one.error:
+                lines.append([one.name, "", "", "", "", "", one.error])
+                continue
+            base = by_name[one.name.removesuffix(", encrypted")]
+            more = "" if base is one else times(one, base)
+            busy = f"{one.numbers['processor_s']:.2f} s"
+            lines.append([one.name, *seconds(one), speed(one), more, busy, one.note])
+        columns = ["", "median", "min-max", "GB/s", "vs without", "processor", "note"]
+        blocks.append(titled(name[:1].upper() + name[1:], table(columns, lines)))
+    return blocks
+
+
 def s3(result: Result) -> list[str]:
     """Return the tables of saves to S3 and loads from it."""
     plain = {f"vs {name}": f"bytes by {name}" for name in ("s3fs", "boto3", "obstore")}
     puts, gets = (result.parameters.get(f"{kind}_at_once") for kind in ("puts", "gets"))
     said = [
         "Rows named bytes move the bytes of the state, ready in memory, and make no state of "
-        f"them: {puts} objects of 64 MiB, or {gets} ranges of 16 MiB, at once, as ckptstore does. "
+        f"them: {puts} objects of the size of our packs, or {gets} ranges of up to 16 MiB, at "
+        "once, as ckptstore does. "
         "The columns compare with these."
     ]
     saves = timed(
@@ -58,6 +88,25 @@ def s3(result: Result) -> list[str]:
     loads = timed(result.tables["load"], {**plain, "vs DCP": "DCP FsspecWriter, into"}, {})
     about = said if puts else []
     return [titled("Save to S3", *about, saves), titled("Whole load from S3", loads)]
+
+
+def link(result: Result) -> list[str]:
+    """Return the tables of S3 behind a link of known speed."""
+    rate = result.parameters["bits_per_s"]
+    link_s = result.parameters["state_bytes"] * 8 / rate
+    about = f"The bytes of the state alone take {link_s:.2f} s of the link."
+    saves, loads = s3(result)
+    blocks = [saves, loads]
+    for name, title in (
+        ("replicate", "Replicate, not read back"),
+        ("replicate, read back", "Replicate and read back"),
+    ):
+        rows = result.tables[name]
+        best = quickest_client(rows)
+        said = f"The client that was quickest at the median is {best}." if best else ""
+        against = timed(rows, {"vs quickest client": best}, {})
+        blocks.append(titled(f"{title}, over a slow link", said, against))
+    return [about, *(block.replace("S3\n", "S3 over a slow link\n", 1) for block in blocks)]
 
 
 def filesystems(result: Result) -> list[str]:

@@ -5,7 +5,9 @@ No figure is judged here but those that do not depend on the machine.
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -23,9 +25,11 @@ from benchmarks import (  # noqa: E402 - after the path
     async_saves,
     catalog,
     codecs,
+    encryption,
     failures,
     filesystems,
     keepers,
+    link,
     local,
     memory,
     page,
@@ -39,6 +43,7 @@ from benchmarks import (  # noqa: E402 - after the path
     workloads,
 )
 from benchmarks.disk import Workspace, workspace  # noqa: E402
+from benchmarks.endpoint import Bucket  # noqa: E402
 from benchmarks.host import header  # noqa: E402
 from benchmarks.measure import Measured, Result  # noqa: E402
 from benchmarks.results import read_result, write_result  # noqa: E402
@@ -199,6 +204,15 @@ def test_filesystems(space: Workspace, tmp_path: Path) -> None:
     _check(result, tmp_path)
 
 
+def test_encryption(space: Workspace, tmp_path: Path) -> None:
+    """With a key and without, everything comes back, and both are compared."""
+    result = encryption.run(space, bytes_min=300_000, rounds=1, training_steps=2)
+    _check(result, tmp_path)
+    for rows in result.tables.values():
+        assert [one.name for one in rows][:2] == ["raw", "raw, encrypted"]
+        assert all(one.numbers["processor_s"] > 0 for one in rows)
+
+
 def test_codecs(space: Workspace, tmp_path: Path) -> None:
     """Every codec gives back what it got, and planes beat plain zstd on trained weights."""
     result = codecs.run(space, bytes_min=1 << 20, rounds=1, training_steps=2)
@@ -290,6 +304,34 @@ def test_s3(space: Workspace, tmp_path: Path) -> None:
     result = s3.run(space, bytes_min=300_000, rounds=1, training_steps=2)
     assert result is not None
     _check(result, tmp_path)
+
+
+@pytest.mark.usefixtures("endpoint")
+def test_link(space: Workspace, tmp_path: Path) -> None:
+    """Behind a link are measured saves, loads, and replications that are what was asked for."""
+    plan = {"bytes_min": 300_000, "rounds": 1, "training_steps": 2}
+    bucket = Bucket()
+    result = link.measure(space, bucket, "moto", plan)
+    bucket.remove()
+    _check(result, tmp_path)
+    assert set(result.tables) == {"save", "load", "replicate", "replicate, read back"}
+    assert _row(result.tables["replicate, read back"], "replicate, threads").seconds
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and tc")
+def test_a_link_holds_back_one_port() -> None:
+    """Each direction of one port has the rate that was asked for, all else as good as none."""
+    program = (
+        "import subprocess; from benchmarks.link import limited; limited(7480, bits_per_s=10**9)\n"
+        "for what in ('class', 'filter'):\n"
+        "    subprocess.run(['tc', what, 'show', 'dev', 'lo'], check=True)"
+    )
+    command = ["unshare", "--net", sys.executable, "-c", program]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed.count("rate 1Gbit") == 2
+    assert printed.count("rate 100Gbit") == 1
+    for match, flow in (("00001d38/0000ffff at 20", "1:2"), ("1d380000/ffff0000 at 20", "1:3")):
+        assert match in printed.split(f"flowid {flow}")[1].split("flowid")[0]
 
 
 @pytest.mark.usefixtures("endpoint")
