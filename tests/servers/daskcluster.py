@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import re
 import signal
@@ -10,11 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 __all__ = ["Cluster"]
 
 _HERE = Path(__file__).parent
+# How long workers may take until the scheduler knows them: seconds, on a machine that is busy more.
+_START_S = 120
 
 
 class Cluster:
@@ -49,7 +52,18 @@ class Cluster:
                 "--memory-limit=0",
                 quiet=True,
             )
+        if self._count:
+            self._await_workers()
         return self
+
+    def _await_workers(self) -> None:
+        distributed: Any = importlib.import_module("distributed")  # an extra; it has no types
+        try:
+            with distributed.Client(self.address.replace("dask", "tcp", 1)) as client:
+                client.wait_for_workers(self._count, timeout=_START_S)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
 
     def _start(self, what: str, *arguments: str, quiet: bool = False) -> subprocess.Popen[str]:
         path = os.pathsep.join(filter(None, [str(_HERE), os.environ.get("PYTHONPATH")]))
