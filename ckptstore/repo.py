@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
-import msgspec
-
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.key_sources import KeyInput, read_key
@@ -30,26 +28,19 @@ from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Log
-from ckptstore.catalog.reading import wait_until
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
 from ckptstore.errors import (
-    AmbiguousWriteError,
-    CorruptObjectError,
     InvalidInputError,
-    ObjectExistsError,
-    ObjectNotFoundError,
     ReadOnlyError,
-    StorageError,
     StoreExistsError,
     StoreNotFoundError,
-    TransientStorageError,
     UnsafeBackendError,
 )
-from ckptstore.format.encryption import FEATURE, KeyRecord
-from ckptstore.format.keys import KEYS_PREFIX, OBJECT_PREFIXES, STORE_KEY, key_record_key
-from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
-from ckptstore.keyring import create_keys, has_keys, unlocked
+from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
+from ckptstore.format.superblock import Superblock
+from ckptstore.keyring import has_keys, unlocked
 from ckptstore.objects.pace import Pace
+from ckptstore.superblocks import read_superblock, remains, write_encrypted, write_superblock
 
 __all__ = [
     "Finding",
@@ -57,7 +48,6 @@ __all__ = [
     "Repo",
     "create_on",
     "create_repo",
-    "encrypted_superblock",
     "open_on",
     "open_repo",
     "probe_backend",
@@ -335,11 +325,11 @@ def create_on(
     """
     options = options if options is not None else Options()
     # First what may be left of a store, then the superblock: a creator at work writes it first.
-    remains = _remains(backend)
+    left = remains(backend)
     found = read_superblock(backend)
     if found is None:
-        if remains:
-            msg = f"{backend.url} holds objects of a store ({remains}) but no {STORE_KEY}"
+        if left:
+            msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
             raise StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
         if key is None and has_keys(backend):
             msg = f"somebody began to create an encrypted store at {backend.url}"
@@ -353,10 +343,10 @@ def create_on(
             raise unsafe(backend.url, finding.put_if_absent)
         wanted = _superblock(backend, finding, options, environment, chunk_bytes)
         if key is None:
-            found = _write_superblock(backend, wanted, environment)
+            found = write_superblock(backend, wanted, environment)
             made = found.store_id == wanted.store_id
         else:
-            found, made = _write_encrypted(backend, wanted, key, environment)
+            found, made = write_encrypted(backend, wanted, key, environment)
         exist_ok = exist_ok or made
     if not exist_ok:
         msg = f"there is a store at {backend.url} already"
@@ -390,42 +380,6 @@ def _superblock(
     )
 
 
-def _write_encrypted(
-    backend: Backend, wanted: Superblock, key: UserKey, environment: Environment
-) -> tuple[Superblock, bool]:
-    """Write a record of keys, then the superblock; return that one, and whether it is ours.
-
-    Creators of one key share the record of the first, so that whichever of them writes the
-    superblock, there is one data key, and it is durable before.
-    """
-    record, _ = create_keys(
-        backend,
-        key,
-        store_id=wanted.store_id,
-        chunk_bytes=wanted.chunk_bytes,
-        environment=environment,
-        conditional=not wanted.single_writer,
-    )
-    mine = record.store_id == wanted.store_id
-    wanted = encrypted_superblock(wanted, record)
-    found = _write_superblock(backend, wanted, environment)
-    if found.encryption is None and mine:  # somebody made a store without encryption meanwhile
-        backend.delete(key_record_key(record.number))
-    return found, found == wanted
-
-
-def encrypted_superblock(superblock: Superblock, record: KeyRecord) -> Superblock:
-    """Return a superblock that says what a record of keys says."""
-    return msgspec.structs.replace(
-        superblock,
-        features=tuple(sorted({*superblock.features, FEATURE})),
-        store_id=record.store_id,
-        chunk_bytes=record.chunk_bytes,
-        created_at_ms=record.created_at_ms,
-        encryption=record.encryption,
-    )
-
-
 def unsafe(url: str, verdict: PutIfAbsent) -> UnsafeBackendError:
     """Return the error for storage on which two writers would lose commits."""
     what = {
@@ -437,79 +391,9 @@ def unsafe(url: str, verdict: PutIfAbsent) -> UnsafeBackendError:
 
 
 def _no_store(backend: Backend) -> StoreNotFoundError:
-    remains = _remains(backend)
-    if remains:
-        msg = f"{backend.url} holds objects of a store ({remains}) but no {STORE_KEY}"
+    left = remains(backend)
+    if left:
+        msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
         return StoreNotFoundError(msg, hint=_HINT_REMAINS)
     msg = f"there is no store at {backend.url}"
     return StoreNotFoundError(msg, hint=f"create one: ckptstore init {backend.url}")
-
-
-def _remains(backend: Backend) -> str:
-    """Return the key of some object below the store's prefixes; empty if there is none."""
-    for prefix in OBJECT_PREFIXES:
-        for info in backend.list(prefix):
-            return info.key
-    return ""
-
-
-def read_superblock(backend: Backend) -> Superblock | None:
-    """Return the superblock, None where there is none.
-
-    Where a failed lookup may be remembered (NFS), the location is listed instead.
-    """
-    if backend.capabilities.lookup_lag_s > 0 and not _listed(backend):
-        return None
-    try:
-        data = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
-    except ObjectNotFoundError:
-        return None
-    try:
-        return decode_superblock(data, where=STORE_KEY)
-    except CorruptObjectError as error:
-        hint = "ckptstore repair --single-writer, while no one else writes, makes it anew"
-        raise CorruptObjectError(error.message, hint=hint) from error
-
-
-def _listed(backend: Backend) -> bool:
-    return any(info.key == STORE_KEY for info in backend.list(STORE_KEY))
-
-
-def _write_superblock(backend: Backend, wanted: Superblock, environment: Environment) -> Superblock:
-    """Put ``store.json`` and return what is there then: `wanted`, or another creator's.
-
-    As with commits, a lost answer is resolved by reading back, and the same bytes are sent again
-    only where nothing is there yet.
-    """
-    data = encode_superblock(wanted)
-    write = backend.put if wanted.single_writer else backend.put_if_absent
-    for sent in range(limits.COMMIT_SENDS_MAX):
-        taken = False
-        cause: Exception | None = None
-        try:
-            write(STORE_KEY, data)
-        except ObjectExistsError as error:
-            taken, cause = True, error
-        except (AmbiguousWriteError, TransientStorageError) as error:
-            cause = error
-        else:
-            return wanted
-        found = _read_back(backend, environment, wait=taken)
-        if found is not None:
-            return found
-        if taken or sent + 1 == limits.COMMIT_SENDS_MAX:
-            msg = f"it is not known whether {STORE_KEY} was written at {backend.url}"
-            raise AmbiguousWriteError(msg, hint="open the location again") from cause
-    raise AssertionError  # pragma: no cover - the loop has no other end
-
-
-def _read_back(backend: Backend, environment: Environment, *, wait: bool) -> Superblock | None:
-    try:
-        if wait:
-            listed = wait_until(backend, environment, lambda: _listed(backend))
-        else:
-            listed = _listed(backend)
-        return read_superblock(backend) if listed else None
-    except StorageError as error:
-        msg = f"it is not known whether {STORE_KEY} was written at {backend.url}: {error.message}"
-        raise AmbiguousWriteError(msg, hint="open the location again") from error

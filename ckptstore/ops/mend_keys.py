@@ -33,7 +33,8 @@ from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import KEYS_PREFIX, key_record_key
 from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import check_written, put_record, read_record, record_numbers
-from ckptstore.repo import read_superblock, unsafe
+from ckptstore.repo import unsafe
+from ckptstore.superblocks import read_superblock
 
 __all__ = ["KeysMended", "mend_keys"]
 

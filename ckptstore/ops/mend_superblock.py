@@ -45,7 +45,8 @@ from ckptstore.format.segments import MAGIC
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
 from ckptstore.keyring import missing_key, open_keys
 from ckptstore.ops.transplant import ORIGIN_KEY
-from ckptstore.repo import Finding, Prober, Repo, encrypted_superblock, probe_backend, unsafe
+from ckptstore.repo import Finding, Prober, Repo, probe_backend, unsafe
+from ckptstore.superblocks import encrypted_superblock
 
 __all__ = ["SuperblockFinding", "mend_superblock"]
 

@@ -1,0 +1,141 @@
+"""The record that makes a location a store, ``store.json``: read it, write it, say who was first.
+
+Of several creators at once exactly one writes it, and the others find it. With a key, the first
+record of keys is written before.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.backends.sealing import UserKey
+from ckptstore.catalog.reading import wait_until
+from ckptstore.config import Environment
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CorruptObjectError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    StorageError,
+    TransientStorageError,
+)
+from ckptstore.format.encryption import FEATURE, KeyRecord
+from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY, key_record_key
+from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+from ckptstore.keyring import create_keys
+
+__all__ = [
+    "encrypted_superblock",
+    "read_superblock",
+    "remains",
+    "write_encrypted",
+    "write_superblock",
+]
+
+
+def read_superblock(backend: Backend) -> Superblock | None:
+    """Return the superblock, None where there is none.
+
+    Where a failed lookup may be remembered (NFS), the location is listed instead.
+    """
+    if backend.capabilities.lookup_lag_s > 0 and not _listed(backend):
+        return None
+    try:
+        data = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
+    except ObjectNotFoundError:
+        return None
+    try:
+        return decode_superblock(data, where=STORE_KEY)
+    except CorruptObjectError as error:
+        hint = "ckptstore repair --single-writer, while no one else writes, makes it anew"
+        raise CorruptObjectError(error.message, hint=hint) from error
+
+
+def remains(backend: Backend) -> str:
+    """Return the key of some object below the store's prefixes; empty if there is none."""
+    for prefix in OBJECT_PREFIXES:
+        for info in backend.list(prefix):
+            return info.key
+    return ""
+
+
+def _listed(backend: Backend) -> bool:
+    return any(info.key == STORE_KEY for info in backend.list(STORE_KEY))
+
+
+def write_superblock(backend: Backend, wanted: Superblock, environment: Environment) -> Superblock:
+    """Put ``store.json`` and return what is there then: `wanted`, or another creator's.
+
+    As with commits, a lost answer is resolved by reading back, and the same bytes are sent again
+    only where nothing is there yet.
+    """
+    data = encode_superblock(wanted)
+    write = backend.put if wanted.single_writer else backend.put_if_absent
+    for sent in range(limits.COMMIT_SENDS_MAX):
+        taken = False
+        cause: Exception | None = None
+        try:
+            write(STORE_KEY, data)
+        except ObjectExistsError as error:
+            taken, cause = True, error
+        except (AmbiguousWriteError, TransientStorageError) as error:
+            cause = error
+        else:
+            return wanted
+        found = _read_back(backend, environment, wait=taken)
+        if found is not None:
+            return found
+        if taken or sent + 1 == limits.COMMIT_SENDS_MAX:
+            msg = f"it is not known whether {STORE_KEY} was written at {backend.url}"
+            raise AmbiguousWriteError(msg, hint="open the location again") from cause
+    raise AssertionError  # pragma: no cover - the loop has no other end
+
+
+def _read_back(backend: Backend, environment: Environment, *, wait: bool) -> Superblock | None:
+    try:
+        if wait:
+            listed = wait_until(backend, environment, lambda: _listed(backend))
+        else:
+            listed = _listed(backend)
+        return read_superblock(backend) if listed else None
+    except StorageError as error:
+        msg = f"it is not known whether {STORE_KEY} was written at {backend.url}: {error.message}"
+        raise AmbiguousWriteError(msg, hint="open the location again") from error
+
+
+def write_encrypted(
+    backend: Backend, wanted: Superblock, key: UserKey, environment: Environment
+) -> tuple[Superblock, bool]:
+    """Write a record of keys, then the superblock; return that one, and whether it is ours.
+
+    Creators of one key share the record of the first, so that whichever of them writes the
+    superblock, there is one data key, and it is durable before.
+    """
+    record, _ = create_keys(
+        backend,
+        key,
+        store_id=wanted.store_id,
+        chunk_bytes=wanted.chunk_bytes,
+        environment=environment,
+        conditional=not wanted.single_writer,
+    )
+    mine = record.store_id == wanted.store_id
+    wanted = encrypted_superblock(wanted, record)
+    found = write_superblock(backend, wanted, environment)
+    if found.encryption is None and mine:  # somebody made a store without encryption meanwhile
+        backend.delete(key_record_key(record.number))
+    return found, found == wanted
+
+
+def encrypted_superblock(superblock: Superblock, record: KeyRecord) -> Superblock:
+    """Return a superblock that says what a record of keys says."""
+    return msgspec.structs.replace(
+        superblock,
+        features=tuple(sorted({*superblock.features, FEATURE})),
+        store_id=record.store_id,
+        chunk_bytes=record.chunk_bytes,
+        created_at_ms=record.created_at_ms,
+        encryption=record.encryption,
+    )
