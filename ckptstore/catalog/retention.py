@@ -20,29 +20,17 @@ A policy that keeps the content of no version is refused, as a mistake.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.choosing import CONTESTED, View, choose
 from ckptstore.catalog.lifecycle import LEVELS
-from ckptstore.catalog.metrics import ranked
 from ckptstore.catalog.pin_changes import pinned_text
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.rules import (
-    Abandoned,
-    All,
-    Best,
-    EverySteps,
-    EveryTime,
-    Last,
-    Rule,
-    Tagged,
-    Within,
-)
+from ckptstore.catalog.rules import Tagged
 from ckptstore.errors import CkptStoreError, InvalidInputError
-from ckptstore.format.fields import Direction
 from ckptstore.format.lifecycle import Level
 from ckptstore.model import RoleBytes, Version
 
@@ -200,8 +188,7 @@ def plan_run(
         versions=versions,
         policy=policy,
         head=catalog.head_id(run),
-        directions=dict(catalog.run(run).metrics),
-        now_ms=now_ms,
+        view=View(directions=catalog.run(run).metrics, now_ms=now_ms),
         free=free,
     )
     try:
@@ -226,8 +213,7 @@ def chosen_by(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> lis
         versions=list(catalog.versions(run)),
         policy=policy,
         head=catalog.head_id(run),
-        directions=dict(catalog.run(run).metrics),
-        now_ms=now_ms,
+        view=View(directions=catalog.run(run).metrics, now_ms=now_ms),
     )
     chosen = planning.named("full")
     return [version for version in planning.versions if version.id in chosen]
@@ -237,7 +223,7 @@ def reclaimable(version: Version, fate: Fate) -> int:
     """Return the stored bytes of a version that are not kept for it at a level.
 
     From the catalog alone: for levels that are written anew this is an estimate, which takes the
-    weights for float32; :mod:`ckptstore.ops.preview` measures.
+    weights for float32; :mod:`ckptstore.ops.rounded` tells what was measured.
     """
     if _ORDER.index(fate) >= _ORDER.index(version.level) or version.level == "record":
         return 0
@@ -276,8 +262,7 @@ class _Planning:
     """Oldest first."""
     policy: Policy
     head: str
-    directions: dict[str, Direction]
-    now_ms: int
+    view: View
     free: Container[str] | None = None
 
     def plan(self, run: str) -> RunPlan:
@@ -349,8 +334,8 @@ class _Planning:
             rivals = [v for v in rivals if v.level != "record" and not v.damaged]
         found: dict[str, list[str]] = {}
         for rule in self.policy.rules(level):
-            among = rivals if type(rule) in _CONTESTED else self.versions
-            for version_id in _CHOOSE[type(rule)](self, rule, among):
+            among = rivals if type(rule) in CONTESTED else self.versions
+            for version_id in choose(rule, among, self.view):
                 found.setdefault(version_id, []).append(str(rule))
         return found
 
@@ -358,77 +343,7 @@ class _Planning:
         """Return the ids of the versions that have a rule at a level."""
         return set(self._matched(level))
 
-    def age_s(self, version: Version) -> float:
-        return self.now_ms / 1000 - version.created_at.timestamp()
-
 
 def _has_weights(version: Version) -> bool:
     part = version.roles.get("weights")
     return part is not None and part.logical > 0
-
-
-def _last(_: _Planning, rule: Last, among: Sequence[Version]) -> Iterable[str]:
-    return [version.id for version in among[-rule.count :]]
-
-
-def _every_steps(_: _Planning, rule: EverySteps, among: Sequence[Version]) -> Iterable[str]:
-    chosen: dict[int, Version] = {}
-    for version in among:
-        stretch = version.step // rule.steps
-        # Of one step that was saved twice the newer one, as for refs.
-        if stretch not in chosen or version.step <= chosen[stretch].step:
-            chosen[stretch] = version
-    return [version.id for version in chosen.values()]
-
-
-def _every_time(_: _Planning, rule: EveryTime, among: Sequence[Version]) -> Iterable[str]:
-    chosen: dict[int, str] = {}
-    for version in among:
-        chosen.setdefault(math.floor(version.created_at.timestamp() / rule.seconds), version.id)
-    return list(chosen.values())
-
-
-def _best(planning: _Planning, rule: Best, among: Sequence[Version]) -> Iterable[str]:
-    direction = planning.directions.get(rule.metric)
-    if direction is None:
-        msg = f"it is not known whether {rule.metric!r} is better low or high"
-        fix = f"store.run(NAME, metrics={{{rule.metric!r}: 'min'}}) or 'max'"
-        raise InvalidInputError(msg, hint=fix)
-    values = [(v.id, v.step, v.metrics[rule.metric]) for v in among if rule.metric in v.metrics]
-    chosen = ranked(values, direction)[: rule.count]
-    if rule.missing == "keep":
-        chosen += [v.id for v in among if rule.metric not in v.metrics]
-    return chosen
-
-
-def _within(planning: _Planning, rule: Within, among: Sequence[Version]) -> Iterable[str]:
-    line = (version for version in among if not version.abandoned)
-    return [version.id for version in line if planning.age_s(version) < rule.seconds]
-
-
-def _tagged(_: _Planning, __: Tagged, among: Sequence[Version]) -> Iterable[str]:
-    return [version.id for version in among if version.tags]
-
-
-def _abandoned(planning: _Planning, rule: Abandoned, among: Sequence[Version]) -> Iterable[str]:
-    left = (version for version in among if version.abandoned)
-    return [version.id for version in left if planning.age_s(version) < rule.seconds]
-
-
-def _all(_: _Planning, __: All, among: Sequence[Version]) -> Iterable[str]:
-    return [version.id for version in among]
-
-
-_CONTESTED: Final = frozenset({Last, EverySteps, EveryTime, Best})
-"""Rules that choose between versions; the others look at each by itself."""
-_CHOOSE: Final[dict[type[Rule], Callable[[_Planning, Any, Sequence[Version]], Iterable[str]]]] = {
-    Last: _last,
-    EverySteps: _every_steps,
-    EveryTime: _every_time,
-    Within: _within,
-    Best: _best,
-    Tagged: _tagged,
-    Abandoned: _abandoned,
-    All: _all,
-}
-"""Which versions each rule chooses of some, oldest first."""
