@@ -139,7 +139,8 @@ class Log:
         """
         with self._guard():
             if self._opened:
-                self._catch_up(*self._reader.since(self._catalog.number))
+                known = self._catalog
+                self._catch_up(*self._reader.since(known.number, known.digest))
             else:
                 self._open()
             return self._catalog
@@ -172,13 +173,13 @@ class Log:
     def _open(self) -> None:
         """Start from the newest snapshot that the log confirms, or from the beginning."""
         for catalog in snapshots.read_newest_first(self._backend):
-            numbers, gap = self._reader.numbers(catalog.number - 1)
+            numbers, gap = self._reader.tail(catalog.number - 1)
             if self._confirmed(catalog, numbers):
                 self._catalog = catalog
                 self._snapshot = self._began = catalog.number
                 break
         else:
-            numbers, gap = self._reader.numbers(0)
+            numbers, gap = self._reader.tail(0)
         self._opened = True
         self._catch_up(numbers, gap)
 
@@ -251,6 +252,7 @@ class Log:
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
                     self._catalog, self._own = after, commit
+                    self._reader.wrote(commit.number, len(data))
                     self._others.note(commit, after)
                     self._snapshot_if_due(after)
                     return commit

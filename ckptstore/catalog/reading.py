@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import takewhile
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.config import Environment
-from ckptstore.errors import CkptStoreError, CorruptObjectError, ObjectNotFoundError
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    ObjectNotFoundError,
+    UnsupportedFeatureError,
+)
 from ckptstore.format.commit import Commit, decode_commit
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number
 
@@ -22,14 +28,22 @@ __all__ = ["LogReader", "wait_until"]
 
 
 class LogReader:
-    """Stateless access to the commits of one store; any thread may call it."""
+    """Access to the commits of one store. Any thread may call what does not say otherwise."""
 
     def __init__(self, backend: Backend, environment: Environment) -> None:
         self._backend = backend
         self._environment = environment
+        self._told: _Told | None = None
 
-    def numbers(self, after: int) -> tuple[list[int], CorruptObjectError | None]:
+    def numbers(
+        self, after: int, *, told: list[_Told] | None = None
+    ) -> tuple[list[int], CorruptObjectError | None]:
         """List the commits after number `after`.
+
+        Parameters
+        ----------
+        told
+            Gets what the listing tells of the first and the last.
 
         Returns
         -------
@@ -40,8 +54,11 @@ class LogReader:
         numbers: list[int] = []
 
         def look() -> bool:
-            found = (commit_number(item.key) for item in self._list(after))
-            numbers[:] = [number for number in found if number is not None]
+            found = ((commit_number(item.key), item) for item in self._list(after))
+            listed = [(number, item) for number, item in found if number is not None]
+            numbers[:] = [number for number, _ in listed]
+            if told is not None:
+                told[:] = [_Told.of(*one) for one in (listed[:1] + listed[-1:])]
             return not numbers or numbers[-1] - after == len(numbers)
 
         # A directory that is read while commits appear may show a later one and miss an earlier.
@@ -52,16 +69,43 @@ class LogReader:
         msg = f"the log has a gap: {missing} is missing, though {commit_key(numbers[-1])} is there"
         return whole, CorruptObjectError(msg, hint="restore it from a replica or a backup")
 
-    def since(self, number: int) -> tuple[list[int], CorruptObjectError | None]:
+    def tail(self, after: int) -> tuple[list[int], CorruptObjectError | None]:
+        """List as :meth:`numbers`, and remember of the last commit what :meth:`since` compares.
+
+        By one thread at a time.
+        """
+        told: list[_Told] = []
+        found = self.numbers(after, told=told)
+        self._told = told[-1] if told else None
+        return found
+
+    def wrote(self, number: int, size_bytes: int) -> None:
+        """Remember the last commit, which this process wrote. By one thread at a time."""
+        self._told = _Told(number=number, size_bytes=size_bytes)
+
+    def since(self, number: int, digest: str) -> tuple[list[int], CorruptObjectError | None]:
         """List the commits after commit `number`, which was seen before and must be there still.
 
         No commit is ever deleted: where it is gone the log was cut short, or the store emptied or
-        replaced. What was committed then would follow nothing. Costs no request more.
+        replaced. What was committed then would follow nothing. Nor is one ever changed: where the
+        listing tells another size or time of it than before, it is read again. Costs no request
+        more otherwise. By one thread at a time.
+
+        Parameters
+        ----------
+        digest
+            Of that commit.
         """
         if not number:
-            return self.numbers(0)
-        numbers, gap = self.numbers(number - 1)
+            return self.tail(0)
+        known, told = self._told, list[_Told]()
+        numbers, gap = self.numbers(number - 1, told=told)
         if numbers[:1] == [number]:
+            if known is not None and known.contradicts(told[0]) and self._is_other(number, digest):
+                msg = f"{commit_key(number)} is not the commit that was there before"
+                hint = "was the store replaced or restored? open it anew to see"
+                return [], CorruptObjectError(msg, hint=hint)
+            self._told = told[-1]
             return numbers[1:], gap
         if gap is not None:
             return [], gap
@@ -70,6 +114,13 @@ class LogReader:
         msg = f"{commit_key(number)}, which was there before, is gone: the log was cut short"
         hint = "was the store emptied, replaced, restored or unmounted? open it anew to see"
         return [], CorruptObjectError(msg, hint=hint)
+
+    def _is_other(self, number: int, digest: str) -> bool:
+        """Say whether a sound commit of a number has another digest; damage is told elsewhere."""
+        try:
+            return self.read(number).digest != digest
+        except (CorruptObjectError, UnsupportedFeatureError):
+            return False
 
     def read(self, number: int) -> Commit:
         """Return a commit that was listed.
@@ -137,6 +188,27 @@ class LogReader:
             return self.read(number)
         except CkptStoreError as error:
             return error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Told:
+    """What a listing tells of one commit."""
+
+    number: int
+    size_bytes: int
+    modified_at: float | None = None
+    """None: it was written here, and no listing has told yet."""
+
+    @classmethod
+    def of(cls, number: int, info: ObjectInfo) -> _Told:
+        return cls(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
+
+    def contradicts(self, later: _Told) -> bool:
+        """Say whether the same number is told to be of another size or time."""
+        if self.number != later.number:
+            return False
+        timed = self.modified_at is not None and self.modified_at != later.modified_at
+        return timed or self.size_bytes != later.size_bytes
 
 
 def wait_until(backend: Backend, environment: Environment, done: Callable[[], bool]) -> bool:

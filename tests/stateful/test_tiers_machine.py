@@ -6,11 +6,13 @@ What it holds:
   each of its pieces and the replica can be reached where it is needed;
 - one that neither has, or that only a replica has that is down, fails with a typed error, and the
   message has the reason here;
-- eviction and collection here never touch the replica; refilled versions load without it.
+- eviction and collection here never touch the replica; refilled versions load without it;
+- what was evicted here outlives retention and removal there.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +28,7 @@ from ckptstore.catalog.tier_changes import name_replica
 from ckptstore.errors import (
     IntegrityError,
     NotFoundError,
+    PolicyError,
     StorageError,
     TransientStorageError,
 )
@@ -75,7 +78,7 @@ class TiersMachine(RuleBasedStateMachine):
         )
         self.saved: dict[str, int] = {}
         self.sure: set[str] = set()
-        """Ids of versions that the replica has."""
+        """Ids of versions that the replica has, whole."""
         self.lost = False
         """Whether objects here were deleted past the log."""
         self.number = 0
@@ -114,7 +117,31 @@ class TiersMachine(RuleBasedStateMachine):
         """Bring everything to the replica."""
         report = self.hot.replicate("replica:cold")
         assert not report.failures
-        self.sure.update(v.id for v in self.hot.versions() if v.level != "record")
+        self._look_there()
+
+    def _look_there(self) -> None:
+        """Learn what the replica holds, by its own catalog."""
+        self.sure = {v.id for v in self.cold.versions() if v.level == "full"}
+
+    @precondition(lambda self: not self._is_down and not self.lost and self.sure)
+    @rule(keep=st.integers(1, 2), collect=st.booleans())
+    def thin_out_there(self, keep: int, collect: bool) -> None:
+        """Retention in the replica, by a rule of its own that knows nothing of what is here."""
+        with contextlib.suppress(PolicyError):
+            self.cold.retain({"full": f"last {keep}"})
+        if collect:
+            self.cold.gc(**ZERO)
+        self._look_there()
+
+    @precondition(lambda self: not self._is_down and not self.lost and self.sure)
+    @rule(draw=DRAW, part=st.booleans())
+    def remove_there(self, draw: int, part: bool) -> None:
+        """Somebody removes a version there, or reduces it, and means it."""
+        versions = self.cold.versions()
+        ref = f"#{versions[draw % len(versions)].id}"
+        with contextlib.suppress(PolicyError):
+            self.cold.remove([ref], keep="record" if part else None, force=True)
+        self._look_there()
 
     @precondition(lambda self: not self._is_down)
     @rule(keep=st.integers(1, 3))
