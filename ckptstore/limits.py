@@ -153,6 +153,8 @@ REPLICA_URL_CHARS_MAX: Final = 2048
 SINCE_SLACK_S: Final = 3600.0
 # A job file. Source: rules and options of two stores are under 4 KiB; 16x is slack.
 JOB_BYTES_MAX: Final = 64 * KIB
+# What a job file may name as a rate. Source: 1 PiB a second, which no link has.
+RATE_BYTES_PER_S_MAX: Final = 1 << 50
 # Why a version was deleted or rolled back, for people. Source: one line of a terminal or two.
 REASON_CHARS_MAX: Final = 500
 # Commits in one folder of the log. Source: one listing request of S3 or GCS returns 1,000 names.

@@ -18,7 +18,7 @@ from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import vouching
 from ckptstore.cli.text import age_text, bytes_text, counted, seconds_text
 from ckptstore.config import SYSTEM
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import CkptStoreError, InvalidInputError, StorageError
 
 if TYPE_CHECKING:
     from ckptstore.jobs.report import JobReport, StepReport
@@ -45,32 +45,38 @@ def run_file(
         Nothing was done.
     """
     from ckptstore.jobs import read_job, run_job
-    from ckptstore.jobs.files import replace_file
     from ckptstore.jobs.report import exposition
 
     wanted = read_job(job)
+    files = _Files(report=None if dry_run else report_file, metrics=None if dry_run else metrics)
+    files.check()
     before = _last_success(report_file)
     moment = before.covered_until if since == "last" else since
     # What was saved shortly before may have shown shortly after, and clocks differ.
     slack_s = limits.SINCE_SLACK_S if since == "last" else 0.0
-    with progress_bars(output) as progress, vouching():
-        done = run_job(
-            wanted,
-            dry_run=dry_run,
-            since_s=_seconds(moment) - slack_s if moment else None,
-            since_target=before.target_id if since == "last" else "",
-            progress=progress,
-        )
+    since_s = _seconds(moment) - slack_s if moment else None
+    try:
+        with progress_bars(output) as progress, vouching():
+            done = run_job(
+                wanted,
+                dry_run=dry_run,
+                since_s=since_s,
+                since_target=before.target_id if since == "last" else "",
+                progress=progress,
+            )
+    except CkptStoreError as error:
+        try:
+            files.write_failure(wanted.name, error, before)
+        except StorageError as unwritten:  # what stopped the job says more
+            output.note(str(unwritten))
+        raise
     if done.ok and not dry_run:
         before = _Success(
             last_success=done.began_at, covered_until=done.covered_until, target_id=done.target_id
         )
     document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
     document |= {"last_success": before.last_success, "last": asdict(before)}
-    if report_file is not None and not dry_run:
-        replace_file(report_file, (encode_document(document) + "\n").encode())
-    if metrics is not None and not dry_run:
-        replace_file(metrics, exposition(done, now_s=SYSTEM.now_ms() / 1000).encode())
+    files.write(document, exposition(done, now_s=SYSTEM.now_ms() / 1000))
     output.show(document, lambda screen: _draw(screen, done))
     if done.exit_code:
         raise typer.Exit(done.exit_code)
@@ -85,6 +91,47 @@ class _Success:
     covered_until: str = ""
     """What was saved before was old enough for it."""
     target_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Files:
+    """What a run leaves for others to read; None for what was not asked for."""
+
+    report: Path | None
+    metrics: Path | None
+
+    def check(self) -> None:
+        """Refuse files that could not be written, before anything is done."""
+        from ckptstore.jobs.files import check_file
+
+        for path in (self.report, self.metrics):
+            if path is not None:
+                check_file(path)
+
+    def write(self, document: Mapping[str, Any], figures: str) -> None:
+        """Replace both."""
+        from ckptstore.jobs.files import replace_file
+
+        if self.report is not None:
+            replace_file(self.report, (encode_document(document) + "\n").encode())
+        if self.metrics is not None:
+            replace_file(self.metrics, figures.encode())
+
+    def write_failure(self, name: str, error: CkptStoreError, before: _Success) -> None:
+        """Say that nothing could be done, and keep when the last run was that did all."""
+        from ckptstore.jobs.report import failed_exposition
+
+        document = {
+            "name": name,
+            "ok": False,
+            "exit_code": error.exit_code,
+            "error": error.message,
+            "hint": error.hint,
+            "kind": error.kind,
+            "last_success": before.last_success,
+            "last": asdict(before),
+        }
+        self.write(document, failed_exposition(name, now_s=SYSTEM.now_ms() / 1000))
 
 
 def _last_success(path: Path | None) -> _Success:

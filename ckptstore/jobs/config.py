@@ -25,9 +25,11 @@ that is misspelt must not turn a rule off.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Final, TypeAlias
 
@@ -38,7 +40,7 @@ from ckptstore.backends.storage_classes import check_class
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.rules import parse_bytes, parse_duration
 from ckptstore.engine.engine import THREADS, check_spec
-from ckptstore.errors import InvalidInputError, NotFoundError
+from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
 from ckptstore.store import open_store
 from ckptstore.store.replica_places import PLACE
 from ckptstore.store.tiers import PREFIX
@@ -222,8 +224,8 @@ def read_job(path: str | os.PathLike[str]) -> Job:
         raise InvalidInputError(msg)
     try:
         job = msgspec.convert(tomllib.loads(data.decode()), Job)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
-        msg = f"{where}: {error}"
+    except (ValueError, RecursionError) as error:  # of the text, of TOML, of numbers, of words
+        msg = f"{where}: {str(error)[:_SHOWN]}"
         raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
     try:
         _check(job)
@@ -233,35 +235,85 @@ def read_job(path: str | os.PathLike[str]) -> Job:
     return job if job.name else msgspec.structs.replace(job, name=where.stem)
 
 
+# Characters of what a parser says that are repeated.
+_SHOWN: Final = 200
 _OWN_OPTIONS: Final = frozenset(inspect.signature(open_store).parameters)
 
 
 def _check(job: Job) -> None:
-    """Raise for rules and times that are none, before anything is opened."""
-    for place in (job.source, job.target):
+    """Raise for rules and times that are none, before anything is opened; with their place."""
+    for name, place in (("source", job.source), ("target", job.target)):
         meant = {PLACE} if place.url.startswith(PREFIX) else set()
-        if own := sorted(_OWN_OPTIONS & place.options.keys() - meant):
-            msg = f"{own[0]!r} is not an option of the storage library"
-            raise InvalidInputError(msg)
-    for text in (
-        job.select.older_than,
-        job.select.since,
-        job.alert.not_replicated_after,
-        job.gc.grace,
-        None if job.archive is None else job.archive.min_age,
+        with _named(f"{name}.options"):
+            if own := sorted(_OWN_OPTIONS & place.options.keys() - meant):
+                msg = f"{own[0]!r} is not an option of the storage library"
+                raise InvalidInputError(msg)
+    archive = job.archive
+    for name, text in (
+        ("select.older_than", job.select.older_than),
+        ("select.since", job.select.since),
+        ("alert.not_replicated_after", job.alert.not_replicated_after),
+        ("gc.grace", job.gc.grace),
+        ("archive.min_age", None if archive is None else archive.min_age),
     ):
-        if text is not None:
-            parse_duration(text)
-    parse_bytes(str(job.copy.rate))
-    if check_spec(job.copy.engine) == THREADS and job.copy.tasks is not None:
-        msg = "tasks are for an engine other than threads"
-        raise InvalidInputError(msg, hint="name one in [copy], or say workers for threads")
-    if job.archive is not None:
-        check_class(job.archive.storage_class)
-    hot = None if job.archive is None else job.archive.keep_hot
-    for rules in (job.select.keep, job.retain.evict, hot):
-        if rules is not None:
-            Policy.from_json({"full": rules}).check()
-    for policy in (job.retain.source, job.retain.target):
-        if isinstance(policy, Mapping):
-            Policy.from_json(policy).check()
+        with _named(name):
+            if text is not None:
+                parse_duration(text)
+    _check_numbers(job)
+    if archive is not None:
+        with _named("archive.class"):
+            check_class(archive.storage_class)
+    for name, rules in (
+        ("select.keep", job.select.keep),
+        ("retain.evict", job.retain.evict),
+        ("archive.keep_hot", None if archive is None else archive.keep_hot),
+    ):
+        with _named(name):
+            if rules is not None:
+                _check_rules(rules)
+    for name, policy in (
+        ("retain.source", job.retain.source),
+        ("retain.target", job.retain.target),
+    ):
+        with _named(name):
+            if isinstance(policy, Mapping):
+                Policy.from_json(policy).check()
+
+
+def _check_numbers(job: Job) -> None:
+    with _named("copy.rate"):
+        if parse_bytes(str(job.copy.rate)) > limits.RATE_BYTES_PER_S_MAX:
+            msg = f"no link is faster than {limits.RATE_BYTES_PER_S_MAX} bytes a second"
+            raise InvalidInputError(msg, hint="0, or no rate, for no limit")
+    with _named("copy"):
+        if check_spec(job.copy.engine) == THREADS and job.copy.tasks is not None:
+            msg = "tasks are for an engine other than threads"
+            raise InvalidInputError(msg, hint="name one in [copy], or say workers for threads")
+    for name, share in (("scrub.source", job.scrub.source), ("scrub.target", job.scrub.target)):
+        with _named(name):
+            if 0 < share < 1 / limits.SAMPLE_PARTS_MAX:
+                msg = f"a share is 0, or from {1 / limits.SAMPLE_PARTS_MAX:g} to 1, not {share:g}"
+                raise InvalidInputError(msg)
+    prices = [] if job.prices is None else [job.prices, *job.prices.classes.values()]
+    for table in prices:
+        for name, value in msgspec.structs.asdict(table).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                msg = f"prices: {name} is {value!r}"
+                raise InvalidInputError(msg, hint="a price is a number")
+
+
+def _check_rules(rules: _Texts) -> None:
+    if not rules:
+        msg = "no rule is in it"
+        raise InvalidInputError(msg, hint="leave it out, or name some: 'last 5, tagged'")
+    Policy.from_json({"full": rules}).check()
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Have an error say which word of the file it is about."""
+    try:
+        yield
+    except (InvalidInputError, PolicyError) as error:
+        msg = f"{place}: {error.message}"
+        raise InvalidInputError(msg, hint=error.hint) from error

@@ -9,7 +9,27 @@ from pathlib import Path
 
 from ckptstore.errors import StorageError
 
-__all__ = ["replace_file"]
+__all__ = ["check_file", "replace_file"]
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that could not be written, before a job begins that ends by writing it.
+
+    Raises
+    ------
+    StorageError
+        It is a folder, or its folder is not there, or may not be written to.
+    """
+    why = ""
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = "its folder is not there"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        why = "its folder cannot be written to"
+    if why:
+        msg = f"{path} cannot be written: {why}"
+        raise StorageError(msg, hint="name a file in a folder that is there")
 
 
 def replace_file(path: Path, data: bytes) -> None:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from ckptstore.errors import CkptStoreError, ColdObjectError, IntegrityError, PolicyError
 from ckptstore.ops.exposition import metric
 
-__all__ = ["JobReport", "Overdue", "StepName", "StepReport", "exposition", "problem_of"]
+__all__ = [
+    "JobReport",
+    "Overdue",
+    "StepName",
+    "StepReport",
+    "exposition",
+    "failed_exposition",
+    "problem_of",
+]
 
 
+_OK: Final = "Whether the last run did all it should."
+_ENDED: Final = "When it ended."
 StepName: TypeAlias = Literal[
     "scrub-source",
     "replicate",
@@ -97,8 +107,8 @@ def exposition(report: JobReport, *, now_s: float) -> str:
     replicated = next((step for step in report.steps if step.name == "replicate"), None)
     result: Mapping[str, Any] = {} if replicated is None else replicated.result
     parts = [
-        metric("job_ok", "gauge", "Whether the last run did all it should.", [(labels, report.ok)]),
-        metric("job_end_timestamp_seconds", "gauge", "When it ended.", [(labels, now_s)]),
+        metric("job_ok", "gauge", _OK, [(labels, report.ok)]),
+        metric("job_end_timestamp_seconds", "gauge", _ENDED, [(labels, now_s)]),
         metric("job_seconds", "gauge", "What it took.", [(labels, report.seconds)]),
         metric(
             "job_overdue_versions",
@@ -126,6 +136,23 @@ def exposition(report: JobReport, *, now_s: float) -> str:
         ),
     ]
     return "".join(parts)
+
+
+def failed_exposition(name: str, *, now_s: float) -> str:
+    """Return the figures of a run of a job that could do nothing: only that, and when.
+
+    Parameters
+    ----------
+    now_s
+        Seconds since 1970.
+    """
+    labels = {"job_name": name}
+    return "".join(
+        (
+            metric("job_ok", "gauge", _OK, [(labels, False)]),
+            metric("job_end_timestamp_seconds", "gauge", _ENDED, [(labels, now_s)]),
+        )
+    )
 
 
 def problem_of(result: Mapping[str, Any]) -> tuple[str, int]:

@@ -7,8 +7,8 @@ each step decides inside its commits. A run that was killed is finished by the n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -74,26 +74,28 @@ def run_job(
     began = environment.monotonic()
     now_s = environment.now_ms() / 1000
     with ExitStack() as stack:
-        source = stack.enter_context(
-            open_store(
-                job.source.url,
-                read_only=dry_run,
-                single_writer=job.source.single_writer,
-                encryption_key=job.source.key,
-                workers=job.copy.workers or workers_default(),
-                **job.source.options,
+        with _told_which("source", job.source.url):
+            source = stack.enter_context(
+                open_store(
+                    job.source.url,
+                    read_only=dry_run,
+                    single_writer=job.source.single_writer,
+                    encryption_key=job.source.key,
+                    workers=job.copy.workers or workers_default(),
+                    **job.source.options,
+                )
             )
-        )
-        target = stack.enter_context(
-            open_target_of(
-                source,
-                job.target.url,
-                dry_run=dry_run,
-                single_writer=job.target.single_writer,
-                encryption_key=job.target.key,
-                **job.target.options,
+        with _told_which("target", job.target.url):
+            target = stack.enter_context(
+                open_target_of(
+                    source,
+                    job.target.url,
+                    dry_run=dry_run,
+                    single_writer=job.target.single_writer,
+                    encryption_key=job.target.key,
+                    **job.target.options,
+                )
             )
-        )
         if source.info.store_id == target.info.store_id:
             msg = f"the source and the target of the job {job.name!r} are one store"
             raise ConflictError(msg, hint="name two stores, neither a copy of the other")
@@ -124,6 +126,16 @@ def run_job(
             overdue=tuple(run.overdue()),
             estimate=run.estimate(),
         )
+
+
+@contextmanager
+def _told_which(place: str, url: str) -> Iterator[None]:
+    """Have an error say which of the two stores could not be opened."""
+    try:
+        yield
+    except CkptStoreError as error:
+        msg = f"the {place}, {_shown(url)}, cannot be opened: {error.message}"
+        raise type(error)(msg, hint=error.hint) from error
 
 
 def _shown(url: str) -> str:

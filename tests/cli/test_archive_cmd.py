@@ -82,3 +82,36 @@ def test_since_last_is_about_one_target(cli: Cli, job: Path, tmp_path: Path) -> 
     done = cli("archive", "--job", job, "--report", report, "--since", "last", "--json")
     assert done.document["steps"][0]["result"]["copied"] == 6
     assert json.loads(report.read_text())["last"]["target_id"] != kept["target_id"]
+
+
+def test_a_job_that_cannot_begin_says_so_everywhere(cli: Cli, job: Path, tmp_path: Path) -> None:
+    """Which store, in the error, the report and the figures; the last success stays known."""
+    report, metrics = tmp_path / "last.json", tmp_path / "ckptstore.prom"
+    files = ("--report", report, "--metrics", metrics)
+    assert cli("archive", "--job", job, *files).code == 0
+    before = json.loads(report.read_text())["last"]
+    (tmp_path / "cold").rename(tmp_path / "away")
+    (tmp_path / "cold").write_text("a mount that is not there")
+    failed = cli("archive", "--job", job, *files)
+    assert failed.code != 0
+    assert f"the target, {tmp_path / 'cold'}, cannot be opened" in failed.err
+    kept = json.loads(report.read_text())
+    assert (kept["ok"], kept["exit_code"], kept["last"]) == (False, failed.code, before)
+    assert "cannot be opened" in kept["error"]
+    assert 'ckptstore_job_ok{job_name="nightly"} 0' in metrics.read_text()
+    assert "replicated" not in metrics.read_text()
+    (tmp_path / "cold").unlink()
+    (tmp_path / "away").rename(tmp_path / "cold")
+    assert cli("archive", "--job", job, *files, "--since", "last").code == 0
+    assert 'ckptstore_job_ok{job_name="nightly"} 1' in metrics.read_text()
+
+
+def test_files_that_cannot_be_written_are_refused_before(
+    cli: Cli, job: Path, tmp_path: Path
+) -> None:
+    """Not at the end of a night's work."""
+    for option, place in (("--report", tmp_path), ("--metrics", tmp_path / "none" / "m.prom")):
+        refused = cli("archive", "--job", job, option, place)
+        assert refused.code != 0
+        assert "cannot be written" in refused.err
+    assert not (tmp_path / "cold").exists()

@@ -175,6 +175,19 @@ def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
         ("[prices]\nput_per_1000 = -1.0\n", "put_per_1000"),
         ("[target]\nurl = 3\n", "target"),
         ("not toml", "line"),
+        ("[select]\nkeep = []\n", "select.keep: no rule"),
+        ('[select]\nolder_than = "-1h"\n', "select.older_than"),
+        ("[copy]\nrate = -5\n", "copy.rate"),
+        (f"[copy]\nrate = {'9' * 40}\n", "copy.rate: no link"),
+        (f"[copy]\nrate = {'9' * 5000}\n", "digits"),
+        (f"x = {'[' * 30_000}", "recursion"),
+        (f"x = {'{y = ' * 10_000}", "recursion"),
+        ("[scrub]\ntarget = 1e-300\n", "scrub.target"),
+        ("[scrub]\nsource = nan\n", "scrub.source"),
+        ("[prices]\nput_per_1000 = inf\n", "prices: put_per_1000"),
+        ("[prices.classes.GLACIER]\nput_per_1000 = nan\n", "put_per_1000"),
+        ('[archive]\nclass = "glacier"\n', "archive.class"),
+        ("[retain]\ntarget = {}\n", "retain.target"),
     ],
 )
 def test_what_is_no_job(reading: Reading, more: str, named: str) -> None:
@@ -188,7 +201,7 @@ def test_files_and_stores_that_are_not_there(tmp_path: Path, reading: Reading) -
     """A job file that is not there, and a source that is not, are errors of their own."""
     with pytest.raises(NotFoundError, match="no job file"):
         read_job(tmp_path / "none.toml")
-    with pytest.raises(StoreNotFoundError):
+    with pytest.raises(StoreNotFoundError, match=r"the source, .*hot, cannot be opened"):
         run_job(reading())
     assert not (tmp_path / "cold").exists()
 
