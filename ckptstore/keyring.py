@@ -4,7 +4,8 @@
 keys: of several creators one writes it, and the others go on with what is there. The record of the
 highest number counts. A rotation writes the next by put-if-absent, reads it back, and only then
 deletes those before it: killed anywhere, it leaves a store that the new key or the old one opens,
-and of two at once the later builds on the earlier. The newest record is never deleted.
+and of two at once the later builds on the earlier. Whoever deletes records looks afterwards whether
+the one that is to stay does.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ __all__ = [
     "Rotation",
     "check_written",
     "create_keys",
+    "delete_records",
     "has_keys",
     "missing_key",
     "newest_record",
@@ -61,7 +63,6 @@ __all__ = [
     "rotate",
     "unlocked",
 ]
-
 
 MEND_HINT: Final = "ckptstore key mend --key SPEC takes away what your key does not vouch for"
 
@@ -307,11 +308,12 @@ def rotate(
             continue  # another rotation was faster: build on that
         check_written(backend, wanted, new)  # before anything is deleted
         now = tuple(slot.key for slot in wanted.slots)
+        past = [one for one in record_numbers(backend) if one < wanted.number]
         return Rotation(
             record=wanted.number,
             keys=now,
             dropped=tuple(slot.key for slot in record.slots if slot.key not in now),
-            deleted=_delete_before(backend, wanted.number),
+            deleted=delete_records(backend, wanted, past, environment, conditional=conditional),
         )
     msg = f"others rotate the keys of {backend.url} all the time"
     raise AmbiguousWriteError(msg, hint="try again")
@@ -343,23 +345,31 @@ def put_record(
 
 def check_written(backend: Backend, record: KeyRecord, new: UserKey) -> None:
     """Read a record back and open it, as whoever opens the store will."""
-    key = key_record_key(record.number)
-    try:
-        data = backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX)
-    except ObjectNotFoundError:
-        return  # a later rotation, which has built on it
-    unwrap(decode_key_record(data, where=key), new, where=key)
+    with contextlib.suppress(ObjectNotFoundError):  # a later rotation, which has built on it
+        unwrap(read_record(backend, record.number), new, where=key_record_key(record.number))
 
 
-def _delete_before(backend: Backend, number: int) -> tuple[str, ...]:
-    old = [
-        info.key
-        for info in list(backend.list(KEYS_PREFIX))
-        if 0 < (key_record_number(info.key) or 0) < number
-    ]
-    for key in old:
+def delete_records(
+    backend: Backend,
+    kept: KeyRecord,
+    numbers: Sequence[int],
+    environment: Environment,
+    *,
+    conditional: bool,
+) -> tuple[str, ...]:
+    """Delete records beside one that opens the store; return their names.
+
+    Another process may have found one of those to be the one to keep, and delete this one. So each
+    looks afterwards whether its own is there, or a later one, and else writes it once more.
+    """
+    keys = tuple(map(key_record_key, numbers))
+    for key in keys:
         backend.delete(key)
-    return tuple(old)
+    if keys and not wait_until(
+        backend, environment, lambda: max(record_numbers(backend), default=0) >= kept.number
+    ):
+        _put(backend, kept, environment, conditional)
+    return keys
 
 
 def _put(backend: Backend, record: KeyRecord, environment: Environment, conditional: bool) -> bool:

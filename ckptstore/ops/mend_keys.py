@@ -32,7 +32,13 @@ from ckptstore.errors import (
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import KEYS_PREFIX, key_record_key
 from ckptstore.format.superblock import Superblock
-from ckptstore.keyring import check_written, put_record, read_record, record_numbers
+from ckptstore.keyring import (
+    check_written,
+    delete_records,
+    put_record,
+    read_record,
+    record_numbers,
+)
 from ckptstore.repo import unsafe
 from ckptstore.superblocks import read_superblock
 
@@ -111,14 +117,18 @@ def mend_keys(
         kept, number = False, next(number for number in count(1) if number not in taken)
     gone = [other for other in numbers if other != number]
     if not dry_run:
-        if not kept:
-            verdict = PutIfAbsent(superblock.put_if_absent)
-            conditional = verdict is PutIfAbsent.ATOMIC
-            if not (conditional or single_writer):
-                raise unsafe(backend.url, verdict)
-            _write(backend, good[0], user_key, number, environment, conditional=conditional)
-        for other in reversed(gone):  # the highest first: until then it counts, wrong as it is
-            backend.delete(key_record_key(other))
+        verdict = PutIfAbsent(superblock.put_if_absent)
+        conditional = verdict is PutIfAbsent.ATOMIC
+        if kept:
+            record = sound[-1]
+        elif conditional or single_writer:
+            record = _write(
+                backend, good[0], user_key, number, environment, conditional=conditional
+            )
+        else:
+            raise unsafe(backend.url, verdict)
+        # The highest first: until then it counts, wrong as it is.
+        delete_records(backend, record, gone[::-1], environment, conditional=conditional)
     return KeysMended(
         dry_run=dry_run, record=number, kept=kept, deleted=tuple(map(key_record_key, gone))
     )
@@ -160,7 +170,7 @@ def _write(
     environment: Environment,
     *,
     conditional: bool,
-) -> None:
+) -> KeyRecord:
     record, data_key = opened
     fresh = msgspec.structs.replace(
         record,
@@ -174,3 +184,4 @@ def _write(
         msg = f"another process has written {key_record_key(number)} at {backend.url}"
         raise AmbiguousWriteError(msg, hint="see who does, and do it again")
     check_written(backend, written, user_key)
+    return written

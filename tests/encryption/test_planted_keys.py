@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -11,6 +12,7 @@ from ckptstore import keyring, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.sealing import DataKey, UserKey, unwrap
+from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import Environment
 from ckptstore.errors import (
     CkptStoreError,
@@ -240,6 +242,36 @@ def test_mending_that_dies_anywhere_is_done_by_the_next(when: When) -> None:
         if finished:
             break
     assert at > 5
+
+
+class _Meanwhile(WrapperBackend):
+    """A storage where something else happens just before the first record is deleted."""
+
+    def __init__(self, inner: Backend, work: Callable[[], object]) -> None:
+        super().__init__(inner)
+        self._work: Callable[[], object] | None = work
+
+    def delete(self, key: str) -> None:
+        """Do the other thing, once."""
+        work, self._work = self._work, None
+        if work:
+            work()
+        self.inner.delete(key)
+
+
+@pytest.mark.parametrize("first", ["rotation", "mending"])
+def test_each_would_delete_the_record_that_the_other_keeps(
+    place: MemoryBackend, first: str
+) -> None:
+    """A rotation, or mending, and mending by another key at once: one that opens it is left."""
+    old = _read(place, 1)
+    if first == "rotation":
+        keyring.rotate(_Meanwhile(place, lambda: mend_keys(place, A)), A, B)
+    else:
+        keyring.rotate(place, A, B)
+        place.put(key_record_key(1), old)  # the rotation has not deleted it yet
+        mend_keys(_Meanwhile(place, lambda: mend_keys(place, B)), A)
+    assert _opens(place, A if first == "mending" else B)
 
 
 def test_the_seal_is_of_one_store(place: MemoryBackend) -> None:
