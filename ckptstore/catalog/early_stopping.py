@@ -11,10 +11,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Self
 
+from ckptstore.catalog.watching import (
+    RunLike,
+    check,
+    check_mode,
+    check_state,
+    float_or_none,
+    ref_of,
+    sign,
+)
 from ckptstore.errors import InvalidInputError, NotFoundError, VersionNotFoundError
-from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
 from ckptstore.model import Version
 
@@ -23,22 +31,6 @@ __all__ = ["DivergenceGuard", "EarlyStopping", "RunLike", "Verdict"]
 MAD_TO_SIGMA: Final = 1.4826
 """The median absolute deviation of normal data times this is its standard deviation. Source: F. R.
 Hampel, The influence curve and its role in robust estimation, JASA 69 (1974), 383-393."""
-
-
-class RunLike(Protocol):
-    """What is asked of a run; :class:`ckptstore.Run` is one."""
-
-    name: str
-
-    @property
-    def directions(self) -> Mapping[str, Direction]:
-        """Which way each metric gets better."""
-
-    def resolve(self, ref: str | int = "latest") -> Version:
-        """Return the version that a ref names."""
-
-    def rollback(self, ref: str | int, *, reason: str = "") -> object:
-        """Move the head of the run."""
 
 
 class EarlyStopping:
@@ -81,9 +73,9 @@ class EarlyStopping:
         target: float | None = None,
     ) -> None:
         self.monitor = check_metric_name(monitor)
-        self.mode = _check_mode(mode)
-        _check(patience >= 1 and warmup >= 0, "patience is from 1 on, warmup from 0 on")
-        _check(0 <= min_delta < math.inf, "min_delta is a number from 0 on")
+        self.mode = check_mode(mode)
+        check(patience >= 1 and warmup >= 0, "patience is from 1 on, warmup from 0 on")
+        check(0 <= min_delta < math.inf, "min_delta is a number from 0 on")
         self.patience = patience
         self.min_delta = min_delta
         self.relative = relative
@@ -110,7 +102,7 @@ class EarlyStopping:
             The run has no direction for the metric, and no `mode` is given.
         """
         mode = settings.pop("mode", None) or run.directions.get(monitor)
-        _check(mode, f"run {run.name!r} has no direction for {monitor!r}: give mode='min' or 'max'")
+        check(mode, f"run {run.name!r} has no direction for {monitor!r}: give mode='min' or 'max'")
         made = cls(monitor, mode=str(mode), **settings)
         made._run = run
         return made
@@ -132,7 +124,7 @@ class EarlyStopping:
             self.best_value, self.best_step, self.waited = number, int(step), 0
         elif self.updates_count > self.warmup:
             self.waited += 1
-        if self.target is not None and _sign(self.mode) * (number - self.target) <= 0:
+        if self.target is not None and sign(self.mode) * (number - self.target) <= 0:
             self.reason = f"{self.monitor} is {number:.6g}, the target is {self.target:.6g}"
         elif self.waited >= self.patience:
             what = "was no number"
@@ -147,7 +139,7 @@ class EarlyStopping:
         if self.best_value is None:
             return True
         share = abs(self.best_value) if self.relative else 1.0
-        gain = _sign(self.mode) * (self.best_value - value)
+        gain = sign(self.mode) * (self.best_value - value)
         return gain > self.min_delta * share if self.min_delta else gain > 0
 
     def version(self) -> Version:
@@ -182,7 +174,7 @@ class EarlyStopping:
     @property
     def ref(self) -> str:
         """The version to return to as a ref, such as ``gpt@1200``; raises as :meth:`version`."""
-        return _ref_of(self._run, self.version())
+        return ref_of(self._run, self.version())
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it remembers, as plain values."""
@@ -204,8 +196,8 @@ class EarlyStopping:
         InvalidInputError
             It is the state of another metric or mode, or not a state at all.
         """
-        _check_state(state, self.state_dict())
-        self.best_value = _float_or_none(state["best_value"])
+        check_state(state, self.state_dict())
+        self.best_value = float_or_none(state["best_value"])
         self.best_step = None if state["best_step"] is None else int(state["best_step"])
         self.waited = int(state["waited"])
         self.updates_count = int(state["updates_count"])
@@ -288,10 +280,10 @@ class DivergenceGuard:
         rollbacks_max: int = 3,
     ) -> None:
         self.monitor = check_metric_name(monitor)
-        self.mode = _check_mode(mode)
-        _check(window >= 4, "a window has at least 4 values")
-        _check(factor > 0 and scale_min >= 0, "factor and scale_min are positive numbers")
-        _check(min(warmup, patience, rollbacks_max) >= 0, "counts are numbers from 0 on")
+        self.mode = check_mode(mode)
+        check(window >= 4, "a window has at least 4 values")
+        check(factor > 0 and scale_min >= 0, "factor and scale_min are positive numbers")
+        check(min(warmup, patience, rollbacks_max) >= 0, "counts are numbers from 0 on")
         self.window = window
         self.factor = factor
         self.scale_min = scale_min
@@ -327,7 +319,7 @@ class DivergenceGuard:
         middle = median(values)
         mad = median(abs(value - middle) for value in values)
         scale = max(MAD_TO_SIGMA * mad, self.scale_min * abs(middle))
-        return middle + _sign(self.mode) * self.factor * scale
+        return middle + sign(self.mode) * self.factor * scale
 
     def update(self, step: int, value: float) -> Verdict:
         """Take the value at a step; say what it means, and roll back if that was asked for.
@@ -342,7 +334,7 @@ class DivergenceGuard:
         kind: Literal["ok", "nan", "spike"] = "ok"
         if not math.isfinite(number):
             kind = "nan"
-        elif limit is not None and _sign(self.mode) * (number - limit) > 0:
+        elif limit is not None and sign(self.mode) * (number - limit) > 0:
             kind = "spike"
         self._bad = self._bad + 1 if kind != "ok" else 0
         if math.isfinite(number):
@@ -395,44 +387,9 @@ class DivergenceGuard:
         InvalidInputError
             It is the state of another metric or mode, or not a state at all.
         """
-        _check_state(state, self.state_dict())
+        check_state(state, self.state_dict())
         recent = [(int(step), float(value)) for step, value in state["recent"]]
         self._recent = recent[-self.window :]
         self._seen = int(state["seen"])
         self._bad = int(state["bad"])
         self.rollbacks_count = max(self.rollbacks_count, int(state["rollbacks_count"]))
-
-
-def _sign(mode: Direction) -> int:
-    return 1 if mode == "min" else -1
-
-
-def _check_mode(mode: str) -> Direction:
-    if mode == "min":
-        return "min"
-    _check(mode == "max", f"mode is 'min' or 'max', not {mode!r}")
-    return "max"
-
-
-def _check(condition: object, what: str) -> None:
-    if not condition:
-        raise InvalidInputError(what)
-
-
-def _check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
-    missing = sorted(like.keys() - state.keys())
-    _check(not missing, f"the state has no {missing[:1]}: it is not one of these")
-    for name in ("monitor", "mode"):
-        same = state[name] == like[name]
-        _check(same, f"the state is of {name} {state[name]!r}, not {like[name]!r}")
-
-
-def _float_or_none(value: object) -> float | None:
-    return None if value is None else float(value)  # type: ignore[arg-type]  # of a state_dict
-
-
-def _ref_of(run: RunLike | None, version: Version) -> str:
-    """Return `run@step` where that names the version, else its id."""
-    if run is not None and run.resolve(version.step).id == version.id:
-        return f"{version.run}@{version.step}"
-    return f"#{version.id}"

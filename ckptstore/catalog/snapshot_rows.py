@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from sys import intern
 from typing import Final
 
@@ -72,31 +73,12 @@ def state_of(body: SnapshotBody) -> State:
         )
         for row in body.runs
     }
-    ids = "".join([row.id for row in body.versions])
-    if not _HEX.fullmatch(ids) or any(len(row.id) != _ID_CHARS for row in body.versions):
-        msg = "a version's id is not 32 hex digits"
-        raise InvalidInputError(msg)
-    versions: dict[str, VersionRow] = {}
-    for row in body.versions:
-        run = runs[row.run]
-        # Strings are shared between rows, and a parent comes before its child.
-        msgspec.structs.force_setattr(row, "run", run.name)
-        if row.parent:
-            msgspec.structs.force_setattr(row, "parent", versions[row.parent].id)
-        versions[row.id] = row
-        run.versions.append(row.id)
+    versions = _placed(body.versions, runs)
     if len(versions) != len(body.versions) or len(runs) != len(body.runs):
         msg = "a run or a version is there twice"
         raise InvalidInputError(msg)
     for run in runs.values():
-        for version_id in (*run.tags.values(), *([run.head] if run.head else [])):
-            if versions[version_id].run != run.name:
-                msg = f"run {run.name!r} points to a version of another"
-                raise InvalidInputError(msg)
-        if run.origin and run.origin not in versions:
-            msg = f"run {run.name!r} was forked from a version that is not there"
-            raise InvalidInputError(msg)
-        check_metadata_json(run.policy or b"{}")
+        _check_run(run, versions)
     check_metadata_json(body.policy or b"{}")
     return State(
         number=body.number,
@@ -113,3 +95,33 @@ def state_of(body: SnapshotBody) -> State:
             for name, (url, store) in body.replicas.items()
         },
     )
+
+
+def _placed(rows: Sequence[VersionRow], runs: Mapping[str, RunState]) -> dict[str, VersionRow]:
+    """Return the rows by their ids, and note in each run which are its own."""
+    ids = "".join([row.id for row in rows])
+    if not _HEX.fullmatch(ids) or any(len(row.id) != _ID_CHARS for row in rows):
+        msg = "a version's id is not 32 hex digits"
+        raise InvalidInputError(msg)
+    versions: dict[str, VersionRow] = {}
+    for row in rows:
+        run = runs[row.run]
+        # Strings are shared between rows, and a parent comes before its child.
+        msgspec.structs.force_setattr(row, "run", run.name)
+        if row.parent:
+            msgspec.structs.force_setattr(row, "parent", versions[row.parent].id)
+        versions[row.id] = row
+        run.versions.append(row.id)
+    return versions
+
+
+def _check_run(run: RunState, versions: Mapping[str, VersionRow]) -> None:
+    """Raise for a run that names versions which are not there, or not its own."""
+    for version_id in (*run.tags.values(), *([run.head] if run.head else [])):
+        if versions[version_id].run != run.name:
+            msg = f"run {run.name!r} points to a version of another"
+            raise InvalidInputError(msg)
+    if run.origin and run.origin not in versions:
+        msg = f"run {run.name!r} was forked from a version that is not there"
+        raise InvalidInputError(msg)
+    check_metadata_json(run.policy or b"{}")
