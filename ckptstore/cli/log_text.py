@@ -9,7 +9,6 @@ from typing import Any, Final
 import msgspec
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.policy import Policy
 from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, version_text
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.commit import Annotate, CreateRun, Declare, Op, Save, Tag, Untag
@@ -98,6 +97,8 @@ def _policy(op: SetPolicy, _: Catalog) -> str:
 
 
 def _rules(policy: dict[str, Any]) -> str:
+    from ckptstore.catalog.policy import Policy  # reads forms, and needs NumPy
+
     try:
         return str(Policy.from_json(policy))
     except CkptStoreError:  # of a later version: shown as it is, since nothing is done by it here
