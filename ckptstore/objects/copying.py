@@ -298,9 +298,11 @@ class _Copying:
             start = chunk.offset - span.start
             data = memory[start : start + CHUNK_HEADER_BYTES + chunk.stored_bytes]
             try:
-                placed = self._chunk(turn, f"{span.pack} at {chunk.offset}", chunk, data, room)
+                found, chunk_id = self._chunk(f"{span.pack} at {chunk.offset}", chunk, data, room)
             except CorruptObjectError as error:
                 raise _lost(span.pack, chunk, error) from error
+            # May raise what was found out of packs of the target: not to be told as damage here.
+            placed = self.sink.append(turn, found.encoded, chunk_id, chunk.raw_bytes)
             with self.lock:
                 self.copied.places[span.pack, chunk.offset] = placed
         with self.lock:
@@ -308,8 +310,9 @@ class _Copying:
             self.progress(Progress(stage="copy", done=self.done, total=self.total))
 
     def _chunk(
-        self, turn: int, where: str, chunk: ChunkRead, data: memoryview, room: Room
-    ) -> Placed:
+        self, where: str, chunk: ChunkRead, data: memoryview, room: Room
+    ) -> tuple[StoredChunk, bytes]:
+        """Return a chunk in which every piece is what the manifest says, and its id."""
         found = take_chunk(
             data,
             stored_bytes=chunk.stored_bytes,
@@ -328,7 +331,7 @@ class _Copying:
             base = self.table.base_of(want.row)
             if found.base_id != (None if base is None else self.table.ids[base].tobytes()):
                 raise broken(where, "it does not refer to the base that the manifest names")
-        return self.sink.append(turn, found.encoded, chunk_id, chunk.raw_bytes)
+        return found, chunk_id
 
 
 def _lost(

@@ -25,8 +25,9 @@ from ckptstore.hashing import xxh3_64_of
 
 __all__ = ["After", "PackSink", "Placed", "pack_bytes_for"]
 
-After = Callable[[str, Sequence[IndexRow]], None]
-"""Told of each pack, by its name, and what is in it, when it is durable."""
+After = Callable[[str, Sequence[IndexRow], Callable[[], None]], None]
+"""Told of each pack, by its name, and what is in it, when it is durable; calls the third between
+its requests, which raises once the write was aborted."""
 
 
 def pack_bytes_for(total: int, capabilities: Capabilities) -> int:
@@ -157,10 +158,8 @@ class PackSink:
         parts = [header, *encoded.parts]
         stream = self._streams[turn % len(self._streams)]
         with stream.lock:
-            if self._stopped.is_set():
-                # Only a worker that Ctrl-C hit while it was started: no one waits for such a one.
-                msg = "the save was aborted"
-                raise OperationCancelledError(msg)
+            # Only a worker that Ctrl-C hit while it was started: no one waits for such a one.
+            self._check_stopped()
             if stream.writer is None:
                 self._open(stream)
             assert stream.writer is not None  # noqa: S101  # for the type checker
@@ -249,9 +248,14 @@ class PackSink:
                     with self._busy:
                         writer.commit()
             if self._after is not None and not self._stopped.is_set():
-                self._after(pack, rows)
+                self._after(pack, rows, self._check_stopped)
         finally:
             self._room.release()
+
+    def _check_stopped(self) -> None:
+        if self._stopped.is_set():
+            msg = "the save was aborted"
+            raise OperationCancelledError(msg)
 
     def _raise_failures(self) -> None:
         for future in self._finishing:

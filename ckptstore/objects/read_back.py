@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ckptstore.backends.base import Backend
 from ckptstore.config import Environment
@@ -19,6 +19,10 @@ def altered(url: str, error: IntegrityError) -> CorruptObjectError:
     """Return the error for a target that gives back something else than was written."""
     msg = f"{url} does not hold what was written there: {error.message}"
     return CorruptObjectError(msg, hint="examine the target: ckptstore doctor")
+
+
+def _nothing() -> None:
+    """Let the reading go on."""
 
 
 class ReadBack:
@@ -43,8 +47,15 @@ class ReadBack:
         self.is_cold = False
         """Some pack went to a storage class that cannot be read: it counts as not read."""
 
-    def __call__(self, pack: str, rows: Sequence[IndexRow]) -> None:
+    def __call__(
+        self, pack: str, rows: Sequence[IndexRow], go_on: Callable[[], None] = _nothing
+    ) -> None:
         """Read a pack.
+
+        Parameters
+        ----------
+        go_on
+            Called before each request; what it raises ends the reading.
 
         Raises
         ------
@@ -58,6 +69,7 @@ class ReadBack:
             room = self._rooms.pop() if self._rooms else Room()
         try:
             for part in _spans(rows, self._backend.capabilities.read_bytes_max):
+                go_on()
                 self._read(pack, part, room)
         except ColdObjectError:
             self.is_cold = True

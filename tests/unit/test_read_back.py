@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import ckptstore
+from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.codecs.layout import Layout
+from ckptstore.codecs.registry import encode
 from ckptstore.config import SYSTEM, Options
-from ckptstore.errors import ColdObjectError, CorruptObjectError
+from ckptstore.errors import (
+    ColdObjectError,
+    CorruptObjectError,
+    CorruptTensorError,
+    OperationCancelledError,
+)
 from ckptstore.events import silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
+from ckptstore.hashing import blake3_digest
 from ckptstore.objects import read_back
 from ckptstore.objects.copying import copy_chunks
+from ckptstore.objects.packs import PackSink
 from ckptstore.objects.read_back import ReadBack
 from ckptstore.objects.reader import Want
 
@@ -36,9 +49,9 @@ def written(request: pytest.FixtureRequest) -> tuple[MemoryBackend, Rows, ReadBa
     check = ReadBack(target, SYSTEM)
     rows: Rows = {}
 
-    def after(pack: str, index: Sequence[IndexRow]) -> None:
+    def after(pack: str, index: Sequence[IndexRow], go_on: Callable[[], None]) -> None:
         rows[pack] = index
-        check(pack, index)
+        check(pack, index, go_on)
 
     copy_chunks(
         table,
@@ -128,6 +141,78 @@ def test_requests_stay_within_their_size(written: tuple[MemoryBackend, Rows, Rea
                 size = part[-1].offset + 64 + part[-1].stored_bytes - part[0].offset
                 assert len(part) == 1 or size <= limit
     assert list(read_back._spans([], 10)) == []
+
+
+class _Altering(WrapperBackend):
+    """Small packs, of which a byte is another one when they are read."""
+
+    reads = 0
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Close packs at 1 MiB."""
+        return replace(self.inner.capabilities, pack_bytes=1 << 20, part_bytes=1 << 20)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Read, and change a byte."""
+        self.reads += 1
+        self.inner.read_into(key, offset, buffers)
+        buffers[0][100] ^= 1
+
+
+def test_damage_in_the_target_is_not_told_as_damage_in_the_source() -> None:
+    """Whichever call hears of it first: the next chunk that is appended, or the end."""
+    name = f"read-back/{SYSTEM.random_hex(8)}"
+    with ckptstore.open(f"memory://{name}", create=True, codec="raw", chunk_bytes=1 << 20) as store:
+        store.run("r").save({f"w{i}": torch.randn(500_000) for i in range(20)}, step=1)
+        table = _table(store)
+    target = _Altering(MemoryBackend(f"{name}-target"))
+    with pytest.raises(CorruptObjectError, match="does not hold what was written") as caught:
+        copy_chunks(
+            table,
+            [Want(row=row, out=None, label="w") for row in range(len(table))],
+            source=MemoryBackend(name),
+            target=target,
+            environment=SYSTEM,
+            options=Options(workers=1),
+            progress=silent,
+            after=ReadBack(target, SYSTEM),
+        )
+    assert not isinstance(caught.value, CorruptTensorError)
+
+
+def test_an_abort_ends_what_is_still_read() -> None:
+    """However much of a pack is left to read: an abort does not wait for it."""
+    started = threading.Event()
+
+    def read_for_ever(_: str, __: Sequence[IndexRow], go_on: Callable[[], None]) -> None:
+        started.set()
+        while True:
+            go_on()
+
+    target = MemoryBackend(f"read-back/{SYSTEM.random_hex(8)}")
+    sink = PackSink(target, SYSTEM, streams=1, packs_max=2, pack_bytes=1, after=read_for_ever)
+    raw = memoryview(bytes(range(256)))
+    sink.append(0, encode(raw, Layout.BYTES, "raw"), blake3_digest(raw), len(raw))
+    assert started.wait(60)
+    sink.abort()
+
+
+def test_reading_asks_before_each_request(
+    written: tuple[MemoryBackend, Rows, ReadBack],
+) -> None:
+    """Whether it is to go on: else nothing is read."""
+    target, rows, _ = written
+    watched = _Altering(target)
+    check = ReadBack(watched, SYSTEM)
+
+    def stop() -> None:
+        raise OperationCancelledError("the save was aborted")
+
+    for pack, index in rows.items():
+        with pytest.raises(OperationCancelledError):
+            check(pack, index, stop)
+    assert watched.reads == 0
 
 
 def _table(store: ckptstore.Store) -> PieceTable:
