@@ -12,7 +12,7 @@ import http.client
 import io
 import ipaddress
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -21,6 +21,7 @@ import botocore.loaders
 import botocore.session
 from botocore import UNSIGNED
 from botocore.config import Config
+from botocore.exceptions import IncompleteReadError
 
 from ckptstore import limits
 from ckptstore.backends.s3_calls import Accept, Foreign, Request
@@ -117,6 +118,7 @@ class DirectFactory:
         chosen = config.get("s3") or {}
         if not settings.anonymous and "payload_signing_enabled" not in chosen:
             client.meta.events.register("before-call.s3.PutObject", _seal)
+        client.meta.events.register("before-parse.s3", _hold_whole)
         return DirectCalls(client, dict(settings.request))
 
 
@@ -191,6 +193,20 @@ def _seal(params: dict[str, Any], **_: object) -> None:
     config = context["client_config"]
     unsigned = {**(config.s3 or {}), "payload_signing_enabled": False}
     context["client_config"] = config.merge(Config(s3=unsigned))
+
+
+def _hold_whole(operation_model: Foreign, response_dict: Mapping[str, Any], **_: object) -> None:
+    """Refuse an answer whose body was cut off.
+
+    botocore would go by the status alone where it cannot parse the body of an error, and so take a
+    pack that is cold, or a server that is too busy, for missing rights.
+    """
+    body, status = response_dict["body"], response_dict["status_code"]
+    if not isinstance(body, bytes) or operation_model.http.get("method") == "HEAD":
+        return  # it is received elsewhere, or is none
+    said = response_dict["headers"].get("content-length", "")
+    if status not in {204, 304} and said.isdigit() and len(body) < int(said):
+        raise IncompleteReadError(actual_bytes=len(body), expected_bytes=int(said))
 
 
 def _is_loopback(host: str) -> bool:

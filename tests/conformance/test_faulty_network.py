@@ -197,6 +197,19 @@ def test_reads_are_tried_again(place: Place, kind: Kind) -> None:
     assert [info.key for info in place.retrying.list("")] == ["a", "warm"]
 
 
+def test_a_refusal_that_is_cut_off_says_nothing(place: Place) -> None:
+    """An answer is taken for "missing" or "forbidden" once it is there whole."""
+    cut = [Fault(kind=Kind.CUT, method="GET") for _ in range(2)]
+    place.proxy.set(cut[0])
+    with pytest.raises(TransientStorageError):
+        place.backend.get("absent", bytes_max=100)
+    place.proxy.set(cut[1])
+    with pytest.raises(ObjectNotFoundError):
+        place.retrying.get("absent", bytes_max=100)
+    assert [one.hits for one in cut] == [1, 1]
+    assert len(place.patient.slept) == 1
+
+
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.RESET, Kind.STATUS])
 def test_deletes_are_tried_again(place: Place, kind: Kind) -> None:
     """A delete that is repeated after it worked is no error."""

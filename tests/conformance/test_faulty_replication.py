@@ -9,41 +9,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from badnetwork import KINDS, OFTEN, SLOW, Hasty, hitting, named
 from buckets import S3Bucket
-from faultproxy import Fault, FaultProxy, Kind
+from faultproxy import Fault, FaultProxy
 
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
-from ckptstore.config import SystemEnvironment
 from ckptstore.errors import CkptStoreError
 from ckptstore.jobs import read_job, run_job
 from ckptstore.repo import create_on, open_on
 
 STEPS = (1, 2, 3)
-KINDS = [
-    Fault(kind=Kind.RESET),
-    Fault(kind=Kind.LOST),
-    Fault(kind=Kind.CUT),
-    Fault(kind=Kind.STATUS),
-    Fault(kind=Kind.STATUS, status=500, code="InternalError"),
-    Fault(kind=Kind.STATUS, status=403, code="AccessDenied"),
-    Fault(kind=Kind.STATUS_AFTER),
-    Fault(kind=Kind.STATUS_AFTER, status=500, code="InternalError"),
-]
-OFTEN = [fault for fault in KINDS if fault.status != 403]
-"""What a single retry overcomes."""
 RUNS_MAX = 5
-SLOW = Fault(kind=Kind.DELAY, seconds=2.0)
-
-
-class _Hasty(SystemEnvironment):
-    """Waits no time."""
-
-    def sleep(self, seconds: float) -> None:
-        """Return at once."""
 
 
 def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -66,13 +46,9 @@ def reaching(s3_bucket: S3Bucket, s3_proxy: FaultProxy) -> Iterator[Backend]:
     """Return a backend that reaches a bucket through the proxy."""
     options = s3_bucket.options(f"http://127.0.0.1:{s3_proxy.port}")
     backend = open_backend(s3_bucket.url, retry=False, client="direct", **options)
-    yield RetryingBackend(backend, environment=_Hasty())
+    yield RetryingBackend(backend, environment=Hasty())
     s3_proxy.set()
     backend.close()
-
-
-def _named(fault: Fault) -> str:
-    return f"{fault.kind}-{fault.status}"
 
 
 def _assert_all_loads(store: ckptstore.Store) -> int:
@@ -116,7 +92,7 @@ def _watched(bucket: S3Bucket) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(5, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("fault", OFTEN, ids=_named)
+@pytest.mark.parametrize("fault", OFTEN, ids=named)
 def test_every_few_requests(
     source: ckptstore.Store,
     reaching: Backend,
@@ -126,13 +102,13 @@ def test_every_few_requests(
     every: int,
 ) -> None:
     """A third of all requests, or a fifth, hit from first to last: retries overcome it all."""
-    target = ckptstore.Store(create_on(reaching, environment=_Hasty(), chunk_bytes=1 << 16))
-    hitting = Fault(kind=fault.kind, status=fault.status, code=fault.code, every=every, times=0)
-    s3_proxy.set(hitting)
+    target = ckptstore.Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
+    often = hitting(fault, every=every)
+    s3_proxy.set(often)
     with _watched(s3_bucket):
         report = source.replicate(target)
     s3_proxy.set()
-    assert hitting.hits > 3
+    assert often.hits > 3
     assert len(report.copied) == len(STEPS)
     assert report.noted
     assert _assert_all_loads(target) == len(STEPS)
@@ -150,8 +126,8 @@ def test_requests_that_take_two_seconds(
     every: int,
 ) -> None:
     """Latency is no fault: nothing is sent twice, and nothing fails."""
-    target = ckptstore.Store(create_on(reaching, environment=_Hasty(), chunk_bytes=1 << 16))
-    late = Fault(kind=SLOW.kind, seconds=SLOW.seconds, every=every, times=0)
+    target = ckptstore.Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
+    late = hitting(SLOW, every=every)
     uploads = Fault(kind=SLOW.kind, method="PUT", path="/packs/", skip=1 << 60)
     s3_proxy.set(late)
     with _watched(s3_bucket):
@@ -167,7 +143,7 @@ def test_requests_that_take_two_seconds(
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("fault", [*OFTEN, SLOW], ids=_named)
+@pytest.mark.parametrize("fault", [*OFTEN, SLOW], ids=named)
 def test_a_job_behind_a_bad_network(
     tmp_path: Path, s3_bucket: S3Bucket, s3_proxy: FaultProxy, fault: Fault
 ) -> None:
@@ -190,16 +166,7 @@ def test_a_job_behind_a_bad_network(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in s3_bucket.chain().items():
             patch.setenv(name, value)
-        s3_proxy.set(
-            Fault(
-                kind=fault.kind,
-                status=fault.status,
-                code=fault.code,
-                seconds=fault.seconds,
-                every=3,
-                times=0,
-            )
-        )
+        s3_proxy.set(hitting(fault, every=3))
         for _ in range(RUNS_MAX):
             with contextlib.suppress(CkptStoreError):
                 if run_job(read_job(file)).ok:
@@ -213,7 +180,7 @@ def test_a_job_behind_a_bad_network(
         assert _assert_all_loads(cold) == len(STEPS)
 
 
-@pytest.mark.parametrize("fault", KINDS, ids=_named)
+@pytest.mark.parametrize("fault", KINDS, ids=named)
 def test_a_repetition_finishes(
     source: ckptstore.Store, reaching: Backend, s3_proxy: FaultProxy, fault: Fault
 ) -> None:
@@ -221,12 +188,10 @@ def test_a_repetition_finishes(
 
     Single faults are overcome by retries; as many as here are often not.
     """
-    target = ckptstore.Store(create_on(reaching, environment=_Hasty(), chunk_bytes=1 << 16))
+    target = ckptstore.Store(create_on(reaching, environment=Hasty(), chunk_bytes=1 << 16))
     before = {v.id: v.content for v in source.versions()}
     for skip in (0, 1, 3, 5, 8, 13, 21):
-        s3_proxy.set(
-            Fault(kind=fault.kind, skip=skip, times=9, status=fault.status, code=fault.code)
-        )
+        s3_proxy.set(hitting(fault, skip=skip, times=9))
         try:
             source.replicate(target)
         except CkptStoreError:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from badnetwork import KINDS, OFTEN, Hasty, hitting, named
 from buckets import S3Bucket
 from faultproxy import Fault, FaultProxy, Kind
 
@@ -16,18 +18,11 @@ from ckptstore import limits
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.catalog.tier_changes import name_replica
-from ckptstore.config import SystemEnvironment
 from ckptstore.errors import NotReplicatedError, VersionNotFoundError
 from ckptstore.repo import create_on
 
 _PATIENCE_S = 240.0
-
-
-class _Hasty(SystemEnvironment):
-    """Waits no time."""
-
-    def sleep(self, seconds: float) -> None:
-        """Return at once."""
+_ATTEMPTS_MAX = 20
 
 
 def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -43,8 +38,8 @@ def hot(
     monkeypatch.setattr(limits, "WRITE_BACK_PAUSE_MAX_S", 0.05)
     options = s3_bucket.options(f"http://127.0.0.1:{s3_proxy.port}")
     bare = open_backend(s3_bucket.url, retry=False, client="direct", **options)
-    backend = RetryingBackend(bare, environment=_Hasty())
-    cold = ckptstore.Store(create_on(backend, environment=_Hasty(), chunk_bytes=1 << 16))
+    backend = RetryingBackend(bare, environment=Hasty())
+    cold = ckptstore.Store(create_on(backend, environment=Hasty(), chunk_bytes=1 << 16))
     store = ckptstore.open(
         tmp_path / "hot", create=True, chunk_bytes=1 << 16, replicas={"cold": cold}
     )
@@ -59,6 +54,15 @@ def hot(
 def _assert_loads(store: ckptstore.Store, step: int) -> None:
     found, wanted = store.load(f"gpt@{step}")["model"], _state(step)["model"]
     assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+
+def _wait(store: ckptstore.Store, step: int) -> None:
+    """Wait until a version is in the replica, however many attempts that takes."""
+    for _ in range(_ATTEMPTS_MAX):
+        with contextlib.suppress(NotReplicatedError):
+            assert store.wait_replicated(f"gpt@{step}", _PATIENCE_S).state == "replicated"
+            return
+    pytest.fail(f"{_ATTEMPTS_MAX} attempts failed")
 
 
 @pytest.mark.timeout(600)
@@ -84,21 +88,54 @@ def test_saves_do_not_wait_for_a_replica_that_is_slow(
 
 
 @pytest.mark.timeout(600)
-def test_a_faulty_network_is_overcome(hot: ckptstore.Store, s3_proxy: FaultProxy) -> None:
+@pytest.mark.parametrize("fault", OFTEN, ids=named)
+def test_a_faulty_network_is_overcome(
+    hot: ckptstore.Store, s3_proxy: FaultProxy, fault: Fault
+) -> None:
     """A third of the requests hit: write-back and loads come through."""
     run = hot.run("gpt", write_back="cold")
-    hitting = Fault(kind=Kind.STATUS, every=3, times=0)
-    s3_proxy.set(hitting)
+    often = hitting(fault, every=3)
+    s3_proxy.set(often)
     for step in range(3):
         run.save(_state(step), step=step)
     for step in range(3):
-        hot.wait_replicated(f"gpt@{step}", _PATIENCE_S)
+        _wait(hot, step)
     hot.evict(replica="cold", keep="last 1")
     hot.gc(grace_s=0.0, orphan_age_s=0.0)
     s3_proxy.set(Fault(kind=Kind.CUT, every=3, times=0))
     for step in range(3):
         _assert_loads(hot, step)
-    assert hitting.hits > 3
+    assert often.hits > 3
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", KINDS, ids=named)
+def test_whatever_befalls_it_write_back_goes_on(
+    hot: ckptstore.Store, s3_bucket: S3Bucket, s3_proxy: FaultProxy, fault: Fault
+) -> None:
+    """As many faults in a row as retries do not overcome: what shows loads, and all comes.
+
+    A save never fails by it. Nobody has to do a thing but wait once more.
+    """
+    run = hot.run("gpt", write_back="cold")
+    places = (0, 1, 3, 5, 8, 13, 21)
+    for step, skip in enumerate(places):
+        s3_proxy.set(hitting(fault, skip=skip, times=9))
+        version = run.save(_state(step), step=step)
+        with contextlib.suppress(NotReplicatedError):
+            hot.wait_replicated(version, _PATIENCE_S)
+        with ckptstore.open(s3_bucket.url, read_only=True, **s3_bucket.options()) as cold:
+            for shown in cold.versions():
+                _assert_loads(cold, shown.step)
+    s3_proxy.set()
+    for step in range(len(places)):
+        _wait(hot, step)
+    assert all(version.state == "replicated" for version in hot.versions())
+    with ckptstore.open(s3_bucket.url, read_only=True, **s3_bucket.options()) as cold:
+        assert cold.verify().ok
+        assert {v.id: v.content for v in cold.versions()} == {
+            v.id: v.content for v in hot.versions()
+        }
 
 
 @pytest.mark.timeout(600)

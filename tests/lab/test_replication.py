@@ -246,7 +246,8 @@ def _whole(store: ckptstore.Store, expected: dict[str, Any]) -> set[str]:
 def test_killed_jobs(tmp_path: Path, archive: tuple[str, dict[str, Any]]) -> None:
     """SIGKILL at any moment of a job to the S3 of Ceph: nothing is lost, what shows loads.
 
-    The job evicts and collects; each version is whole in one store at least.
+    The job evicts and collects; each version is whole in one store at least. What was done is
+    printed as it goes, so that a run that is ended early says how far it came.
     """
     url, options = archive
     _train(tmp_path / "first").close()
@@ -279,5 +280,6 @@ def test_killed_jobs(tmp_path: Path, archive: tuple[str, dict[str, Any]]) -> Non
         if not code:
             assert there == expected.keys()
             place = ""
+        print(f"round {turn}: {dict(figures)}", file=sys.__stderr__, flush=True)
     assert _run_job(file)[0] == 0
     print(f"{dict(figures)}, {number} stores, a job takes {took_s:.1f} s")  # noqa: T201

@@ -1,15 +1,21 @@
-"""How long the lab's campaigns are: a few rounds in each lab run, many in ``make soak``."""
+"""How long the lab's campaigns are: a few rounds in each run, many with ``CKPTSTORE_LAB_LONG=1``.
+
+A long one can be run in pieces: ``CKPTSTORE_SOAK_ROUNDS`` is the number of rounds of one, and
+``CKPTSTORE_SOAK_SEED`` the turn with which its moments begin.
+"""
 
 from __future__ import annotations
 
 import os
+
+from soaking import soak_rounds, soak_seed
 
 __all__ = ["moment", "rounds"]
 
 
 def rounds(short: int, long: int) -> int:
     """Return `short`, or `long` where ``CKPTSTORE_LAB_LONG=1`` asks for it."""
-    return long if os.environ.get("CKPTSTORE_LAB_LONG") == "1" else short
+    return soak_rounds(long) if os.environ.get("CKPTSTORE_LAB_LONG") == "1" else short
 
 
 def moment(turn: int, first_s: float, last_s: float) -> float:
@@ -17,4 +23,4 @@ def moment(turn: int, first_s: float, last_s: float) -> float:
 
     Multiples of the golden ratio, modulo 1, leave no large gap and repeat nothing.
     """
-    return first_s + (last_s - first_s) * (turn * 0.6180339887498949 % 1)
+    return first_s + (last_s - first_s) * ((turn + soak_seed(0)) * 0.6180339887498949 % 1)
