@@ -80,10 +80,10 @@ class Pins:
             part = wanted[start : start + limits.RELOCATES_PER_COMMIT]
             now = self.here.refresh()
             free = [one for one in part if not _rests_on_record(now, one)]
-            self.there.log.append_any(lambda log, free=free: unpin_for(log, free, self.store))
+            _unpin(self.there, free, self.store)
             now = self.here.refresh()
             again = [one for one in free if _rests_on_record(now, one)]
-            self.there.log.append_any(lambda log, again=again: pin_for(log, again, self.store))
+            _pin(self.there, again, self.store)
             gone += [one for one in free if one not in again]
         return gone
 
@@ -101,8 +101,16 @@ def release(repo: Repo, store: str) -> list[str]:
     ids = [one.id for one in pinned if store in one.pinned_for]
     for start in range(0, len(ids), limits.RELOCATES_PER_COMMIT):
         part = ids[start : start + limits.RELOCATES_PER_COMMIT]
-        repo.log.append_any(lambda now, part=part: unpin_for(now, part, store))
+        _unpin(repo, part, store)
     return ids
+
+
+def _pin(repo: Repo, ids: Sequence[str], store: str) -> None:
+    repo.log.append_any(lambda now: pin_for(now, ids, store))
+
+
+def _unpin(repo: Repo, ids: Sequence[str], store: str) -> None:
+    repo.log.append_any(lambda now: unpin_for(now, ids, store))
 
 
 def _rests_on_record(now: Catalog, version_id: str) -> bool:

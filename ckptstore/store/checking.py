@@ -171,8 +171,11 @@ class Checking:
         from ckptstore.ops.repair import repair
         from ckptstore.repo import open_repo
 
-        one = source is None or isinstance(source, Checking | str | os.PathLike)
-        given = ([] if source is None else [source]) if one else source
+        given: Sequence[Source] = ()
+        if isinstance(source, Checking | str | os.PathLike):
+            given = (source,)
+        elif source is not None:
+            given = source
         others: list[Repo] = []
         with ExitStack() as stack:
             for each in given:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 import ckptstore
 from ckptstore.backends import registry
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import InvalidInputError, InvalidUrlError, ReplicaChangedError
+from ckptstore.format.commit import Op
 from ckptstore.format.tiers import NameReplica
 from ckptstore.store.replica_places import same_place
 from ckptstore.store.replicating import open_target_of
@@ -75,6 +78,10 @@ def open_asked(url: str, **options: object) -> MemoryBackend:
     raise AssertionError
 
 
+def _named(named: NameReplica, _: Catalog) -> list[Op]:
+    return [named]
+
+
 def _redirected(tmp_path: Path, asked: _Asked) -> tuple[str, str]:
     """Make a store whose log names a place for ``cold`` other than it was; return both."""
     name = tmp_path.name
@@ -87,7 +94,7 @@ def _redirected(tmp_path: Path, asked: _Asked) -> tuple[str, str]:
         store.run("gpt").save({"w": [1.0]}, step=1)
         for url in (good, bad):
             named = NameReplica(name="cold", url=url, store=store_id)
-            store.repo.log.append_any(lambda _, named=named: [named])
+            store.repo.log.append_any(partial(_named, named))
     asked.asked.clear()
     return good, bad
 

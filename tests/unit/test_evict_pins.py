@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -25,12 +27,12 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.format.commit import decode_commit
-from ckptstore.format.lifecycle import Pin, Unpin
+from ckptstore.format.lifecycle import Delete, Pin, Unpin
 from ckptstore.ops.evict import evict
 from ckptstore.repo import create_on, open_on
 
 STEPS = (1, 2, 3, 4)
-ZERO = {"grace_s": 0.0, "orphan_age_s": 0.0}
+ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
 
 
 class _Watched(MemoryBackend):
@@ -60,7 +62,7 @@ def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
 @pytest.fixture
 def stores(request: pytest.FixtureRequest) -> tuple[ckptstore.Store, ckptstore.Store]:
     """Return a store of four versions, and its replica ``cold``."""
-    made = []
+    made: list[ckptstore.Store] = []
     for place in ("cold", "hot"):
         backend = _Watched(f"pins/{request.node.nodeid}/{place}")
         repo = create_on(backend, chunk_bytes=1 << 16)
@@ -360,6 +362,45 @@ def test_a_pin_of_a_person_is_written_as_before() -> None:
     assert b"store" in msgspec.json.encode(Pin(version="0" * 32, store="1" * 32))
 
 
+def _pinned_as_before(store: ckptstore.Store) -> list[int]:
+    """Return what is pinned to a reader from before pins were for somebody."""
+    backend = _watched(store)
+    pinned: dict[str, None] = {}
+    for info in backend.list("commits/"):
+        for op in decode_commit(backend.get(info.key, bytes_max=1 << 20), where=info.key).ops:
+            if isinstance(op, Pin):
+                pinned[op.version] = None
+            elif isinstance(op, Unpin):
+                pinned.pop(op.version, None)
+    return sorted(store.resolve(f"#{one}").step for one in pinned)
+
+
+def test_readers_from_before_see_the_same_versions_pinned(
+    stores: tuple[ckptstore.Store, ckptstore.Store],
+) -> None:
+    """Whatever is pinned and unpinned, for whom, and by whom: else one deletes what is pinned.
+
+    Such a deletion would end the log for everybody else.
+    """
+    hot, cold = stores
+    hot.evict(replica="cold", keep="last 1")
+    cold.pin("gpt@1")
+    other = cold.resolve("gpt@2").id
+    cold.repo.log.append_any(lambda now: pin_for(now, [other], "f" * 32))
+    assert _pinned_as_before(cold) == _pinned(cold) == [1, 2, 3]
+    cold.unpin_for(hot.info.store_id)
+    assert _pinned_as_before(cold) == _pinned(cold) == [1, 2]
+    cold.unpin_for("f")
+    assert _pinned_as_before(cold) == _pinned(cold) == [1]
+    assert not cold.resolve("gpt@1").pinned_for
+    cold.repo.log.append_any(lambda now: pin_for(now, [other], "f" * 32))
+    for step in (1, 2):  # as such a reader unpins, and deletes
+        one = cold.resolve(f"gpt@{step}").id
+        cold.repo.log.append(lambda _, one=one: [Unpin(version=one)])
+        cold.repo.log.append(lambda _, one=one: [Delete(versions=[one])])
+    assert _pinned_as_before(_anew(cold)) == _pinned(_anew(cold)) == []
+
+
 def test_pins_of_too_many_stores(
     stores: tuple[ckptstore.Store, ckptstore.Store],
 ) -> None:
@@ -367,7 +408,7 @@ def test_pins_of_too_many_stores(
     _, cold = stores
     one = cold.resolve("gpt@1").id
     for number in range(limits.REPLICAS_MAX):
-        cold.repo.log.append_any(lambda now, n=number: pin_for(now, [one], f"{n + 1:032x}"))
+        cold.repo.log.append_any(partial(pin_for, versions=[one], store=f"{number + 1:032x}"))
     cold.pin("gpt@1")
     with pytest.raises(LimitError, match="is pinned for"):
         cold.repo.log.append_any(lambda now: pin_for(now, [one], "f" * 32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from ckptstore.errors import ColdObjectError, TransientStorageError, VersionNotF
 from ckptstore.ops.transplant import ORIGIN_KEY
 from ckptstore.repo import create_on
 
-ZERO = {"grace_s": 0.0, "orphan_age_s": 0.0}
+ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
 
 
 def _state(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -177,7 +178,7 @@ def test_a_fork_whose_chunks_are_condemned_meanwhile(
         inner = inner.inner  # type: ignore[attr-defined]
     other = ckptstore.Store(create_on(inner, exist_ok=True))
     append = hot.repo.log.append
-    calls = []
+    calls: list[object] = []
 
     def collected(build):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
         if not calls:
