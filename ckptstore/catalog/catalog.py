@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from ckptstore.catalog.fold import extend
+from ckptstore.catalog.lifecycle import pins_of
 from ckptstore.catalog.rows import build_run, build_version, tags_by_version
 from ckptstore.catalog.snapshot_rows import snapshot_of, state_of
 from ckptstore.catalog.state import EMPTY, RunState, State
@@ -237,6 +238,10 @@ class Catalog:
         """Return the versions that are pinned, for whomever, in the order of their commits."""
         rows = [row for row in self._state.versions.values() if row.flags & PINNED]
         return [self._version(row) for row in rows]
+
+    def pins(self, version_id: str) -> tuple[str, ...]:
+        """Return the stores that a version here is pinned for; for this one stands nothing."""
+        return pins_of(self._state.versions[version_id])
 
     def ancestors(self, version_id: str) -> Iterator[Version]:
         """Yield a version, its parent, the parent's parent ..., across runs.

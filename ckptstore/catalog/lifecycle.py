@@ -43,7 +43,7 @@ from ckptstore.format.snapshot import (
     decode_details,
 )
 
-__all__ = ["APPLY", "LEVELS", "level_of", "parts_of_level"]
+__all__ = ["APPLY", "LEVELS", "level_of", "parts_of_level", "pins_of"]
 
 LEVELS: Final[tuple[Level, ...]] = ("record", "weights-int8", "weights-bf16", "weights", "full")
 """From the least that is kept to the most."""
@@ -165,7 +165,7 @@ def _pin(fold: Fold, op: Pin, commit: Commit) -> None:
     row = fold.version(op.version, commit)
     if row.flags & DELETED:
         raise broken(commit, f"the deleted version {row.id} is pinned")
-    stores = dict.fromkeys((*_pins(row), op.store))
+    stores = dict.fromkeys((*pins_of(row), op.store))
     if len(stores) > limits.REPLICAS_MAX + 1:
         raise broken(commit, f"version {row.id} is pinned for too many stores")
     _set_pins(fold, row, stores)
@@ -173,10 +173,11 @@ def _pin(fold: Fold, op: Pin, commit: Commit) -> None:
 
 def _unpin(fold: Fold, op: Unpin, commit: Commit) -> None:
     row = fold.version(op.version, commit)
-    _set_pins(fold, row, [store for store in _pins(row) if store != op.store])
+    # One without a store ends them all: so do readers that do not know the field.
+    _set_pins(fold, row, [store for store in pins_of(row) if op.store and store != op.store])
 
 
-def _pins(row: VersionRow) -> tuple[str, ...]:
+def pins_of(row: VersionRow) -> tuple[str, ...]:
     """Return the stores that a version is pinned for; the own one is empty."""
     return (decode_details(row).pinned_by or ("",)) if row.flags & PINNED else ()
 

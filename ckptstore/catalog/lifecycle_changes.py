@@ -247,9 +247,7 @@ def pin(catalog: Catalog, version: str) -> list[Op]:
 
 def unpin(catalog: Catalog, version: str) -> list[Op]:
     """Return what takes all pins of a version away, of whomever; nothing if it has none."""
-    found = catalog.version(version)
-    others = [Unpin(version=version, store=store) for store in found.pinned_for]
-    return [*others, Unpin(version=version)] if found.pinned else []
+    return [Unpin(version=version)] if catalog.version(version).pinned else []
 
 
 def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:

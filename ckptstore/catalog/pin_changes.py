@@ -47,11 +47,20 @@ def pin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
 
 
 def unpin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
-    """Return what takes the pins of another store away, no others."""
-    found = [catalog.version(one) for one in versions if catalog.has_version(one)]
-    return [
-        Unpin(version=version.id, store=store) for version in found if store in version.pinned_for
-    ]
+    """Return what takes the pins of another store away, no others.
+
+    Where others are left, one of them is said once more, which changes nothing: readers that do not
+    know for whom a pin is see it go, and come back.
+    """
+    ops: list[Op] = []
+    for version_id in versions:
+        pins = catalog.pins(version_id) if catalog.has_version(version_id) else ()
+        if store not in pins:
+            continue
+        ops.append(Unpin(version=version_id, store=store))
+        left = [one for one in pins if one != store]
+        ops += [Pin(version=version_id, store=one) for one in left[:1]]
+    return ops
 
 
 def pinned_text(version: Version) -> str:

@@ -121,11 +121,11 @@ class Pin(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fie
 class Unpin(
     msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="op", tag="unpin"
 ):
-    """A version may be deleted again, unless it is pinned for others too."""
+    """A version may be deleted again, unless pins of others are left."""
 
     version: Id
     store: IdOrEmpty = ""
-    """Whose pin goes; empty: the one of this store."""
+    """Whose pin goes; empty: all of them."""
 
 
 class SetPolicy(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="set-policy"):
