@@ -199,7 +199,7 @@ class Gate(WrapperBackend):
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Count while the read is under way."""
-        size = sum(len(buffer.obj) for buffer in buffers)  # type: ignore[arg-type]
+        size = sum(memoryview(buffer.obj).nbytes for buffer in buffers)
         with self.lock:
             self.reads += 1
             self.held += size
