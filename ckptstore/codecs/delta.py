@@ -59,7 +59,9 @@ _GROUPED_FORMS: Final = {
     Layout.FLOAT16: (Form(grouped=True), Form(grouped=True, halves=True)),
 }
 # The share of the bytes of plain differences that another form has to come down to: a turn costs
-# no time, and has to gain more than the error of the estimate; the others make decoding slower.
+# little time, and has to gain more than the error of the estimate; the others make decoding two to
+# three times as slow, 6 to 10 ms for 4 MiB of float32 (measured, ibid.), so that what gains less
+# than this is left as it is. Where it is chosen, weights gain 3% and more.
 _TURN_GAIN: Final = 0.995
 _SLOW_GAIN: Final = 0.98
 
