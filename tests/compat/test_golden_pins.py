@@ -24,7 +24,7 @@ FILES = {
     "commits/000000/000000000009.json": 417,
     "commits/000000/000000000010.json": 373,
     "commits/000000/000000000011.json": 375,
-    "commits/000000/000000000012.json": 418,
+    "commits/000000/000000000012.json": 519,
     "manifests/46/4683a3258a6d07e02b8d2e7d86658dc0.manifest": 349,
     "manifests/5a/5ad515ad8ee28f0ca9ec3a41ebbeb806.manifest": 349,
     "manifests/7b/7bf8d6a2422d214b1822941009c59309.manifest": 349,
@@ -34,7 +34,7 @@ FILES = {
     "packs/c2/c2e0e7b6a22244058338814f2a2d696d.pack": 335,
     "packs/ca/ca44f521e7ae70cc4b1e0df81058c769.pack": 336,
     "snapshots/000000000008.snap": 922,
-    "snapshots/000000000012.snap": 907,
+    "snapshots/000000000012.snap": 910,
     "store.json": 360,
 }
 FIRST, SECOND = f"{1:032x}", f"{2:032x}"

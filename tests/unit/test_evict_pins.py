@@ -14,6 +14,7 @@ import ckptstore
 from ckptstore import limits
 from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.pin_changes import pin_for
 from ckptstore.catalog.tier_changes import name_replica
 from ckptstore.config import Options
@@ -26,7 +27,7 @@ from ckptstore.errors import (
     StorageError,
     VersionNotFoundError,
 )
-from ckptstore.format.commit import decode_commit
+from ckptstore.format.commit import Op, decode_commit
 from ckptstore.format.lifecycle import Delete, Pin, Unpin
 from ckptstore.ops.evict import evict
 from ckptstore.repo import create_on, open_on
@@ -85,6 +86,10 @@ def _anew(store: ckptstore.Store) -> ckptstore.Store:
     while not isinstance(backend, _Watched):
         backend = backend.inner  # type: ignore[attr-defined]
     return ckptstore.Store(create_on(backend, exist_ok=True))
+
+
+def _just(op: Op, _: Catalog) -> list[Op]:
+    return [op]
 
 
 def _pinned(store: ckptstore.Store) -> list[int]:
@@ -396,8 +401,8 @@ def test_readers_from_before_see_the_same_versions_pinned(
     cold.repo.log.append_any(lambda now: pin_for(now, [other], "f" * 32))
     for step in (1, 2):  # as such a reader unpins, and deletes
         one = cold.resolve(f"gpt@{step}").id
-        cold.repo.log.append(lambda _, one=one: [Unpin(version=one)])
-        cold.repo.log.append(lambda _, one=one: [Delete(versions=[one])])
+        for op in (Unpin(version=one), Delete(versions=[one])):
+            cold.repo.log.append(partial(_just, op))
     assert _pinned_as_before(_anew(cold)) == _pinned(_anew(cold)) == []
 
 
