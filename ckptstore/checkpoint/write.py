@@ -39,7 +39,7 @@ __all__ = ["shareable", "write_version"]
 _log = logging.getLogger("ckptstore")
 
 
-def _nothing() -> None:
+def _go_ahead() -> None:
     """Let a commit go ahead."""
 
 
@@ -54,7 +54,7 @@ def write_version(
     receipt: Mapping[str, float] | None = None,
     blocked_since: float | None = None,
     progress: ProgressCallback = silent,
-    before_commit: Callable[[], None] = _nothing,
+    before_commit: Callable[[], None] = _go_ahead,
 ) -> tuple[Version, dict[str, float]]:
     """Write everything and commit it; return the version, and the receipt with all of its seconds.
 
@@ -157,7 +157,11 @@ def _encoded(
 
 
 def _older(repo: Repo, cache: Manifests, content: Content, parent: Version | None) -> Older:
-    """Return what a save may take deltas to, and know what those took that were taken already."""
+    """Return what a save may take deltas to.
+
+    How many bytes earlier deltas to the same keyframes took is learned from older versions, where
+    this process does not know it: that decides when a new keyframe pays.
+    """
     before = None if parent is None else cache.load(parent)
     chunk_bytes = repo.superblock.chunk_bytes
     older = older_of(content.records, content.frame, before, chunk_bytes=chunk_bytes)

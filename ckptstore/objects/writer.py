@@ -91,6 +91,8 @@ def write_pieces(
     ----------
     known
         Where pieces of earlier versions lie; what is found there is shared, not written.
+    chunk_bytes
+        How long the pieces of large tensors are at most.
     progress
         Called with the bytes of the state that are done.
     deltas
@@ -114,15 +116,7 @@ def write_pieces(
         clock=environment.monotonic,
         deltas=deltas,
     )
-    capabilities = backend.capabilities
-    spare = options.host_bytes - options.workers * 3 * chunk_bytes
-    pack_bytes = pack_bytes_for(saving.total, capabilities)
-    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
-    packs_max = max(1, min(2 * options.workers, spare // max(1, held)))
-    streams = max(1, min(options.workers, packs_max, saving.total // _STREAM_BYTES))
-    sink = PackSink(
-        backend, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes
-    )
+    sink = _sink(backend, environment, options, total=saving.total, chunk_bytes=chunk_bytes)
     try:
         saving.work(iter(jobs), sink, options.workers)
         saving.finish(sink)
@@ -143,6 +137,21 @@ def write_pieces(
     )
 
 
+def _sink(
+    backend: Backend, environment: Environment, options: Options, *, total: int, chunk_bytes: int
+) -> PackSink:
+    """Return where the chunks of a save go: as many packs at once as memory and size allow."""
+    capabilities = backend.capabilities
+    spare = options.host_bytes - options.workers * 3 * chunk_bytes
+    pack_bytes = pack_bytes_for(total, capabilities)
+    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
+    packs_max = max(1, min(2 * options.workers, spare // max(1, held)))
+    streams = max(1, min(options.workers, packs_max, total // _STREAM_BYTES))
+    return PackSink(
+        backend, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes
+    )
+
+
 @dataclass(slots=True)
 class _Saving:
     """One save while its workers run."""
@@ -151,12 +160,14 @@ class _Saving:
     known: KnownPieces
     choice: CodecChoice
     total: int
+    """Bytes of all tensors."""
     progress: ProgressCallback
     buffer_bytes: int
     clock: Callable[[], float]
     deltas: Deltas | None
     spent: list[_Spent] = field(default_factory=list)
     done: int = 0
+    """Bytes that were written or shared."""
     claimed: dict[bytes, int] = field(default_factory=dict)
     """Id of each new piece of this save to its row."""
     repeats: list[tuple[int, int]] = field(default_factory=list)
