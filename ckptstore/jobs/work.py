@@ -74,31 +74,7 @@ def run_job(
     began = environment.monotonic()
     now_s = environment.now_ms() / 1000
     with ExitStack() as stack:
-        with _told_which("source", job.source.url):
-            source = stack.enter_context(
-                open_store(
-                    job.source.url,
-                    read_only=dry_run,
-                    single_writer=job.source.single_writer,
-                    encryption_key=job.source.key,
-                    workers=job.copy.workers or workers_default(),
-                    **job.source.options,
-                )
-            )
-        with _told_which("target", job.target.url):
-            target = stack.enter_context(
-                open_target_of(
-                    source,
-                    job.target.url,
-                    dry_run=dry_run,
-                    single_writer=job.target.single_writer,
-                    encryption_key=job.target.key,
-                    **job.target.options,
-                )
-            )
-        if source.info.store_id == target.info.store_id:
-            msg = f"the source and the target of the job {job.name!r} are one store"
-            raise ConflictError(msg, hint="name two stores, neither a copy of the other")
+        source, target = _opened(stack, job, dry_run=dry_run)
         if since_target not in ("", target.info.store_id):
             since_s = None
         run = _Run(
@@ -126,6 +102,36 @@ def run_job(
             overdue=tuple(run.overdue()),
             estimate=run.estimate(),
         )
+
+
+def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]:
+    """Return source and target, which are closed with the stack; they are two stores."""
+    with _told_which("source", job.source.url):
+        source = stack.enter_context(
+            open_store(
+                job.source.url,
+                read_only=dry_run,
+                single_writer=job.source.single_writer,
+                encryption_key=job.source.key,
+                workers=job.copy.workers or workers_default(),
+                **job.source.options,
+            )
+        )
+    with _told_which("target", job.target.url):
+        target = stack.enter_context(
+            open_target_of(
+                source,
+                job.target.url,
+                dry_run=dry_run,
+                single_writer=job.target.single_writer,
+                encryption_key=job.target.key,
+                **job.target.options,
+            )
+        )
+    if source.info.store_id == target.info.store_id:
+        msg = f"the source and the target of the job {job.name!r} are one store"
+        raise ConflictError(msg, hint="name two stores, neither a copy of the other")
+    return source, target
 
 
 @contextmanager
