@@ -72,6 +72,7 @@ test: lint ## checks and tests; no root, no network
 test-lab: $(VENV)/.dev ## tests on real storage systems; root on Debian 12, 10 minutes
 	@PYTHON=$(abspath $(BIN))/python tests/lab/run.sh
 
+# In pieces: CKPTSTORE_SOAK_ROUNDS (of each campaign), CKPTSTORE_SOAK_SEED, CKPTSTORE_MACHINE_STEPS.
 soak: $(VENV)/.dev ## the long form of the campaigns: kills, faults, power cuts
 	$(call TIMED,$(BIN)/python -m pytest -m soak -o faulthandler_timeout=1800 -o timeout=7200 --durations=10 $(TESTS))
 

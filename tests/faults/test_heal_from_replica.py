@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from soaking import soak_rounds, soak_seed
 
 import ckptstore
 
 MAIN = "from ckptstore.cli.main import main; main()"
 VERSIONS = 40
 OBJECTS = 50
+SOAKED = range(soak_seed(2), soak_seed(2) + soak_rounds(5))
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +96,7 @@ def _assert_as_saved(hot: Path, source: Path, *, but: Collection[str] = ()) -> N
             assert all(torch.equal(found[name], tensor) for name, tensor in meant.items()), version
 
 
-@pytest.mark.parametrize(
-    "seed", [1, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 7))]
-)
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.soak) for n in SOAKED)])
 def test_fifty_damaged_objects_come_back(
     pair: tuple[Path, Path], tmp_path: Path, seed: int
 ) -> None:
