@@ -104,7 +104,7 @@ def evict(
     work = _Evicting(here=here, cache=cache, there=there, pins=pins)
     chosen = work.evictable(here.refresh(), versions, coming if dry_run else ())
     if dry_run:
-        return EvictReport(evicted=tuple(chosen))
+        return work.foreseen(versions, chosen)
     work.settle(versions, chosen)
     if not chosen:
         return work.report()
@@ -163,17 +163,32 @@ class _Evicting:
         """
         if self.pins is None:
             return
-        now = self.here.catalog
-        records = [now.version(one.id) for one in versions]
-        records = [one for one in records if one.level == "record" and not one.deleted]
-        records = [one for one in records if self._holds(one) and not self.pins.has(one.id)]
-        gone = self.pins.forgotten()
+        records, gone = self._let_go_before(versions, self.pins), self.pins.forgotten()
         if chosen or records or gone:
             self.pins.check_writable()
         for start in range(0, len(records), limits.RELOCATES_PER_COMMIT):
             part = records[start : start + limits.RELOCATES_PER_COMMIT]
             self.pinned += sorted(self.pins.leave(part))
         self.unpinned += self.pins.take_away(gone)
+
+    def foreseen(self, versions: Sequence[Version], chosen: Sequence[Version]) -> EvictReport:
+        """Return what would be done, by both logs as they are."""
+        if self.pins is None:
+            return EvictReport(evicted=tuple(chosen))
+        free = [one for one in chosen if not self.pins.has(one.id)]
+        records = self._let_go_before(versions, self.pins)
+        return EvictReport(
+            evicted=tuple(chosen),
+            pinned=tuple(one.id for one in (*records, *free)),
+            unpinned=tuple(self.pins.forgotten()),
+        )
+
+    def _let_go_before(self, versions: Sequence[Version], pins: Pins) -> list[Version]:
+        """Return those of which only the record is here, and which are there, not pinned."""
+        now = self.here.catalog
+        records = [now.version(one.id) for one in versions]
+        records = [one for one in records if one.level == "record" and not one.deleted]
+        return [one for one in records if self._holds(one) and not pins.has(one.id)]
 
     def evictable(
         self, now: Catalog, versions: Sequence[Version], coming: Collection[str] = ()

@@ -300,7 +300,10 @@ def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: byt
         {"slots": [{**body["slots"][0], "wrapped": "0" * 96}]},
         {"slots": [{**body["slots"][0], "wrapped": "0" * 94}]},
         {"magic": "something"},
-        {"format": 2},
+        {"format": 1},
+        {"format": 3},
+        {"format": 1, "seal": ""},
+        {"seal": "0" * len(body["seal"])},
     )
     hostile += [encode_envelope(json.dumps({**body, **change}).encode()) for change in changes]
     for data in hostile:
@@ -308,6 +311,11 @@ def test_damaged_and_hostile_records_of_keys(place: Path, key: bytes, other: byt
         with pytest.raises(CkptStoreError) as caught:
             ckptstore.open(place, encryption_key=key)
         assert caught.value.kind in {"corrupt_object", "format", "unsupported_feature"}
+    open_slots = [{**slot, "sealed": False} for slot in body["slots"]]
+    stripped = {**body, "format": 1, "seal": "", "slots": open_slots}
+    where.write_bytes(encode_envelope(json.dumps(stripped).encode()))
+    with pytest.raises(CorruptObjectError, match="does not open"):  # it belongs to a sealed record
+        ckptstore.open(place, encryption_key=key)
     where.write_bytes(bytes(limits.KEY_RECORD_BYTES_MAX + 1))
     with pytest.raises(CorruptObjectError):
         ckptstore.open(place, encryption_key=key)

@@ -83,8 +83,9 @@ def assert_loads(store: ckptstore.Store, steps: int = 4) -> None:
 
 
 def harm(root: Path) -> None:
-    """Flip a bit in one pack, cut one short, and remove one."""
-    first, second, third, *_ = sorted(root.glob("packs/*/*.pack"))
+    """Flip a bit in the oldest pack, cut the next one short, and remove the third."""
+    packs = root.glob("packs/*/*.pack")
+    first, second, third, *_ = sorted(packs, key=lambda path: path.stat().st_mtime_ns)
     data = bytearray(first.read_bytes())
     data[len(data) // 2] ^= 1
     first.write_bytes(data)
