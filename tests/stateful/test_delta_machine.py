@@ -90,6 +90,10 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def test_deltas_beside_collections(counts: Counter[str]) -> None:
     """Saves with deltas, retention, collections, repacks, forks and loads, call by call."""
     figures = machine.run(12, 100, same=True)
+    for _ in range(6):  # in one of eight such runs no keyframe goes before its deltas
+        if counts["rebased"]:
+            break
+        figures += machine.run(12, 100)
 
     print(sorted(figures.items()), counts)  # noqa: T201 - shown where the test fails
     assert counts["deltas"] > 20
