@@ -33,7 +33,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.limits import MIB
-from ckptstore.objects.packs import After, PackSink, Placed, packs_within
+from ckptstore.objects.packs import After, PackSink, Placed, pack_bytes_for
 from ckptstore.objects.reader import ChunkRead, Span, Want, plan_spans
 
 __all__ = [
@@ -233,10 +233,11 @@ def copy_chunks(
     per_thread = 2 * source.capabilities.read_bytes_max
     threads = max(1, min(options.workers, options.host_bytes // per_thread, len(spans)))
     spare = options.host_bytes - threads * per_thread
-    beside = 0 if after is None else capabilities.read_bytes_max + limits.CHUNK_BYTES_DEFAULT
-    pack_bytes, packs_max = packs_within(
-        total, capabilities, spare=spare, threads=threads, beside=beside
-    )
+    pack_bytes = pack_bytes_for(total, capabilities)
+    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
+    if after is not None:
+        held = max(held, capabilities.read_bytes_max + limits.CHUNK_BYTES_DEFAULT)
+    packs_max = max(1, min(2 * threads, spare // max(1, held)))
     streams = max(1, min(threads, packs_max, total // _STREAM_BYTES))
     sink = PackSink(
         target,

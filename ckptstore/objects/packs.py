@@ -23,7 +23,7 @@ from ckptstore.format.pack import (
 )
 from ckptstore.hashing import xxh3_64_of
 
-__all__ = ["After", "PackSink", "Placed", "pack_bytes_for", "packs_within"]
+__all__ = ["After", "PackSink", "Placed", "pack_bytes_for"]
 
 After = Callable[[str, Sequence[IndexRow], Callable[[], None]], None]
 """Told of each pack, by its name, and what is in it, when it is durable; calls the third between
@@ -42,34 +42,6 @@ def pack_bytes_for(total: int, capabilities: Capabilities) -> int:
     if capabilities.part_bytes < whole:  # bytes leave before their pack is full
         return whole
     return min(whole, max(limits.PACK_BYTES_MIN, total // limits.PACKS_OF_A_WRITE))
-
-
-def packs_within(
-    total: int, capabilities: Capabilities, *, spare: int, threads: int, beside: int = 0
-) -> tuple[int, int]:
-    """Return the size of packs, and how many may be unfinished at once.
-
-    Where packs wait in memory until they are sent, two of them are on their way for each thread
-    that fills another: a storage that stores a pack takes no bytes meanwhile. They are smaller,
-    but not tiny, where the memory is too little for that.
-
-    Parameters
-    ----------
-    total
-        Bytes that the write will take at most.
-    spare
-        Bytes of memory for unfinished packs.
-    threads
-        Those that fill packs.
-    beside
-        What a pack may hold in memory once it was sent, in place of itself.
-    """
-    size = pack_bytes_for(total, capabilities)
-    if capabilities.part_bytes < capabilities.pack_bytes:
-        held = max(beside, capabilities.part_bytes, 1)
-        return size, max(1, min(2 * threads, spare // held))
-    size = min(size, max(limits.PACK_BYTES_MIN, spare // (3 * threads)))
-    return size, max(1, min(3 * threads, spare // max(beside, size)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ from ckptstore.objects.columns import Columns
 from ckptstore.objects.deltas import Deltas
 from ckptstore.objects.index import KnownPieces, Location
 from ckptstore.objects.jobs import Job, plan_jobs
-from ckptstore.objects.packs import PackSink, packs_within
+from ckptstore.objects.packs import PackSink, pack_bytes_for
 from ckptstore.objects.sources import Source
 
 __all__ = ["Written", "write_pieces"]
@@ -143,7 +143,9 @@ def _sink(
     """Return where the chunks of a save go: as many packs at once as memory and size allow."""
     capabilities = backend.capabilities
     spare = options.host_bytes - options.workers * 3 * chunk_bytes
-    pack_bytes, packs_max = packs_within(total, capabilities, spare=spare, threads=options.workers)
+    pack_bytes = pack_bytes_for(total, capabilities)
+    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
+    packs_max = max(1, min(2 * options.workers, spare // max(1, held)))
     streams = max(1, min(options.workers, packs_max, total // _STREAM_BYTES))
     return PackSink(
         backend, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes

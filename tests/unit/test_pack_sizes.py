@@ -13,7 +13,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import CAPABILITIES, MemoryBackend
 from ckptstore.limits import GIB, MIB
-from ckptstore.objects.packs import pack_bytes_for, packs_within
+from ckptstore.objects.packs import pack_bytes_for
 
 
 @given(total=st.integers(0, 1 << 50), whole=st.integers(1, 4 * GIB), streamed=st.booleans())
@@ -27,31 +27,6 @@ def test_sizes_stay_between_their_bounds(total: int, whole: int, *, streamed: bo
     else:
         assert found >= min(whole, limits.PACK_BYTES_MIN)
         assert total // found <= max(limits.PACKS_OF_A_WRITE + 1, total // whole)
-
-
-@given(
-    total=st.integers(0, 1 << 50),
-    whole=st.integers(limits.PACK_BYTES_MIN, 4 * GIB),
-    spare=st.integers(-GIB, 64 * GIB),
-    threads=st.integers(1, 64),
-    beside=st.sampled_from([0, 20 * MIB]),
-    streamed=st.booleans(),
-)
-def test_unfinished_packs_fit_the_memory(
-    total: int, whole: int, spare: int, threads: int, beside: int, *, streamed: bool
-) -> None:
-    """They take no more than there is, unless it is one; enough of them are on their way."""
-    part = 0 if streamed else whole
-    found = _capabilities(pack_bytes=whole, part_bytes=part)
-    size, count = packs_within(total, found, spare=spare, threads=threads, beside=beside)
-    assert count >= 1
-    assert size <= whole
-    held = max(beside, 1 if streamed else size)
-    assert count == 1 or count * held <= spare
-    if not streamed:
-        assert size >= min(whole, limits.PACK_BYTES_MIN)
-        if spare >= 3 * threads * max(beside, limits.PACK_BYTES_MIN):
-            assert count == 3 * threads
 
 
 def test_a_save_sends_its_first_pack_before_the_last_is_filled() -> None:
