@@ -119,7 +119,7 @@ def retain_source(
     looked = {version.id for version in relied}
 
     def after(changed: Sequence[Version], deleted: Collection[str]) -> Collection[str]:
-        """Look at the target again after a commit; return what did not go, or must not."""
+        """Look at the target again after a commit; return the ids of what it lost meanwhile."""
         concerned = [version for version in changed if version.id in looked]
         if concerned:
             second.look(concerned, deleted=deleted)
