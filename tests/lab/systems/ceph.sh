@@ -33,8 +33,16 @@ install() {
   install_packages ceph-mon ceph-osd ceph-common radosgw ceph-mds ceph-fuse ceph-mgr curl
 }
 
+# A command of a client that has not learnt the cluster's fsid yet is refused with EPERM before the
+# monitor has looked at it (one in ten to sixty): such a one is given again, and nothing else is.
 admin() {
-  timeout 60 ceph -c "$CONF" "$@"
+  local tries
+  for tries in $(seq 20); do
+    timeout 60 ceph -c "$CONF" "$@" 2>"$LAB/log/admin.err" && return
+    grep -q 'EPERM: problem getting command descriptions' "$LAB/log/admin.err" || break
+  done
+  cat "$LAB/log/admin.err" >&2
+  return 1
 }
 
 gateway_admin() {
@@ -139,7 +147,7 @@ start_store() {
 
 osd_is_up() {
   running osd || start osd
-  timeout 20 ceph -c "$CONF" osd stat | grep -q '1 up'
+  admin osd stat | grep -q '1 up'
 }
 
 start_gateway() {
@@ -154,12 +162,15 @@ start_gateway() {
 }
 
 mds_is_active() {
-  timeout 20 ceph -c "$CONF" mds stat | grep -q up:active
+  admin mds stat | grep -q up:active
 }
 
 start_filesystem() {
-  { admin osd pool create fsmeta 4; admin osd pool create fsdata 8; admin fs new lab fsmeta fsdata; } \
-    >"$LAB/log/fs-new.out" 2>&1
+  {
+    admin osd pool create fsmeta 4
+    admin osd pool create fsdata 8
+    admin fs new lab fsmeta fsdata
+  } >"$LAB/log/fs-new.out" 2>&1
   start mds
   wait_until 30 mds_is_active
   start fuse1

@@ -17,16 +17,28 @@ import time
 TRAILER_BYTES_MAX = 16  # a zero byte, rc=, three digits, a line's end, and some room
 
 
-def connect(host: str, port: int, wait_s: float) -> socket.socket:
-    """Connect, waiting for a guest that still boots."""
+def ask(host: str, port: int, wait_s: float, request: bytes) -> socket.socket:
+    """Connect and send the request, waiting for a guest that still boots.
+
+    What a dead guest left in this host's tables can fail the sending after the connecting. Nothing
+    of the request is on its way then, as one that is as short as this is sent whole or not at all.
+    """
     give_up = time.monotonic() + wait_s
     while True:
+        connection = None
         try:
-            return socket.create_connection((host, port), timeout=1)
-        except OSError:
+            connection = socket.create_connection((host, port), timeout=1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(request)
+        except OSError as error:
+            if connection is not None:
+                connection.close()
             if time.monotonic() > give_up:
-                sys.exit(f"no agent at {host}")
+                sys.exit(f"no agent at {host}: {error}")
             time.sleep(0.05)
+        else:
+            connection.settimeout(None)
+            return connection
 
 
 def pass_input(connection: socket.socket) -> None:
@@ -52,11 +64,8 @@ def copy_output(connection: socket.socket) -> bytes:
 def main() -> None:
     """Run the command; the exit status is the command's, or 124 if the guest died under it."""
     host, port, wait_s, mode, *argv = sys.argv[1:]
-    connection = connect(host, int(port), float(wait_s))
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    request = {"argv": argv, "stdin": mode == "attach"}
-    connection.sendall(json.dumps(request).encode() + b"\n")
+    request = json.dumps({"argv": argv, "stdin": mode == "attach"}).encode() + b"\n"
+    connection = ask(host, int(port), float(wait_s), request)
     if mode == "attach":
         threading.Thread(target=pass_input, args=(connection,), daemon=True).start()
     try:
