@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Any, Final, TypedDict
 
 import msgspec
 import torch
@@ -54,6 +54,17 @@ class _Read:
     files: tuple[str, ...]
     """Names without their folder."""
     metadata: Mapping[str, str]
+
+
+class _Wishes(TypedDict):
+    """What a save and the import of a directory both take, as it was given."""
+
+    step: int
+    metrics: Mapping[str, float] | None
+    tags: Sequence[str]
+    roles: Mapping[Pattern, str] | None
+    codec: str | None
+    progress: ProgressCallback
 
 
 def import_file(
@@ -106,35 +117,24 @@ def import_file(
     StorageError
         A file or the store failed; no version appeared.
     """
+    wishes: _Wishes = {
+        "step": step,
+        "metrics": metrics,
+        "tags": tags,
+        "roles": roles,
+        "codec": codec,
+        "progress": progress,
+    }
     if _is_directory_of_dcp(Path(path)):
         from ckptstore.integrations.dcp.directory import import_directory
 
         return import_directory(
-            store,
-            path,
-            run=run,
-            step=step,
-            metrics=metrics,
-            directions=directions,
-            tags=tags,
-            metadata=metadata,
-            roles=roles,
-            under=under,
-            codec=codec,
-            progress=progress,
+            store, path, run=run, directions=directions, metadata=metadata, under=under, **wishes
         )
     with _opened(Path(path)) as found:
         state = {under: found.state} if under else found.state
-        return store.run(run, metrics=directions).save(
-            state,
-            step=step,
-            metrics=metrics,
-            tags=tags,
-            metadata={**_origin(found), **(metadata or {})},
-            roles=roles,
-            codec=codec,
-            progress=progress,
-        )
+        described = {**_origin(found), **(metadata or {})}
+        return store.run(run, metrics=directions).save(state, metadata=described, **wishes)
 
 
 def _is_directory_of_dcp(path: Path) -> bool:

@@ -99,9 +99,7 @@ def export_safetensors(
     StorageError
         The store or the local disk failed. No file appears.
     """
-    if Path(path).name == "-" or Path(path).suffix in _OTHERS:
-        msg = f"{path} would be a safetensors file under another kind's name"
-        raise InvalidInputError(msg, hint="call it NAME.safetensors")
+    _check_name(Path(path))
     repo = store.repo
     version = store.resolve(ref)
     content = store._content(version)
@@ -110,11 +108,7 @@ def export_safetensors(
     with _new_file(Path(path), repo.environment.random_hex(8), overwrite=overwrite) as file:
         file.write(header)
         _write_data(file, items, content, repo, progress)
-        size = file.tell()
-        expected = len(header) + sum(item.nbytes for item in items)
-        if size != expected:  # the manifest and its skeleton were checked, so this is a defect
-            msg = f"{size} bytes were written, not {expected}"
-            raise CorruptObjectError(msg)
+        size = _checked_size(file, header, items)
     return Exported(
         path=os.fspath(path),
         version=version,
@@ -122,6 +116,23 @@ def export_safetensors(
         file_bytes=size,
         left_out=left_out,
     )
+
+
+def _check_name(path: Path) -> None:
+    """Refuse the name of another kind of file."""
+    if path.name == "-" or path.suffix in _OTHERS:
+        msg = f"{path} would be a safetensors file under another kind's name"
+        raise InvalidInputError(msg, hint="call it NAME.safetensors")
+
+
+def _checked_size(file: BinaryIO, header: bytes, items: Sequence[FileTensor]) -> int:
+    """Return the bytes that were written, which are as many as the header says."""
+    size = file.tell()
+    expected = len(header) + sum(item.nbytes for item in items)
+    if size != expected:  # the manifest and its skeleton were checked, so this is a defect
+        msg = f"{size} bytes were written, not {expected}"
+        raise CorruptObjectError(msg)
+    return size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 from ckptstore.jobs.held import has, is_settled, rests_on
 from ckptstore.model import Version
 from ckptstore.ops.evict import evict
-from ckptstore.ops.retain import RetainReport, retain
+from ckptstore.ops.retain import AfterCommit, RetainReport, retain
 from ckptstore.ops.second_look import SecondLook
 from ckptstore.store.store import Store
 
@@ -89,25 +89,10 @@ def retain_source(
         As :func:`ckptstore.ops.retain.retain`; or the target does not answer to the second look:
         what the last commit let go was taken back.
     """
-    catalog = source.repo.refresh()
-    there = target.repo.refresh()
-    here = source.info.store_id
-    free = {version.id for version in catalog.versions()}
-    waiting = {
-        version.id
-        for version in selected
-        if not has(there, version) or rests_on(there, version, here)
-    }
-    free -= waiting.difference(coming) if dry_run else waiting
-    chosen = {version.id for version in selected}
     cache = source._manifests
+    free = _free(source, target, selected, coming=coming if dry_run else ())
     planned = retain(source.repo, cache, policy=policy, dry_run=True, quick=True, free=free)
-    # Of what goes, that which goes since the target has it.
-    relied = [
-        one.version
-        for one in planned.changes
-        if one.version.id in chosen and _holds(target, one.version)
-    ]
+    relied = _relied_on(target, planned, selected)
     missed = _missing(target, relied) if relied else set()
     second = SecondLook(
         here=source.repo,
@@ -116,15 +101,6 @@ def retain_source(
         holds=lambda version: _holds(target, version),
         done="removed or reduced",
     )
-    looked = {version.id for version in relied}
-
-    def after(changed: Sequence[Version], deleted: Collection[str]) -> Collection[str]:
-        """Look at the target again after a commit; return the ids of what it lost meanwhile."""
-        concerned = [version for version in changed if version.id in looked]
-        if concerned:
-            second.look(concerned, deleted=deleted)
-        return {*second.returned, *(failure.version for failure in second.lost)}
-
     report = retain(
         source.repo,
         cache,
@@ -133,7 +109,7 @@ def retain_source(
         early=True,
         # What was not planned for was not looked at; it may go the next time.
         free={one.version.id for one in planned.changes} - missed,
-        after=after,
+        after=_looking_again(second, relied),
     )
     return {
         **retained(report, without=second.returned),
@@ -152,6 +128,51 @@ def retained(report: RetainReport, *, without: Collection[str] = ()) -> dict[str
         "commits": len(report.commits),
         "early": asdict(report.early),
     }
+
+
+def _free(
+    source: Store, target: Store, selected: Sequence[Version], *, coming: Collection[str]
+) -> set[str]:
+    """Return ids of versions of the source but for those selected that the target has yet to get.
+
+    Parameters
+    ----------
+    coming
+        Ids of versions that count as if the target had them.
+    """
+    catalog = source.repo.refresh()
+    there = target.repo.refresh()
+    here = source.info.store_id
+    waiting = {
+        version.id
+        for version in selected
+        if not has(there, version) or rests_on(there, version, here)
+    }
+    return {version.id for version in catalog.versions()} - waiting.difference(coming)
+
+
+def _relied_on(target: Store, planned: RetainReport, selected: Sequence[Version]) -> list[Version]:
+    """Return, of the versions that a plan changes, those that go since the target has them."""
+    chosen = {version.id for version in selected}
+    return [
+        one.version
+        for one in planned.changes
+        if one.version.id in chosen and _holds(target, one.version)
+    ]
+
+
+def _looking_again(second: SecondLook, relied: Sequence[Version]) -> AfterCommit:
+    """Return what looks at the target again after each commit that changed one of `relied`."""
+    looked = {version.id for version in relied}
+
+    def after(changed: Sequence[Version], deleted: Collection[str]) -> Collection[str]:
+        """Return the ids of all that the target lost meanwhile, up to this commit."""
+        concerned = [version for version in changed if version.id in looked]
+        if concerned:
+            second.look(concerned, deleted=deleted)
+        return {*second.returned, *(failure.version for failure in second.lost)}
+
+    return after
 
 
 def _holds(target: Store, version: Version) -> bool:

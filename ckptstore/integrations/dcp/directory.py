@@ -104,7 +104,6 @@ def import_directory(
         A file or the store failed; no version appeared.
     """
     folder = Path(path)
-    where = str(folder / METADATA_FILE)
     repo = store.repo
     repo.check_writable()
     request = WriteRequest(
@@ -121,34 +120,45 @@ def import_directory(
     parent = catalog.head(run) if catalog.has_run(run) else None
     shared = [] if parent is None else shareable(store._manifests, parent)
     try:
-        described = read_metadata(_metadata_bytes(folder), where=where)
-        items = _items(described)
-        total = sum(item.nbytes for item in items)
-        done = 0
-        parts: list[RankPart] = []
-        for batch in _batches(items, repo.options.host_bytes):
-            known = [*shared, *(part.written.table for part in parts)]
-            parts.append(_write(repo, folder, batch, known, catalog.number, request.codec))
-            done += sum(item.nbytes for item in batch)
-            progress(Progress(stage="import", done=done, total=total))
+        described = read_metadata(_metadata_bytes(folder), where=str(folder / METADATA_FILE))
+        importing = _Importing(repo, folder, looked=catalog.number, codec=request.codec)
+        parts = importing.write(_items(described), shared, progress)
     except OSError as error:
         raise translate(error, f"reading {error.filename or folder}") from error
     paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
     return commit_parts(repo, store._manifests, parts, paths, request, roles=roles or {})
 
 
-def _write(
-    repo: Repo,
-    folder: Path,
-    batch: Sequence[_Item],
-    known: Sequence[PieceTable],
-    looked: int,
-    codec: str,
-) -> RankPart:
-    """Read a batch and write it, as a rank would that holds it."""
-    shards = [_shard(folder, item) for item in batch if item.dtype]
-    values = {item.name: _value(folder, item) for item in batch if not item.dtype}
-    return write_part(repo, shards, values, shared=known, looked=looked, codec=codec)
+class _Importing:
+    """Writes what lies in a directory, as much at a time as the store's host memory takes."""
+
+    def __init__(self, repo: Repo, folder: Path, *, looked: int, codec: str) -> None:
+        self._repo = repo
+        self._folder = folder
+        self._looked = looked
+        self._codec = codec
+
+    def write(
+        self, items: Sequence[_Item], shared: Sequence[PieceTable], progress: ProgressCallback
+    ) -> list[RankPart]:
+        """Write all items; each batch shares with `shared`, and with those before it."""
+        total = sum(item.nbytes for item in items)
+        done = 0
+        parts: list[RankPart] = []
+        for batch in _batches(items, self._repo.options.host_bytes):
+            known = [*shared, *(part.written.table for part in parts)]
+            parts.append(self._write_batch(batch, known))
+            done += sum(item.nbytes for item in batch)
+            progress(Progress(stage="import", done=done, total=total))
+        return parts
+
+    def _write_batch(self, batch: Sequence[_Item], known: Sequence[PieceTable]) -> RankPart:
+        """Read a batch and write it, as a rank would that holds it."""
+        shards = [_shard(self._folder, item) for item in batch if item.dtype]
+        values = {item.name: _value(self._folder, item) for item in batch if not item.dtype}
+        return write_part(
+            self._repo, shards, values, shared=known, looked=self._looked, codec=self._codec
+        )
 
 
 def _origin(folder: Path) -> dict[str, Any]:
