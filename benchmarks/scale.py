@@ -26,7 +26,8 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.catalog import changes
 from ckptstore.catalog.log import Build, Log
-from ckptstore.checkpoint.assemble import RankPart, ShardInfo, commit_parts
+from ckptstore.checkpoint.assemble import RankPart, ShardInfo
+from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable

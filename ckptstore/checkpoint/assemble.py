@@ -1,8 +1,8 @@
-"""What several ranks wrote becomes one version: one manifest and one commit. Needs no torch.
+"""What several ranks wrote becomes the manifest of one version. Needs no torch.
 
 Each rank writes packs with its own parts of the state and keeps a :class:`RankPart`: what it wrote,
-and where. One of them, which has all parts, puts them together here. Until its commit nothing is
-visible; after it everything is. A part that is missing is found before the commit.
+and where. One of them, which has all parts, puts them together here, and commits what comes of it
+(:mod:`ckptstore.checkpoint.commit_parts`). A part that is missing is found before the commit.
 """
 
 from __future__ import annotations
@@ -16,29 +16,20 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.content import content_digest, read_content
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.content import read_content
+from ckptstore.checkpoint.nesting import nest
 from ckptstore.checkpoint.parts import renumbered
-from ckptstore.checkpoint.request import WriteRequest, save_ops
-from ckptstore.checkpoint.sizes import role_bytes
-from ckptstore.errors import CondemnedError, InvalidInputError, StateError
-from ckptstore.format import manifest as manifests
+from ckptstore.errors import StateError
 from ckptstore.format import skeleton
 from ckptstore.format.blocks import Blocks, Box, is_row_major, tiling_problem
-from ckptstore.format.commit import ManifestPointer, Op
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
-from ckptstore.format.paths import Path, Pattern, path_text
+from ckptstore.format.paths import Path, Pattern
 from ckptstore.format.roles import RoleRules
 from ckptstore.format.skeleton import Node
-from ckptstore.hashing import blake3_hex
-from ckptstore.model import Version
 from ckptstore.objects.writer import Written
-from ckptstore.repo import Repo
 
-__all__ = ["RankPart", "ShardInfo", "ValueInfo", "assemble", "commit_parts"]
+__all__ = ["RankPart", "ShardInfo", "ValueInfo", "assemble"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,50 +122,6 @@ def assemble(
     return building.finish(nest(leaves), version=version, chunk_bytes=chunk_bytes, roles=roles)
 
 
-def nest(leaves: Sequence[tuple[Path, Node]]) -> Node:
-    """Return the skeleton of a state whose leaves have these paths: dicts, and lists for ints."""
-    root: dict[Any, Any] = {}
-    for path, node in leaves:
-        level = root
-        for key, below in itertools.pairwise(path):
-            level = level.setdefault((type(below) is int, key), {})
-        last = (None, path[-1])
-        if last in level:
-            msg = f"there are two values at {path_text(path)!r}"
-            raise InvalidInputError(msg)
-        level[last] = [node]
-    return _container(root, is_list=False)
-
-
-def _container(level: Mapping[Any, Any], *, is_list: bool) -> Node:
-    items: dict[Any, Node] = {}
-    for (holds_list, key), below in level.items():
-        if key in items:
-            msg = f"{key!r} is the key of a value and of what holds others, or of two containers"
-            raise InvalidInputError(msg)
-        items[key] = below[0] if holds_list is None else _container(below, is_list=holds_list)
-    if is_list:
-        if not all(type(key) is int and 0 <= key < 1 << 24 for key in items):
-            msg = f"a list has the keys {sorted(map(repr, items))[:5]}"
-            raise InvalidInputError(msg)
-        return ["l", *(items.get(place) for place in range(max(items) + 1))]
-    flat: list[Node] = []
-    for key, node in items.items():
-        flat += [_key(key), node]
-    return ["d", *flat]
-
-
-def _key(key: object) -> Node:
-    if not isinstance(key, str):
-        msg = f"{key!r} is no key of a dict here"
-        raise InvalidInputError(msg)
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return ["u", key.encode("utf-8", "surrogatepass")]
-    return key
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Merged:
     """The rows of all parts, one part after the other, over one list of packs."""
@@ -187,6 +134,7 @@ class _Merged:
 
     @classmethod
     def of(cls, parts: Sequence[RankPart]) -> _Merged:
+        """Return the rows of all parts; a pack that several name is one."""
         places: dict[str, int] = {}
         base = [0]
         packs: list[npt.NDArray[np.uint32]] = []
@@ -324,110 +272,3 @@ class _Building:
 
 def _nbytes(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * ITEM_BYTES[dtype]
-
-
-def commit_parts(
-    repo: Repo,
-    cache: Manifests,
-    parts: Sequence[RankPart],
-    paths: Mapping[str, Path],
-    request: WriteRequest,
-    *,
-    roles: Mapping[Pattern, str],
-    receipt: Mapping[str, float] | None = None,
-) -> Version:
-    """Put the parts together and commit them as a new version; every pack must be durable.
-
-    What a collection condemned since the ranks looked is not written again: the ranks hold
-    the bytes, and only they. The save fails as a whole, and the next one shares nothing of it.
-
-    Raises
-    ------
-    StateError, InvalidInputError
-        As :func:`assemble`, or a name, metric or step is not accepted.
-    CondemnedError
-        A collection has taken what this save wrote or shared, or may have: this process knows the
-        log from a snapshot on that is newer than what a rank looked at.
-    StorageError
-        The storage failed; no version appeared.
-    AmbiguousWriteError
-        It is not known whether the version is there.
-    """
-    environment = repo.environment
-    began = environment.monotonic()
-    version = environment.random_hex(16)
-    _check_known(repo, parts)
-    manifest, written = assemble(
-        parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
-    )
-    data = manifests.encode(manifest)
-    pointer = ManifestPointer(
-        key=manifest_key(version), stored_bytes=len(data), digest=blake3_hex(data)
-    )
-    repo.backend.put(pointer.key, data)
-    sizes = role_bytes(manifest.tensors, [written])
-    said = _receipt(parts, written, manifest, receipt or {})
-    content = content_digest(manifest)
-    relies_on = (pointer.key, *(pack_key(pack) for pack in manifest.pieces.packs))
-
-    def build(now: Catalog) -> list[Op]:
-        said["committing_s"] = environment.monotonic() - began
-        return save_ops(
-            now,
-            request,
-            version=version,
-            pointer=pointer,
-            content=content,
-            roles=sizes,
-            receipt=said,
-            relies_on=relies_on,
-        )
-
-    try:
-        repo.log.append(build)
-    except CondemnedError as error:
-        raised = CondemnedError(
-            f"a collection took what this save wrote or shared, while it went on: {error.message}",
-            hint="save again; collect with a longer grace, or an age of orphans above a save's",
-        )
-        raised.keys = error.keys
-        raise raised from error
-    cache.keep(pointer.digest, manifest)
-    return repo.log.catalog.version(version)
-
-
-def _check_known(repo: Repo, parts: Sequence[RankPart]) -> None:
-    """Raise if something may have been condemned, since a rank looked, that is not known here."""
-    if not repo.log.opened:
-        repo.refresh()
-    looked = min((part.looked for part in parts), default=repo.log.began)
-    if looked < repo.log.began:
-        msg = (
-            f"a rank looked at the store after commit {looked}, and what was collected up to commit"
-            f" {repo.log.began} is not known here"
-        )
-        raise CondemnedError(msg, hint="save again: nothing was committed")
-
-
-def _receipt(
-    parts: Sequence[RankPart],
-    written: Written,
-    manifest: Manifest,
-    more: Mapping[str, float],
-) -> dict[str, float]:
-    """Return seconds and bytes of all ranks; ``packs_s`` is the slowest rank's."""
-    raw = written.table.raw.astype(np.int64)
-    new = int(raw[written.is_new].sum())
-    return {
-        **more,
-        "packs_s": max(part.seconds for part in parts),
-        **written.seconds,
-        "pack_bytes": float(written.pack_bytes),
-        "packs_count": float(written.packs_count),
-        "tensors_count": float(len(manifest.tensors)),
-        "ranks_count": float(len(parts)),
-        "logical_bytes": float(raw.sum()),
-        "new_bytes": float(new),
-        "shared_bytes": float(raw.sum() - new),
-        "stored_bytes": float(written.stored_new.sum()),
-    }

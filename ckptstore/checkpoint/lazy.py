@@ -31,7 +31,8 @@ from ckptstore.format.skeleton import Leaf, prune
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
-from ckptstore.tensors.restore import Destination, MapLocation
+from ckptstore.tensors.destination import Destination
+from ckptstore.tensors.restore import MapLocation
 
 __all__ = ["LazyTensor", "LazyVersion"]
 

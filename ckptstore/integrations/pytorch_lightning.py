@@ -12,7 +12,8 @@ other's; for the other one there is :mod:`ckptstore.integrations.lightning`.
 from __future__ import annotations
 
 from ckptstore.errors import MissingDependencyError
-from ckptstore.integrations.lightning_loop import LoopIO, LoopState
+from ckptstore.integrations.lightning_callback import LoopState
+from ckptstore.integrations.lightning_loop import LoopIO
 
 try:
     from lightning_fabric.plugins import CheckpointIO

@@ -30,7 +30,7 @@ from ckptstore.tensors.memory import as_integers, dtype_named, memory_of, offset
 from ckptstore.tensors.quantized import build_quantized
 
 if TYPE_CHECKING:
-    from ckptstore.tensors.restore import Record
+    from ckptstore.tensors.destination import Record
 
 __all__ = ["MISSING", "Builder", "Missing", "adapter_names"]
 

@@ -11,159 +11,34 @@ The order of calls, by the loader:
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 
-from ckptstore.errors import (
-    CorruptObjectError,
-    InvalidInputError,
-    LimitError,
-    StateError,
-    TensorNotFoundError,
-)
-from ckptstore.format.blocks import Blocks, gather
-from ckptstore.format.dtypes import ITEM_BYTES, bytes_of, strides_of
+from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
-from ckptstore.tensors.memory import (
-    dtype_named,
-    dtype_text,
-    memory_of,
-    offset_of,
-    tensor_over,
+from ckptstore.tensors.destination import Destination, Record, check_record
+from ckptstore.tensors.into import (
+    ON_CPU,
+    check_apart,
+    check_target,
+    decodable,
+    is_view,
+    tensors_of,
 )
+from ckptstore.tensors.memory import dtype_named
 from ckptstore.tensors.rebuild import Builder, adapter_names
 
-__all__ = ["Destination", "MapLocation", "Record", "Restorer"]
+__all__ = ["MapLocation", "Restorer"]
 
 MapLocation: TypeAlias = (
     "str | torch.device | Mapping[str, str | torch.device] | Callable[..., Any] | None"
 )
 
 _CPU: Final = torch.device("cpu")
-# Leaves that torch.device does not apply to: they are read back on the CPU.
-_ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
-
-
-class Record(Protocol):
-    """What the manifest says of one tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """Torch's name of the element type, without ``torch.``."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Sizes by dimension."""
-
-    @property
-    def order(self) -> Sequence[int] | None:
-        """Dimensions from the outermost in memory to the innermost; None is 0, 1, 2, ..."""
-
-    @property
-    def role(self) -> str:
-        """One of :data:`ckptstore.format.roles.ROLES`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """Return the boxes that it is stored in; None where it is stored as one."""
-
-
-class Destination:
-    """Memory for one tensor. One thread at a time may finish it; several may write into `view`.
-
-    Parameters
-    ----------
-    record
-        Its dtype, shape and order.
-    device
-        Where the tensor is to be; other devices than the CPU are reached through host memory
-        (pinned for CUDA) of the tensor's size.
-    into
-        A tensor on the CPU whose memory has exactly the record's layout: decode right into it.
-        Not for one in blocks: these are put in order when all are there, which for that moment
-        takes the tensor's memory twice.
-
-    Raises
-    ------
-    LimitError
-        The memory cannot be had.
-    CorruptObjectError
-        The record's size is not that of its dtype and shape, or its order is no order.
-    """
-
-    def __init__(
-        self, record: Record, device: torch.device = _CPU, into: torch.Tensor | None = None
-    ) -> None:
-        _check_record(record)
-        self._record = record
-        self._device = device
-        self._into = into
-        self._done: torch.Tensor | None = None
-        self.view: memoryview
-        """Writable CPU memory for the tensor's bytes, in stored order."""
-        if into is not None:
-            self._storage, start = into.untyped_storage(), offset_of(into)
-            self.view = memory_of(self._storage, start * into.element_size(), record.nbytes)
-            return
-        try:
-            memory = torch.empty(
-                record.nbytes, dtype=torch.uint8, device=_CPU, pin_memory=device.type == "cuda"
-            )
-        except RuntimeError as error:
-            raise LimitError(f"no memory for a tensor of {record.nbytes} bytes") from error
-        self._storage = memory.untyped_storage()
-        self.view = memory_of(self._storage, 0, record.nbytes)
-
-    def finish(self) -> torch.Tensor:
-        """Return the tensor, moved to its device. `view` must have been filled.
-
-        May be called again; the host memory of other devices is given back at the first call.
-        """
-        if self._done is None:
-            self._done = self._into if self._into is not None else self._tensor()
-            del self.view, self._storage
-        return self._done
-
-    def _tensor(self) -> torch.Tensor:
-        record, storage = self._record, self._storage
-        if record.blocks is not None:
-            storage = _gathered(record, record.blocks, self.view)
-        if self._device.type != "cpu":
-            memory = tensor_over(storage, torch.uint8, 0, (record.nbytes,), (1,))
-            storage = memory.to(self._device).untyped_storage()
-        strides = strides_of(record.shape, record.order)
-        return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
-
-
-def _gathered(record: Record, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:
-    """Return new memory with a tensor's bytes row by row, out of those of its blocks."""
-    try:
-        memory = torch.empty(record.nbytes, dtype=torch.uint8, device=_CPU)
-    except RuntimeError as error:
-        raise LimitError(f"no memory for a tensor of {record.nbytes} bytes") from error
-    storage = memory.untyped_storage()
-    out = memory_of(storage, 0, record.nbytes)
-    gather(blocks, record.shape, ITEM_BYTES[record.dtype], stored, out)
-    return storage
-
-
-def _check_record(record: Record) -> None:
-    if bytes_of(record.dtype, record.shape) != record.nbytes:
-        raise CorruptObjectError(
-            f"a record of {record.dtype}{list(record.shape)} has {record.nbytes} bytes"
-        )
-    if record.order is not None and sorted(record.order) != list(range(len(record.shape))):
-        raise CorruptObjectError(f"{record.order!r} is not an order of {len(record.shape)} dims")
 
 
 class Restorer:
@@ -225,7 +100,7 @@ class Restorer:
         self.needed: tuple[int, ...] = tuple(sorted({leaf.index for leaf in self._leaves}))
         """Indices of the records to read."""
         for index in self.needed:
-            _check_record(records[index])
+            check_record(records[index])
             dtype_named(records[index].dtype)
         self._devices = self._place(map_location)
         self._targets: dict[Path, torch.Tensor] = {}
@@ -279,13 +154,12 @@ class Restorer:
 
     def _place(self, map_location: MapLocation) -> dict[int, torch.device]:
         devices: dict[int, torch.device] = {}
-        choose = _chooser(map_location)
         known: dict[str, torch.device] = {}
         for leaf in self._leaves:
             saved = _saved_device(leaf.node)
             if saved not in known:
-                known[saved] = choose(saved)
-            if leaf.kind in _ON_CPU or self._records[leaf.index].role == "rng":
+                known[saved] = _device_for(saved, map_location)
+            if leaf.kind in ON_CPU or self._records[leaf.index].role == "rng":
                 devices[leaf.index] = _CPU
             else:
                 devices.setdefault(leaf.index, known[saved])
@@ -293,43 +167,41 @@ class Restorer:
 
     def _plan_into(self, into: object) -> None:
         by_path = {leaf.path: leaf for leaf in self._leaves}
-        viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and _is_view(leaf)}
-        for path, target in _tensors_of(into, (), 0):
+        viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and is_view(leaf)}
+        for path, target in tensors_of(into, (), 0):
             leaf = by_path.get(path)
             if leaf is None:
                 raise TensorNotFoundError(
                     f"into has a tensor at {path_text(path)!r}, where the version has none"
                 )
             record = self._records[leaf.index]
-            _check_target(leaf, record, target)
+            check_target(leaf, record, target)
             self._targets[path] = target
             direct = leaf.index not in viewed and leaf.index not in self._direct
-            if direct and _decodable(record, target):
+            if direct and decodable(record, target):
                 self._direct[leaf.index] = target
-        _check_apart(self._targets, by_path, self._direct)
+        check_apart(self._targets, by_path, self._direct)
 
 
-def _chooser(map_location: MapLocation) -> Callable[[str], torch.device]:
-    def choose(saved: str) -> torch.device:
-        wanted: Any = map_location
-        if isinstance(wanted, Mapping):
-            wanted = wanted.get(saved, "cpu")
-        elif callable(wanted):
-            storage = wanted(torch.empty(0, device=_CPU).untyped_storage(), saved)
-            wanted = "cpu" if storage is None else storage.device
-        if wanted is None:
-            return _CPU
-        if not isinstance(wanted, str | torch.device):
-            raise InvalidInputError(f"map_location gives {wanted!r}, which is not a device")
-        try:
-            device = torch.device(wanted)
-        except RuntimeError as error:
-            raise InvalidInputError(f"{wanted!r} is not a device: {error}") from error
-        if device.type == "meta":
-            raise InvalidInputError("a state cannot be loaded to the meta device")
-        return device
-
-    return choose
+def _device_for(saved: str, map_location: MapLocation) -> torch.device:
+    """Return where a tensor goes that was saved from a device, by what the caller wishes."""
+    wanted: Any = map_location
+    if isinstance(wanted, Mapping):
+        wanted = wanted.get(saved, "cpu")
+    elif callable(wanted):
+        storage = wanted(torch.empty(0, device=_CPU).untyped_storage(), saved)
+        wanted = "cpu" if storage is None else storage.device
+    if wanted is None:
+        return _CPU
+    if not isinstance(wanted, str | torch.device):
+        raise InvalidInputError(f"map_location gives {wanted!r}, which is not a device")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise InvalidInputError(f"{wanted!r} is not a device: {error}") from error
+    if device.type == "meta":
+        raise InvalidInputError("a state cannot be loaded to the meta device")
+    return device
 
 
 def _saved_device(node: Node) -> str:
@@ -340,92 +212,3 @@ def _saved_device(node: Node) -> str:
         if at is not None and len(node) > at:
             return str(node[at])
     return "cpu"
-
-
-def _is_view(leaf: Leaf) -> bool:
-    node = leaf.node
-    inner = node[1] if isinstance(node, list) and node[0] == "Q" else node
-    return isinstance(inner, list) and inner[0] == "V"
-
-
-def _tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        return [(path, value)]
-    if isinstance(value, torch.nn.Module):
-        raise InvalidInputError(
-            "into must be a state, not a module", hint="pass into=module.state_dict()"
-        )
-    if depth > 64:
-        raise InvalidInputError("into is nested too deep")
-    found: list[tuple[Path, torch.Tensor]] = []
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            found += _tensors_of(item, (*path, key), depth + 1)
-    elif isinstance(value, list | tuple | deque):
-        for at, item in enumerate(value):
-            found += _tensors_of(item, (*path, at), depth + 1)
-    return found
-
-
-def _check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
-    if leaf.kind in _ON_CPU or leaf.kind == "quantized":
-        where = repr(path_text(leaf.path))
-        raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
-    if target.layout != torch.strided or target.is_meta or target.is_quantized:
-        where = repr(path_text(leaf.path))
-        raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
-    dtype, shape = record.dtype, tuple(record.shape)
-    if _is_view(leaf) and isinstance(leaf.node, list):
-        dtype, sizes = str(leaf.node[2]), leaf.node[4]
-        shape = tuple(sizes) if isinstance(sizes, list) else ()  # type: ignore[arg-type]
-    if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
-        where = repr(path_text(leaf.path))
-        raise InvalidInputError(
-            f"{where} is {dtype}{list(shape)} in the version, but {target.dtype}"
-            f"{list(target.shape)} in into",
-            hint="leave it out of into, or of the load (exclude=)",
-        )
-
-
-def _decodable(record: Record, target: torch.Tensor) -> bool:
-    """Return whether the bytes can be decoded straight into the target's memory."""
-    if record.order is None and target.is_contiguous():
-        same = True
-    else:
-        strides = strides_of(record.shape, record.order)
-        pairs = zip(record.shape, target.stride(), strides, strict=True)
-        same = all(size == 1 or mine == theirs for size, mine, theirs in pairs)
-    same = same and record.blocks is None
-    return same and target.is_cpu and not target.is_conj() and not target.is_neg()
-
-
-def _reach(target: torch.Tensor) -> int:
-    """Return from where to where in memory a tensor has elements, in elements."""
-    if target.is_contiguous():
-        return target.numel()
-    return 1 + sum(
-        (size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True)
-    )
-
-
-def _check_apart(
-    targets: Mapping[Path, torch.Tensor],
-    leaves: Mapping[Path, Leaf],
-    direct: Mapping[int, torch.Tensor],
-) -> None:
-    """Refuse memory that two different tensors of the version would be read into."""
-    spans: list[tuple[str, int, int, int, Path]] = []
-    for path, target in targets.items():
-        leaf = leaves[path]
-        if leaf.index in direct and target.numel():
-            start = target.data_ptr()
-            stop = start + _reach(target) * target.element_size()
-            spans.append((str(target.device), start, stop, leaf.index, path))
-    spans.sort(key=lambda span: span[:3])
-    for before, after in itertools.pairwise(spans):
-        if before[0] == after[0] and after[1] < before[2] and before[3] != after[3]:
-            a, b = path_text(before[4]), path_text(after[4])
-            raise InvalidInputError(
-                f"{a!r} and {b!r} share memory in into, but are two tensors in the version",
-                hint="leave one of them out of into",
-            )

@@ -67,9 +67,10 @@ API = {
     "ckptstore.integrations.receipt_plots": "Pictures of what saves took; the same extra.",
     "ckptstore.integrations.preemption": "Signals that announce the end, on all ranks.",
     "ckptstore.integrations.lightning_loop": (
-        "What `CkptStoreIO` (`LoopIO`) and `CkptStoreCallback` (`LoopState`) of "
-        "`ckptstore.integrations.lightning` and `ckptstore.integrations.pytorch_lightning` do."
+        "What `CkptStoreIO` of `ckptstore.integrations.lightning` and "
+        "`ckptstore.integrations.pytorch_lightning` does."
     ),
+    "ckptstore.integrations.lightning_callback": "What `CkptStoreCallback` of the same two does.",
     "ckptstore.integrations.transformers": "Hugging Face `Trainer`.",
     "ckptstore.integrations.accelerate": "Accelerate.",
     "ckptstore.checkpoint.content": "What `LazyVersion.tensors` returns.",

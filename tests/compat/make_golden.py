@@ -41,7 +41,7 @@ from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.tier_changes import name_replica, unname_replica
-from ckptstore.checkpoint.assemble import commit_parts
+from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.shards import Shard, write_part

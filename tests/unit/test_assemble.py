@@ -17,8 +17,10 @@ import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
-from ckptstore.checkpoint.assemble import RankPart, assemble, commit_parts, nest
+from ckptstore.checkpoint.assemble import RankPart, assemble
+from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.nesting import nest
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.shards import Shard, write_part

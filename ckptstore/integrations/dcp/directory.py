@@ -21,7 +21,8 @@ import torch
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
-from ckptstore.checkpoint.assemble import RankPart, commit_parts
+from ckptstore.checkpoint.assemble import RankPart
+from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.shards import Shard, write_part
 from ckptstore.checkpoint.write import shareable

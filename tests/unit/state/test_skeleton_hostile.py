@@ -17,8 +17,9 @@ import torch
 from ckptstore.errors import CkptStoreError, CorruptObjectError, LimitError
 from ckptstore.format.skeleton import decode, encode
 from ckptstore.format.skeleton_check import validate
+from ckptstore.tensors.destination import Destination
 from ckptstore.tensors.flatten import flatten
-from ckptstore.tensors.restore import Destination, Restorer
+from ckptstore.tensors.restore import Restorer
 
 SIZES = [64, 0]
 

@@ -1,0 +1,142 @@
+"""What several ranks wrote becomes visible, by one commit of the rank that has all parts.
+
+Until then nothing is visible; after it everything is. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.assemble import RankPart, assemble
+from ckptstore.checkpoint.content import content_digest
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.request import WriteRequest, save_ops
+from ckptstore.checkpoint.sizes import role_bytes
+from ckptstore.errors import CondemnedError
+from ckptstore.format import manifest as manifests
+from ckptstore.format.commit import ManifestPointer, Op
+from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.manifest import Manifest
+from ckptstore.format.paths import Path, Pattern
+from ckptstore.hashing import blake3_hex
+from ckptstore.model import Version
+from ckptstore.objects.writer import Written
+from ckptstore.repo import Repo
+
+__all__ = ["commit_parts"]
+
+
+def commit_parts(
+    repo: Repo,
+    cache: Manifests,
+    parts: Sequence[RankPart],
+    paths: Mapping[str, Path],
+    request: WriteRequest,
+    *,
+    roles: Mapping[Pattern, str],
+    receipt: Mapping[str, float] | None = None,
+) -> Version:
+    """Put the parts together and commit them as a new version; every pack must be durable.
+
+    What a collection condemned since the ranks looked is not written again: the ranks hold
+    the bytes, and only they. The save fails as a whole, and the next one shares nothing of it.
+
+    Raises
+    ------
+    StateError, InvalidInputError
+        As :func:`assemble`, or a name, metric or step is not accepted.
+    CondemnedError
+        A collection has taken what this save wrote or shared, or may have: this process knows the
+        log from a snapshot on that is newer than what a rank looked at.
+    StorageError
+        The storage failed; no version appeared.
+    AmbiguousWriteError
+        It is not known whether the version is there.
+    """
+    environment = repo.environment
+    began = environment.monotonic()
+    version = environment.random_hex(16)
+    _check_known(repo, parts)
+    manifest, written = assemble(
+        parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
+    )
+    data = manifests.encode(manifest)
+    pointer = ManifestPointer(
+        key=manifest_key(version), stored_bytes=len(data), digest=blake3_hex(data)
+    )
+    repo.backend.put(pointer.key, data)
+    sizes = role_bytes(manifest.tensors, [written])
+    said = _receipt(parts, written, manifest, receipt or {})
+    content = content_digest(manifest)
+    relies_on = (pointer.key, *(pack_key(pack) for pack in manifest.pieces.packs))
+
+    def build(now: Catalog) -> list[Op]:
+        """Return the operations of the commit that follows a catalog."""
+        said["committing_s"] = environment.monotonic() - began
+        return save_ops(
+            now,
+            request,
+            version=version,
+            pointer=pointer,
+            content=content,
+            roles=sizes,
+            receipt=said,
+            relies_on=relies_on,
+        )
+
+    _append(repo, build)
+    cache.keep(pointer.digest, manifest)
+    return repo.log.catalog.version(version)
+
+
+def _check_known(repo: Repo, parts: Sequence[RankPart]) -> None:
+    """Raise if something may have been condemned, since a rank looked, that is not known here."""
+    if not repo.log.opened:
+        repo.refresh()
+    looked = min((part.looked for part in parts), default=repo.log.began)
+    if looked < repo.log.began:
+        msg = (
+            f"a rank looked at the store after commit {looked}, and what was collected up to commit"
+            f" {repo.log.began} is not known here"
+        )
+        raise CondemnedError(msg, hint="save again: nothing was committed")
+
+
+def _append(repo: Repo, build: Callable[[Catalog], list[Op]]) -> None:
+    """Commit; say of what was condemned meanwhile that only another save can write it again."""
+    try:
+        repo.log.append(build)
+    except CondemnedError as error:
+        raised = CondemnedError(
+            f"a collection took what this save wrote or shared, while it went on: {error.message}",
+            hint="save again; collect with a longer grace, or an age of orphans above a save's",
+        )
+        raised.keys = error.keys
+        raise raised from error
+
+
+def _receipt(
+    parts: Sequence[RankPart],
+    written: Written,
+    manifest: Manifest,
+    more: Mapping[str, float],
+) -> dict[str, float]:
+    """Return seconds and bytes of all ranks; ``packs_s`` is the slowest rank's."""
+    raw = written.table.raw.astype(np.int64)
+    new = int(raw[written.is_new].sum())
+    return {
+        **more,
+        "packs_s": max(part.seconds for part in parts),
+        **written.seconds,
+        "pack_bytes": float(written.pack_bytes),
+        "packs_count": float(written.packs_count),
+        "tensors_count": float(len(manifest.tensors)),
+        "ranks_count": float(len(parts)),
+        "logical_bytes": float(raw.sum()),
+        "new_bytes": float(new),
+        "shared_bytes": float(raw.sum() - new),
+        "stored_bytes": float(written.stored_new.sum()),
+    }

@@ -1,0 +1,140 @@
+"""Memory for one tensor of a load: filled with its stored bytes, then a tensor on its device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+import torch
+
+from ckptstore.errors import CorruptObjectError, LimitError
+from ckptstore.format.blocks import Blocks, gather
+from ckptstore.format.dtypes import ITEM_BYTES, bytes_of, strides_of
+from ckptstore.tensors.memory import dtype_named, memory_of, offset_of, tensor_over
+
+__all__ = ["Destination", "Record", "check_record"]
+
+_CPU: Final = torch.device("cpu")
+
+
+class Record(Protocol):
+    """What the manifest says of one tensor."""
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the element type, without ``torch.``."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes by dimension."""
+
+    @property
+    def order(self) -> Sequence[int] | None:
+        """Dimensions from the outermost in memory to the innermost; None is 0, 1, 2, ..."""
+
+    @property
+    def role(self) -> str:
+        """One of :data:`ckptstore.format.roles.ROLES`."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """Return the boxes that it is stored in; None where it is stored as one."""
+
+
+class Destination:
+    """Memory for one tensor. One thread at a time may finish it; several may write into `view`.
+
+    Parameters
+    ----------
+    record
+        Its dtype, shape and order.
+    device
+        Where the tensor is to be; other devices than the CPU are reached through host memory
+        (pinned for CUDA) of the tensor's size.
+    into
+        A tensor on the CPU whose memory has exactly the record's layout: decode right into it.
+        Not for one in blocks: these are put in order when all are there, which for that moment
+        takes the tensor's memory twice.
+
+    Raises
+    ------
+    LimitError
+        The memory cannot be had.
+    CorruptObjectError
+        The record's size is not that of its dtype and shape, or its order is no order.
+    """
+
+    def __init__(
+        self, record: Record, device: torch.device = _CPU, into: torch.Tensor | None = None
+    ) -> None:
+        check_record(record)
+        self._record = record
+        self._device = device
+        self._into = into
+        self._done: torch.Tensor | None = None
+        self.view: memoryview
+        """Writable CPU memory for the tensor's bytes, in stored order."""
+        if into is not None:
+            self._storage, start = into.untyped_storage(), offset_of(into)
+            self.view = memory_of(self._storage, start * into.element_size(), record.nbytes)
+            return
+        try:
+            memory = torch.empty(
+                record.nbytes, dtype=torch.uint8, device=_CPU, pin_memory=device.type == "cuda"
+            )
+        except RuntimeError as error:
+            raise LimitError(f"no memory for a tensor of {record.nbytes} bytes") from error
+        self._storage = memory.untyped_storage()
+        self.view = memory_of(self._storage, 0, record.nbytes)
+
+    def finish(self) -> torch.Tensor:
+        """Return the tensor, moved to its device. `view` must have been filled.
+
+        May be called again; the host memory of other devices is given back at the first call.
+        """
+        if self._done is None:
+            self._done = self._into if self._into is not None else self._tensor()
+            del self.view, self._storage
+        return self._done
+
+    def _tensor(self) -> torch.Tensor:
+        record, storage = self._record, self._storage
+        if record.blocks is not None:
+            storage = _gathered(record, record.blocks, self.view)
+        if self._device.type != "cpu":
+            memory = tensor_over(storage, torch.uint8, 0, (record.nbytes,), (1,))
+            storage = memory.to(self._device).untyped_storage()
+        strides = strides_of(record.shape, record.order)
+        return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
+
+
+def _gathered(record: Record, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:
+    """Return new memory with a tensor's bytes row by row, out of those of its blocks."""
+    try:
+        memory = torch.empty(record.nbytes, dtype=torch.uint8, device=_CPU)
+    except RuntimeError as error:
+        raise LimitError(f"no memory for a tensor of {record.nbytes} bytes") from error
+    storage = memory.untyped_storage()
+    out = memory_of(storage, 0, record.nbytes)
+    gather(blocks, record.shape, ITEM_BYTES[record.dtype], stored, out)
+    return storage
+
+
+def check_record(record: Record) -> None:
+    """Refuse a record whose size or order is not one of its dtype and shape.
+
+    Raises
+    ------
+    CorruptObjectError
+        It is not.
+    """
+    if bytes_of(record.dtype, record.shape) != record.nbytes:
+        raise CorruptObjectError(
+            f"a record of {record.dtype}{list(record.shape)} has {record.nbytes} bytes"
+        )
+    if record.order is not None and sorted(record.order) != list(range(len(record.shape))):
+        raise CorruptObjectError(f"{record.order!r} is not an order of {len(record.shape)} dims")

@@ -1,0 +1,141 @@
+"""Tensors that a load fills in place: where a state has them, and whether they fit the version."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Mapping
+from typing import Final
+
+import torch
+
+from ckptstore.errors import InvalidInputError
+from ckptstore.format.dtypes import strides_of
+from ckptstore.format.paths import Path, path_text
+from ckptstore.format.skeleton import Leaf
+from ckptstore.tensors.destination import Record
+from ckptstore.tensors.memory import dtype_text
+
+__all__ = ["ON_CPU", "check_apart", "check_target", "decodable", "is_view", "tensors_of"]
+
+ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
+"""Kinds of leaves that torch.device does not apply to: they are read back on the CPU."""
+
+
+def is_view(leaf: Leaf) -> bool:
+    """Return whether a leaf is a view into the memory of its record, and not all of it."""
+    node = leaf.node
+    inner = node[1] if isinstance(node, list) and node[0] == "Q" else node
+    return isinstance(inner, list) and inner[0] == "V"
+
+
+def tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch.Tensor]]:
+    """Return the tensors of a state that lies at `path`, `depth` levels down, with their paths.
+
+    Raises
+    ------
+    InvalidInputError
+        It is a module, or nested too deep.
+    """
+    if isinstance(value, torch.Tensor):
+        return [(path, value)]
+    if isinstance(value, torch.nn.Module):
+        raise InvalidInputError(
+            "into must be a state, not a module", hint="pass into=module.state_dict()"
+        )
+    if depth > 64:
+        raise InvalidInputError("into is nested too deep")
+    found: list[tuple[Path, torch.Tensor]] = []
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            found += tensors_of(item, (*path, key), depth + 1)
+    elif isinstance(value, list | tuple | deque):
+        for at, item in enumerate(value):
+            found += tensors_of(item, (*path, at), depth + 1)
+    return found
+
+
+def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
+    """Refuse a tensor that a leaf cannot be read into.
+
+    Raises
+    ------
+    InvalidInputError
+        The leaf is no tensor, or theirs are other dtypes or shapes; names the path.
+    """
+    if leaf.kind in ON_CPU or leaf.kind == "quantized":
+        where = repr(path_text(leaf.path))
+        raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
+    if target.layout != torch.strided or target.is_meta or target.is_quantized:
+        where = repr(path_text(leaf.path))
+        raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
+    dtype, shape = record.dtype, tuple(record.shape)
+    if is_view(leaf) and isinstance(leaf.node, list):
+        dtype, sizes = str(leaf.node[2]), leaf.node[4]
+        shape = tuple(sizes) if isinstance(sizes, list) else ()  # type: ignore[arg-type]
+    if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
+        where = repr(path_text(leaf.path))
+        raise InvalidInputError(
+            f"{where} is {dtype}{list(shape)} in the version, but {target.dtype}"
+            f"{list(target.shape)} in into",
+            hint="leave it out of into, or of the load (exclude=)",
+        )
+
+
+def decodable(record: Record, target: torch.Tensor) -> bool:
+    """Return whether the bytes can be decoded straight into the target's memory."""
+    if record.order is None and target.is_contiguous():
+        same = True
+    else:
+        strides = strides_of(record.shape, record.order)
+        pairs = zip(record.shape, target.stride(), strides, strict=True)
+        same = all(size == 1 or mine == theirs for size, mine, theirs in pairs)
+    same = same and record.blocks is None
+    return same and target.is_cpu and not target.is_conj() and not target.is_neg()
+
+
+def _reach(target: torch.Tensor) -> int:
+    """Return from where to where in memory a tensor has elements, in elements."""
+    if target.is_contiguous():
+        return target.numel()
+    return 1 + sum(
+        (size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True)
+    )
+
+
+def check_apart(
+    targets: Mapping[Path, torch.Tensor],
+    leaves: Mapping[Path, Leaf],
+    direct: Mapping[int, torch.Tensor],
+) -> None:
+    """Refuse memory that two different tensors of the version would be read into.
+
+    Parameters
+    ----------
+    targets
+        The tensors to fill.
+    leaves
+        Those of the version.
+    direct
+        By record: the tensor whose memory it is decoded into.
+
+    Raises
+    ------
+    InvalidInputError
+        Two share memory; names their paths.
+    """
+    spans: list[tuple[str, int, int, int, Path]] = []
+    for path, target in targets.items():
+        leaf = leaves[path]
+        if leaf.index in direct and target.numel():
+            start = target.data_ptr()
+            stop = start + _reach(target) * target.element_size()
+            spans.append((str(target.device), start, stop, leaf.index, path))
+    spans.sort(key=lambda span: span[:3])
+    for before, after in itertools.pairwise(spans):
+        if before[0] == after[0] and after[1] < before[2] and before[3] != after[3]:
+            a, b = path_text(before[4]), path_text(after[4])
+            raise InvalidInputError(
+                f"{a!r} and {b!r} share memory in into, but are two tensors in the version",
+                hint="leave one of them out of into",
+            )
