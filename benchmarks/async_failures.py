@@ -34,7 +34,7 @@ from benchmarks.disk import Workspace
 from benchmarks.measure import FAILURES, say
 from benchmarks.outcomes import Row, row_of_saves, threads_may_die
 from benchmarks.peers import empty_like
-from benchmarks.states import State, same
+from benchmarks.states import State, same, seeded_tensors
 from ckptstore.backends.base import Backend, Buffer, ObjectWriter
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
@@ -70,9 +70,7 @@ def failures_of_async_saves(space: Workspace, *, tries: int) -> list[Row]:
 
 
 def _state(seed: int, *, elements: int = 1 << 16) -> State:
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {f"w{place}": torch.randn(elements, generator=generator) for place in range(8)}
-    return {"model": tensors}
+    return seeded_tensors(seed, count=8, elements=elements)
 
 
 # --- a write fails ------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
 import threading
 import warnings
 from collections import Counter
@@ -20,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -34,14 +32,14 @@ from benchmarks import peers
 from benchmarks.disk import Workspace
 from benchmarks.host import header
 from benchmarks.http_failures import failures_over_http
+from benchmarks.killed_saves import killed_saves
 from benchmarks.measure import FAILURES, Result, say
 from benchmarks.outcomes import Row, counted, row_of_saves, threads_may_die
 from benchmarks.peers import PEERS, Peer, empty_like
-from benchmarks.states import State, same
+from benchmarks.states import State, same, seeded_tensors
 
 __all__ = ["run"]
 
-_REPO = Path(__file__).resolve().parent.parent
 _MIB = 1 << 20
 _RUN = "bench"
 _TRIES = 10
@@ -65,7 +63,7 @@ def run(space: Workspace, *, flips: int = _FLIPS, tries: int = _TRIES) -> Result
         ("file size limit in a writer thread", lambda: _size_limit(space, tries)),
         ("errors over HTTP", lambda: failures_over_http(space, tries=tries)),
         ("bit flips", lambda: _bit_flips(space, flips)),
-        ("killed while saving over a checkpoint", lambda: _killed(space)),
+        ("killed while saving over a checkpoint", lambda: killed_saves(space)),
         ("a pickle in the place of metadata", lambda: _pickles(space)),
     ]
     for name, part in parts:
@@ -79,20 +77,13 @@ def run(space: Workspace, *, flips: int = _FLIPS, tries: int = _TRIES) -> Result
     )
 
 
-def _state(seed: int, *, count: int = 4, elements: int = 1 << 16) -> State:
-    """Return a state of `count` float32 tensors, each filled from the seed."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {f"w{place}": torch.randn(elements, generator=generator) for place in range(count)}
-    return {"model": tensors}
-
-
 # --- a writer thread fails --------------------------------------------------------------------
 
 
 def _no_space(space: Workspace, tries: int) -> list[Row]:
     """Let the disk be full for every thread but the main one."""
     fault = "ENOSPC in threads that the saver started"
-    state = _state(1)
+    state = seeded_tensors(1)
     outcomes: Counter[str] = Counter()
     for _ in range(tries):
         with _full_for_threads():
@@ -207,7 +198,7 @@ _DATA = ("*.pt", "*.safetensors", "*.distcp", "*.pack", "snapshot/**/[!.]*")
 
 def _bit_flips(space: Workspace, flips: int) -> list[Row]:
     """Flip one bit of the files with data, load, and flip it back; and so on."""
-    state = _state(3, count=6, elements=50_000)
+    state = seeded_tensors(3, count=6, elements=50_000)
     rows = []
     for peer in (*PEERS, _STORE):
         folder = space.fresh()
@@ -265,114 +256,6 @@ def _load_outcome(peer: Peer, state: State, folder: Path) -> str:
     return "loads right values" if right else "loads wrong values"
 
 
-# --- killed in the middle ---------------------------------------------------------------------
-
-
-def _killed(space: Workspace) -> list[Row]:
-    """Save a second time to the same place, and be killed half way; then load."""
-    folders = {tool: space.fresh() for tool in ("torch.save", "DCP", "ckptstore")}
-    children = {
-        tool: subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.failures", tool, str(folder)],
-            cwd=_REPO,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for tool, folder in folders.items()
-    }
-    for tool, child in children.items():
-        _, errors = child.communicate()
-        if child.returncode != -signal.SIGKILL:
-            msg = f"{tool} was not killed: {errors}"
-            raise RuntimeError(msg)
-    before, new = _state(5), _state(6)
-    return [_after_kill(tool, before, new, folder) for tool, folder in folders.items()]
-
-
-def _after_kill(tool: str, before: State, new: State, folder: Path) -> Row:
-    fault = "killed (SIGKILL) half way through a save over the previous one"
-    target = empty_like(before)
-    try:
-        if tool == "torch.save":
-            target = torch.load(folder / "state.pt", weights_only=True)
-        elif tool == "DCP":
-            dcp_load(target, storage_reader=FileSystemReader(folder), no_dist=True)
-        else:
-            target = _store_load(folder)
-    except FAILURES as error:
-        observed = f"neither the old nor the new state can be loaded ({type(error).__name__})"
-        return Row(fault=fault, tool=tool, observed=observed, silent=False)
-    names = before["model"]
-    old = sum(torch.equal(target["model"][name], before["model"][name]) for name in names)
-    fresh = sum(torch.equal(target["model"][name], new["model"][name]) for name in names)
-    if old == len(names):
-        observed = "loads the old state, whole"
-    elif fresh == len(names):
-        observed = "loads the new state, whole"
-    else:
-        rest = len(names) - old - fresh
-        observed = f"loads without an error: {fresh} tensors new, {old} old, {rest} neither"
-    return Row(fault=fault, tool=tool, observed=observed, silent=len(names) not in (old, fresh))
-
-
-def _child(tool: str, folder: Path) -> None:
-    """Save twice to one place; never return from the second save."""
-    before, new = _state(5), _state(6)
-    if tool == "torch.save":
-        torch.save(before, folder / "state.pt")
-        limit = (folder / "state.pt").stat().st_size // 2
-        with (folder / "state.pt").open("wb") as file:
-            torch.save(new, cast("IO[bytes]", _Fatal(file, limit)))
-    elif tool == "DCP":
-        writer = FileSystemWriter(folder, single_file_per_rank=False)
-        dcp_save(before, storage_writer=writer, no_dist=True)
-        _die_at_file(3)
-        dcp_save(new, storage_writer=writer, no_dist=True)
-    else:
-        with ckptstore.open(folder, create=True) as store:
-            store.run(_RUN).save(before, step=1)
-            store.run(_RUN).save(
-                new, step=2, progress=lambda seen: _die() if 2 * seen.done >= seen.total else None
-            )
-
-
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _die_at_file(number: int) -> None:
-    """Be killed when DCP opens its file of this number from now on."""
-    genuine = FileSystem.create_stream
-    opened = [0]
-
-    def counted(self: FileSystem, path: Any, mode: str) -> Any:  # noqa: ANN401 - DCP's own types
-        opened[0] += 1
-        if opened[0] == number:
-            _die()
-        return genuine(self, path, mode)
-
-    FileSystem.create_stream = counted  # type: ignore[method-assign]
-
-
-class _Fatal:
-    """A file that kills the process once so many bytes were written."""
-
-    def __init__(self, file: Any, limit: int) -> None:  # noqa: ANN401 - any binary file
-        self._file = file
-        self._left = limit
-
-    def write(self, data: Any) -> int:  # noqa: ANN401 - any buffer
-        self._left -= len(data)
-        if self._left < 0:
-            self._file.flush()
-            _die()
-        count: int = self._file.write(data)
-        return count
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
 # --- pickles ----------------------------------------------------------------------------------
 
 
@@ -382,13 +265,13 @@ class _Hostile:
     def __init__(self, mark: Path) -> None:
         self._mark = mark
 
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[str, str]]:
-        return open, (str(self._mark), "w")
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
+        return Path.touch, (self._mark,)
 
 
 def _pickles(space: Workspace) -> list[Row]:
     """Put a pickle that runs code where each tool keeps its own records; then load."""
-    state = _state(7)
+    state = seeded_tensors(7)
     folder, mark = space.fresh(), space.fresh() / "executed"
     hostile = pickle.dumps(_Hostile(mark))
     (folder / "state.pt").write_bytes(hostile)
@@ -423,7 +306,3 @@ def _after_pickle(tool: str, load: Callable[[], object], mark: Path) -> Row:
         observed=f"{what}; {ended}",
         silent=executed,
     )
-
-
-if __name__ == "__main__":
-    _child(sys.argv[1], Path(sys.argv[2]))

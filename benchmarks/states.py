@@ -24,7 +24,16 @@ import torch
 
 from benchmarks.training import Trained, kind_of, train
 
-__all__ = ["State", "StateSpec", "flat_tensors", "make_state", "make_values", "same", "state_bytes"]
+__all__ = [
+    "State",
+    "StateSpec",
+    "flat_tensors",
+    "make_state",
+    "make_values",
+    "same",
+    "seeded_tensors",
+    "state_bytes",
+]
 
 State = dict[str, Any]
 
@@ -141,6 +150,13 @@ def flat_tensors(state: object, path: str = "") -> Iterator[tuple[str, torch.Ten
     elif isinstance(state, list | tuple):
         for place, value in enumerate(state):
             yield from flat_tensors(value, f"{path}.{place}" if path else str(place))
+
+
+def seeded_tensors(seed: int, *, count: int = 4, elements: int = 1 << 16) -> State:
+    """Return a small state of `count` float32 tensors, each filled from the seed."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {f"w{place}": torch.randn(elements, generator=generator) for place in range(count)}
+    return {"model": tensors}
 
 
 def state_bytes(state: object) -> int:
