@@ -95,7 +95,9 @@ def fork(
         held = cache.load(source) if lender is None else lender.manifest
         manifest = select(held, request.selection, version=version)
         if lender is not None:
-            landed = _borrow(repo, cache, lender, manifest, request, without)
+            landed = _bring(
+                manifest, lender.version, lender.repo, repo, cache, without, request.progress
+            )
             manifest, build.roles = landed.manifest, landed.roles
         build.manifest = manifest
         build.content = content_digest(manifest)
@@ -177,33 +179,15 @@ def fork_into(
         As :func:`fork`.
     """
     target.check_writable()
-    if ORIGIN_KEY in request.metadata:
-        msg = f"the metadata key {ORIGIN_KEY!r} is taken"
-        raise InvalidInputError(msg)
-    _check_whole(source)
-    inherited = repo.catalog.run(source.run).metrics
     version = name = target.environment.random_hex(16)
-    metadata = {**request.metadata, ORIGIN_KEY: _origin(repo, source)}
-    directions = {**inherited, **request.directions}
-    plan = _Landing(
-        version=version, source=source, run=request.run, metadata=metadata, directions=directions
-    )
-    plan(target.refresh())
+    plan = _Landing.of(repo, source, request, version=version)
+    plan(target.refresh())  # refuses now what the commit would refuse
     held = cache.load(source) if lender is None else lender.manifest
     wanted = select(held, request.selection, version=version)
     place = repo if lender is None else lender.repo
     without: set[str] = set()
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        with naming_cold(source.id, place.url, shown=f"{source.run}@{source.step}"):
-            landed = transplant(
-                wanted,
-                source=place,
-                target=target,
-                target_cache=target_cache,
-                source_id=source.id,
-                without=without,
-                progress=request.progress,
-            )
+        landed = _bring(wanted, source, place, target, target_cache, without, request.progress)
         plan.manifest, plan.roles = landed.manifest, landed.roles
         plan.receipt = landed.receipt
         plan.content = content_digest(landed.manifest)
@@ -213,8 +197,7 @@ def fork_into(
         except CondemnedError as error:
             if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
                 raise
-            packs = {pack_key(pack): pack for pack in landed.manifest.pieces.packs}
-            without.update(packs[key] for key in error.keys if key in packs)
+            without.update(pack for key in error.keys if (pack := pack_id(key)))
             name = target.environment.random_hex(16)
         else:
             target_cache.keep(plan.pointer.digest, landed.manifest)
@@ -237,6 +220,29 @@ class _Landing:
     roles: Mapping[str, Any] = field(default_factory=dict)
     receipt: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, repo: Repo, source: Version, request: ForkRequest, *, version: str) -> _Landing:
+        """Return what is known before anything travelled.
+
+        Raises
+        ------
+        InvalidInputError
+            The key of the metadata that says where it came from is taken.
+        CorruptObjectError
+            Parts of the source are lost.
+        """
+        if ORIGIN_KEY in request.metadata:
+            msg = f"the metadata key {ORIGIN_KEY!r} is taken"
+            raise InvalidInputError(msg)
+        _check_whole(source)
+        return cls(
+            version=version,
+            source=source,
+            run=request.run,
+            metadata={**request.metadata, ORIGIN_KEY: _origin(repo, source)},
+            directions={**repo.catalog.run(source.run).metrics, **request.directions},
+        )
+
     def __call__(self, catalog: Catalog) -> list[Op]:
         if catalog.has_run(self.run):
             msg = f"there is a run {self.run!r} already"
@@ -257,25 +263,25 @@ class _Landing:
         )
 
 
-def _borrow(
-    repo: Repo,
-    cache: Manifests,
-    lender: Found,
+def _bring(
     wanted: Manifest,
-    request: ForkRequest,
+    source: Version,
+    place: Repo,
+    target: Repo,
+    target_cache: Manifests,
     without: Collection[str],
+    progress: ProgressCallback,
 ) -> Landed:
-    """Bring what a fork needs and this store does not have from a replica of it."""
-    source = lender.version
-    with naming_cold(source.id, lender.repo.url, shown=f"{source.run}@{source.step}"):
+    """Bring what a fork needs of `source`, and `target` does not have, from where it is."""
+    with naming_cold(source.id, place.url, shown=f"{source.run}@{source.step}"):
         return transplant(
             wanted,
-            source=lender.repo,
-            target=repo,
-            target_cache=cache,
+            source=place,
+            target=target,
+            target_cache=target_cache,
             source_id=source.id,
             without=without,
-            progress=request.progress,
+            progress=progress,
         )
 
 

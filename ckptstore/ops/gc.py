@@ -230,9 +230,8 @@ def gc(
     Parameters
     ----------
     grace_s
-        How long what is condemned stays, for those who are reading it; in seconds by the
-        storage's clock. 0 deletes at once: right only where no one reads what was deleted or
-        relocated.
+        How long what is condemned stays, for its readers; in seconds by the storage's clock. 0
+        deletes at once: right only where no one reads what was deleted or relocated.
     orphan_age_s
         Objects that no commit names are left alone for so long; in seconds by the storage's
         clock. 0 may make savers at work write again what they had written; nothing is lost.
@@ -261,9 +260,8 @@ def gc(
     InvalidInputError
         A parameter is out of its range.
     CorruptObjectError, UnsupportedFeatureError
-        The manifest of a live version cannot be read: nothing is condemned, since it is not known
-        what the version needs. The message names it. Or commits seem to be lost, and it is not
-        forced: see :mod:`ckptstore.ops.lost_log`.
+        The manifest of a live version cannot be read, so that nothing is condemned; it is named.
+        Or commits seem to be lost, and it is not forced: see :mod:`ckptstore.ops.lost_log`.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to.
     StorageError

@@ -97,17 +97,8 @@ def mend_keys(
     AmbiguousWriteError, StorageError
         The storage failed, or others write at once. Do it again.
     """
-    superblock = read_superblock(backend)
-    if superblock is None:
-        msg = f"there is no store at {backend.url}"
-        raise StoreNotFoundError(msg, hint="ckptstore repair, if its store.json was lost")
-    if superblock.encryption is None:
-        msg = f"{backend.url} is not encrypted"
-        raise EncryptionKeyError(msg)
-    numbers = sorted(record_numbers(backend))
-    if len(numbers) > limits.KEY_RECORDS_MAX:
-        msg = f"{len(numbers)} records are below {KEYS_PREFIX}, more than {limits.KEY_RECORDS_MAX}"
-        raise LimitError(msg, hint="remove those from storage whose times show that they are new")
+    superblock = _superblock(backend)
+    numbers = _numbers(backend)
     good = _opened(backend, superblock, user_key, numbers)
     sound = [record for record, _ in good if record.seal]
     if sound and sound[-1].number < limits.COMMIT_NUMBER_MAX:
@@ -132,6 +123,27 @@ def mend_keys(
     return KeysMended(
         dry_run=dry_run, record=number, kept=kept, deleted=tuple(map(key_record_key, gone))
     )
+
+
+def _superblock(backend: Backend) -> Superblock:
+    """Return that of an encrypted store; refuse any other, and that there is none."""
+    superblock = read_superblock(backend)
+    if superblock is None:
+        msg = f"there is no store at {backend.url}"
+        raise StoreNotFoundError(msg, hint="ckptstore repair, if its store.json was lost")
+    if superblock.encryption is None:
+        msg = f"{backend.url} is not encrypted"
+        raise EncryptionKeyError(msg)
+    return superblock
+
+
+def _numbers(backend: Backend) -> list[int]:
+    """Return the numbers of all records, the lowest first; refuse to look at too many."""
+    numbers = sorted(record_numbers(backend))
+    if len(numbers) > limits.KEY_RECORDS_MAX:
+        msg = f"{len(numbers)} records are below {KEYS_PREFIX}, more than {limits.KEY_RECORDS_MAX}"
+        raise LimitError(msg, hint="remove those from storage whose times show that they are new")
+    return numbers
 
 
 def _opened(

@@ -2,8 +2,8 @@
 
 Little in it is needed to read a store, and most of that can be found again: the log says that there
 is a store and since when, manifests of versions that were saved here say the size of chunks, and
-the storage is probed anew. A
-copy of the same log in a second store brings all of it back, with the store's own id.
+the storage is probed anew. A copy of the same log in a second store brings all of it back, with the
+store's own id.
 
 A ``store.json`` that is missing is put if absent. A damaged one occupies its name: as a damaged
 commit, it is only replaced for a caller who vouches that no one else writes.
@@ -137,12 +137,7 @@ def mend_superblock(
         )
         return replace(finding, mended=False, why=why)
     if not dry_run:
-        if options.read_only:
-            msg = f"{backend.url} was opened read-only"
-            raise ReadOnlyError(msg)
-        probed = prober(backend, environment)
-        if probed.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
-            raise unsafe(backend.url, probed.put_if_absent)
+        probed = _probed(backend, options, prober, environment)
         _put(backend, _with(found, backend, probed), anew=bool(damage))
     return finding
 
@@ -284,6 +279,19 @@ def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
         if looked >= _LOOKED_AT:
             break
     return own, foreign
+
+
+def _probed(
+    backend: Backend, options: Options, prober: Prober, environment: Environment
+) -> Finding:
+    """Return what the probe finds; refuse to write where that is not wished, or not safe."""
+    if options.read_only:
+        msg = f"{backend.url} was opened read-only"
+        raise ReadOnlyError(msg)
+    probed = prober(backend, environment)
+    if probed.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
+        raise unsafe(backend.url, probed.put_if_absent)
+    return probed
 
 
 def _with(found: Superblock, backend: Backend, probed: Finding) -> Superblock:

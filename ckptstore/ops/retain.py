@@ -162,14 +162,8 @@ def retain(
         raise InvalidInputError(
             msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights"
         )
-    costs = Early()
-    if early or (early is None and dry_run and not quick):
-        leaving = [
-            Leaving(version=one.version, fate=one.fate)
-            for plan in plans
-            for one in (() if plan.refused else plan.changes)
-        ]
-        costs = leaving_early(repo, cache, repo.catalog, leaving)
+    looks = early or (early is None and dry_run and not quick)
+    costs = _costs(repo, cache, plans) if looks else Early()
     commits: list[int] = []
     if not dry_run:
         repo.check_writable()
@@ -183,6 +177,16 @@ def retain(
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
         early=costs,
     )
+
+
+def _costs(repo: Repo, cache: Manifests, plans: Sequence[RunPlan]) -> Early:
+    """Return what it costs that something goes so soon, by the storage classes of its packs."""
+    leaving = [
+        Leaving(version=one.version, fate=one.fate)
+        for plan in plans
+        for one in (() if plan.refused else plan.changes)
+    ]
+    return leaving_early(repo, cache, repo.catalog, leaving)
 
 
 def _measured(plan: RunPlan, lowered: Mapping[str, Lowered]) -> RunPlan:

@@ -84,28 +84,34 @@ class Archiving:
         ReadOnlyError, StorageError
             The store cannot be written to, or the storage failed. What was moved stays so.
         """
-        from ckptstore.ops.archive import archivable, archive
+        from ckptstore.ops.archive import archive
 
-        if refs is not None and (runs is not None or keep_hot is not None or min_age_s):
-            msg = "refs and a selection by runs, rules or age exclude each other"
-            raise InvalidInputError(msg)
-        if refs is not None:
-            versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
-        else:
-            versions = archivable(
-                self._repo,
-                runs=check_listed(runs or (), "runs"),
-                keep_hot=keep_hot,
-                min_age_s=min_age_s,
-            )
         return archive(
             self._repo,
             self._manifests,
-            versions,
+            self._to_archive(refs, runs, keep_hot, min_age_s),
             storage_class,
             dry_run=dry_run,
             progress=progress,
         )
+
+    def _to_archive(
+        self,
+        refs: Sequence[str] | None,
+        runs: Sequence[str] | None,
+        keep_hot: str | Sequence[str] | None,
+        min_age_s: float,
+    ) -> Sequence[Version]:
+        """Return the versions that are named, or those that runs, rules and age select."""
+        from ckptstore.ops.archive import archivable
+
+        if refs is None:
+            of = check_listed(runs or (), "runs")
+            return archivable(self._repo, runs=of, keep_hot=keep_hot, min_age_s=min_age_s)
+        if runs is not None or keep_hot is not None or min_age_s:
+            msg = "refs and a selection by runs, rules or age exclude each other"
+            raise InvalidInputError(msg)
+        return [self.resolve(ref) for ref in check_listed(refs, "refs")]
 
     def thaw(
         self,

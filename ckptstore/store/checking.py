@@ -80,9 +80,8 @@ class Checking:
         unverified
             Only versions that are not recorded as sound since they lie where they lie.
         executor
-            Who reads: ``threads`` of this process, which None means too, ``processes``,
-            ``dask:local``, ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The
-            report is the same.
+            Who reads: ``threads`` of this process (and None), ``processes``, ``dask:local``,
+            ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The report is the same.
         workers
             How many tasks run at once; by default what the engine has.
 
@@ -104,25 +103,30 @@ class Checking:
         """
         from ckptstore.ops.verify import sample_of, verify
 
-        now_ms = self._repo.environment.now_ms()
-        versions = None if refs is None else [self.resolve(r) for r in check_listed(refs, "refs")]
-        if unverified:
-            if refs is not None:
-                msg = "refs and unverified exclude each other"
-                raise InvalidInputError(msg)
-            versions = [v for v in self._repo.refresh().versions() if not v.verified]
         return verify(
             self._repo,
             self._manifests,
-            versions=versions,
+            versions=self._to_verify(refs, unverified=unverified),
             level=level,
-            sample=sample_of(sample, part=part, now_ms=now_ms),
+            sample=sample_of(sample, part=part, now_ms=self._repo.environment.now_ms()),
             record=record,
             resume=None if resume is None else Path(resume),
             executor=executor,
             workers=workers,
             progress=progress,
         )
+
+    def _to_verify(
+        self, refs: Sequence[str] | None, *, unverified: bool
+    ) -> Sequence[Version] | None:
+        """Return the versions that are to be checked; None for all, and the log itself."""
+        versions = None if refs is None else [self.resolve(r) for r in check_listed(refs, "refs")]
+        if not unverified:
+            return versions
+        if refs is not None:
+            msg = "refs and unverified exclude each other"
+            raise InvalidInputError(msg)
+        return [v for v in self._repo.refresh().versions() if not v.verified]
 
     def repair(
         self,
@@ -167,30 +171,30 @@ class Checking:
         StorageError
             One of the storages failed; what was committed before stands.
         """
-        from ckptstore.config import Options
         from ckptstore.ops.repair import repair
-        from ckptstore.repo import open_repo
 
         given: Sequence[Source] = ()
         if isinstance(source, Checking | str | os.PathLike):
             given = (source,)
         elif source is not None:
             given = source
-        others: list[Repo] = []
         with ExitStack() as stack:
-            for each in given:
-                found = self._named(each) or each
-                if isinstance(found, Checking):
-                    others.append(found._repo)
-                    continue
-                options = Options(read_only=True)
-                opening = open_repo(found, options=options, key=source_key)
-                others.append(stack.enter_context(opening))
             return repair(
                 self._repo,
                 self._manifests,
-                sources=others,
+                sources=[self._second(each, source_key, stack) for each in given],
                 level=level,
                 dry_run=dry_run,
                 progress=progress,
             )
+
+    def _second(self, source: Source, key: KeyInput | None, stack: ExitStack) -> Repo:
+        """Return a second store; where it is given as a place, it is open for the `stack`."""
+        from ckptstore.config import Options
+        from ckptstore.repo import open_repo
+
+        found = self._named(source) or source
+        if isinstance(found, Checking):
+            return found._repo
+        opening = open_repo(found, options=Options(read_only=True), key=key)
+        return stack.enter_context(opening)

@@ -85,36 +85,39 @@ class Evicting:
             was evicted stays so.
         """
         from ckptstore.ops.evict import evict
-        from ckptstore.ops.select_versions import select_versions
 
         if refs is None and runs is None and keep is None:
             msg = "nothing says which versions are to be evicted"
             raise InvalidInputError(msg, hint="name versions or runs, or what stays: keep='last 5'")
         there = self.replica(replica)
+        wanted = self._to_evict(refs, runs, keep)
+        there._repo.refresh()
+        return evict(
+            self._repo,
+            self._manifests,
+            there._repo,
+            wanted,
+            missing=lambda versions: _missing(there, versions),
+            pin=pin,
+            dry_run=dry_run,
+        )
+
+    def _to_evict(
+        self,
+        refs: Sequence[str] | None,
+        runs: Sequence[str] | None,
+        keep: str | Sequence[str] | None,
+    ) -> list[Version]:
+        """Return what is named but for what rules keep, and what of it was evicted before."""
+        from ckptstore.ops.select_versions import select_versions
+
         named = [self.resolve(ref) for ref in check_listed(refs or (), "refs")]
         of = check_listed(runs or (), "runs")
         wanted = select_versions(self._repo, refs=named, runs=of)
         if keep is not None:
             kept = {one.id for one in select_versions(self._repo, runs=of, rules=keep)}
             wanted = [one for one in wanted if one.id not in kept]
-
-        def missing(versions: Sequence[Version]) -> set[str]:
-            now = there._repo.refresh()
-            gone = {one.id for one in versions if now.version(one.id).deleted}
-            left = [f"#{one.id}" for one in versions if one.id not in gone]
-            found = there.verify(left, level="records")
-            return gone.union(problem.version for problem in found.problems)
-
-        there._repo.refresh()
-        return evict(
-            self._repo,
-            self._manifests,
-            there._repo,
-            [*wanted, *(one for one in named if one.level == "record")],
-            missing=missing,
-            pin=pin,
-            dry_run=dry_run,
-        )
+        return [*wanted, *(one for one in named if one.level == "record")]
 
     def unpin_for(self, store: str) -> list[Version]:
         """Take the pins away that another store has left here; return the versions that had one.
@@ -148,3 +151,12 @@ class Evicting:
             raise InvalidInputError(msg, hint=f"such as {found[0]}")
         ids = release(self._repo, found[0])
         return [self._repo.catalog.version(one) for one in ids]
+
+
+def _missing(there: Store, versions: Sequence[Version]) -> set[str]:
+    """Return ids of versions that a replica has let go of, or whose objects are not all there."""
+    now = there._repo.refresh()
+    gone = {one.id for one in versions if now.version(one.id).deleted}
+    left = [f"#{one.id}" for one in versions if one.id not in gone]
+    found = there.verify(left, level="records")
+    return gone.union(problem.version for problem in found.problems)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.config import SYSTEM
@@ -116,22 +116,15 @@ class Replicating:
         """
         from ckptstore.ops.replicate import ReplicateRequest, replicate
         from ckptstore.ops.select_versions import select_versions
-        from ckptstore.store.store import Store
 
         to = self._named(to) or to
-        if to_key is not None and isinstance(to, Store):
-            msg = "to_key is for the place of a store, not for one that is open"
-            raise InvalidInputError(msg, hint="open it with its key")
+        target = self._target(to, to_key, dry_run=dry_run)
         if bytes_per_s < 0:
             msg = f"bytes_per_s={bytes_per_s} must not be negative"
             raise InvalidInputError(msg)
         named = [self.resolve(ref) for ref in check_listed(refs or (), "refs")]
-        chosen = select_versions(
-            self._repo,
-            refs=named,
-            runs=check_listed(runs or (), "runs"),
-            rules=keep,
-        )
+        of = check_listed(runs or (), "runs")
+        chosen = select_versions(self._repo, refs=named, runs=of, rules=keep)
         asked = {None: named, True: chosen, False: ()}[again]
         request = ReplicateRequest(
             dry_run=dry_run,
@@ -140,27 +133,30 @@ class Replicating:
             again=frozenset(version.id for version in asked),
             progress=progress,
         )
-        with ExitStack() as stack:
-            if not isinstance(to, Store):
-                size = self._repo.superblock.chunk_bytes
-                to = stack.enter_context(
-                    open_target(
-                        to,
-                        chunk_bytes=size,
-                        dry_run=dry_run,
-                        encryption_key=to_key,
-                        encrypted=self._repo.superblock.encryption is not None,
-                    )
-                )
+        here = self._repo, self._manifests
+        with target as there:
             return replicate(
-                self._repo,
-                self._manifests,
-                to._repo,
-                chosen,
-                request,
-                executor=executor,
-                workers=workers,
+                *here, there._repo, chosen, request, executor=executor, workers=workers
             )
+
+    def _target(
+        self, to: Store | str | os.PathLike[str], key: KeyInput | None, *, dry_run: bool
+    ) -> AbstractContextManager[Store]:
+        """Return what gives the other store: as it is open, or opened for the length of a block."""
+        from ckptstore.store.store import Store
+
+        if not isinstance(to, Store):
+            return open_target(
+                to,
+                chunk_bytes=self._repo.superblock.chunk_bytes,
+                dry_run=dry_run,
+                encryption_key=key,
+                encrypted=self._repo.superblock.encryption is not None,
+            )
+        if key is not None:
+            msg = "to_key is for the place of a store, not for one that is open"
+            raise InvalidInputError(msg, hint="open it with its key")
+        return nullcontext(to)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.catalog import changes
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
     from ckptstore.encodings.rules import Encodings
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
-    from ckptstore.ops.fallthrough import Found
     from ckptstore.repo import Repo
     from ckptstore.saver.saver import Saver
     from ckptstore.store.writeback import WriteBack
@@ -187,10 +187,9 @@ class Store(
     ) -> Run:
         """Begin a run at a version; return the run. No tensor is read or written.
 
-        Of a version whose content a replica alone has, chunks that are not here travel from there.
-
-        Its first version shares the chunks of the source, which it has for a parent, for good.
-        It has the source's step, and neither its metrics nor its tags.
+        Its first version shares the chunks of the source, which it has for a parent, for good. It
+        has the source's step, and neither its metrics nor its tags. Of a version whose content a
+        replica alone has, chunks that are not here travel from there.
 
         Parameters
         ----------
@@ -229,10 +228,9 @@ class Store(
         from ckptstore.checkpoint.selection import Selection
         from ckptstore.ops.fork import ForkRequest, fork, fork_into
 
-        chosen = Selection(include=include, exclude=exclude, roles=roles, rename=rename)
         request = ForkRequest(
             run=new_run,
-            selection=chosen,
+            selection=Selection(include=include, exclude=exclude, roles=roles, rename=rename),
             directions=metrics or {},
             metadata=metadata or {},
             progress=progress,
@@ -240,14 +238,9 @@ class Store(
         source = self.resolve(ref)
         here = self._repo, self._manifests
         target = self if store is None or store._repo is self._repo else store
-
-        def begin(lender: Found | None) -> Version:
-            if target is self:
-                return fork(*here, source, request, lender=lender)
-            there = target._repo, target._manifests
-            return fork_into(*there, *here, source, request, lender=lender)
-
-        self._lent(source, begin)
+        there = target._repo, target._manifests
+        begin = partial(fork, *here) if target is self else partial(fork_into, *there, *here)
+        self._lent(source, lambda lender: begin(source, request, lender=lender))
         restarts.chosen(target._repo, new_run)
         return target.run(new_run)
 
