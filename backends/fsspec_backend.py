@@ -135,6 +135,7 @@ class FsspecBackend(Backend):
         folder = check_prefix(prefix).rpartition("/")[0]
 
         def find(fs: Foreign, root: str) -> dict[str, dict[str, object]]:
+            """Return what the folder holds, by key, past caches."""
             top = f"{root}/{folder}".rstrip("/")
             fs.invalidate_cache()
             skip = len(root.strip("/"))
@@ -154,6 +155,7 @@ class FsspecBackend(Backend):
         check_key(key)
 
         def info(fs: Foreign, root: str) -> dict[str, object]:
+            """Return what the storage says of the object, past caches."""
             fs.invalidate_cache()
             found: dict[str, object] = fs.info(f"{root}/{key}")
             if found.get("type") != "file":
@@ -188,6 +190,7 @@ class FsspecBackend(Backend):
         mode = {"mode": "create"} if conditional else {}
 
         def pipe(fs: Foreign, root: str) -> None:
+            """Write the object whole, with the folders that it needs."""
             path = f"{root}/{key}"
             try:
                 fs.pipe_file(path, data, **mode)

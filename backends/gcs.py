@@ -118,6 +118,7 @@ class GcsBackend(Backend):
         """Return a whole object."""
 
         async def fetch(answer: Foreign) -> bytes:
+            """Return the whole body, as long as it stays within the bound."""
             data = bytearray()
             while part := await answer.content.read(limits.STREAM_BYTES):
                 data += part
@@ -137,6 +138,7 @@ class GcsBackend(Backend):
             return
 
         async def fetch(answer: Foreign) -> None:
+            """Fill the buffers from the body; refuse another range, and one that is cut short."""
             if not answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
                 msg = f"get {key}: the storage ignores ranges"
                 raise StorageError(msg)
@@ -272,6 +274,7 @@ class GcsBackend(Backend):
         """Return what the coroutine function `use` makes of the answer to one request."""
 
         async def send(fs: Foreign) -> Foreign:
+            """Send the request once, and hand its answer on."""
             await fs._set_session()
             timeout = aiohttp.ClientTimeout(
                 total=None,

@@ -117,6 +117,7 @@ class PosixBackend(Backend):
         """Return a whole object."""
 
         def read(descriptor: int, size: int) -> bytes:
+            """Return the whole file, as long as it stays within the bound."""
             if size > bytes_max:
                 msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
                 raise CorruptObjectError(msg)

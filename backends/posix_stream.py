@@ -55,6 +55,7 @@ def sync_range() -> SyncRange | None:
     function.restype = ctypes.c_int
 
     def call(descriptor: int, offset: int, count: int, flags: int) -> int:
+        """Call it until no signal interrupts; return the error number."""
         while function(descriptor, offset, count, flags):
             number = ctypes.get_errno()
             if number != errno.EINTR:

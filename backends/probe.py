@@ -239,6 +239,7 @@ class _Probe:
         gate = threading.Barrier(creators)
 
         def create(who: int) -> bool | None:
+            """Create the object as soon as all can; say whether it won, or None if unclear."""
             gate.wait(_RACER_S)
             try:
                 self._backend.put_if_absent(key, self._racer_body(who))

@@ -54,6 +54,7 @@ class LogReader:
         numbers: list[int] = []
 
         def look() -> bool:
+            """List anew; say whether no number is missing between."""
             found = ((commit_number(item.key), item) for item in self._list(after))
             listed = [(number, item) for number, item in found if number is not None]
             numbers[:] = [number for number, _ in listed]
@@ -138,6 +139,7 @@ class LogReader:
         data: list[bytes] = []
 
         def open_it() -> bool:
+            """Read the commit; say whether it was there."""
             try:
                 data.append(self._backend.get(key, bytes_max=limits.COMMIT_BYTES_MAX))
             except ObjectNotFoundError:

@@ -266,6 +266,7 @@ class _Planning:
     free: Container[str] | None = None
 
     def plan(self, run: str) -> RunPlan:
+        """Decide on every version: what the rules say, then what holds whatever they say."""
         fates: dict[str, tuple[Fate, list[str]]] = {}
         for version in self.versions:
             why = "abandoned, and no rule for that" if version.abandoned else "no rule"

@@ -68,6 +68,7 @@ class _Sums:
     nonfinite: int = 0
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Take in one window of both tensors."""
         one, two = _float64(first), _float64(second)
         unequal = (one != two) & ~(one.isnan() & two.isnan())
         finite = one.isfinite() & two.isfinite()
@@ -81,6 +82,7 @@ class _Sums:
         self.nonfinite += int((unequal & ~finite).sum())
 
     def result(self) -> TensorError:
+        """Return the errors of the whole pair."""
         difference, norm = math.sqrt(self.square_difference), math.sqrt(self.square_first)
         relative = difference / norm if norm else math.inf if difference else 0.0
         return TensorError(

@@ -96,6 +96,7 @@ def read_regions(
     held = 0
 
     def read() -> None:
+        """Read what is in the batch, and put what did not go straight there into its place."""
         ranges: list[Range] = []
         arrived: list[tuple[_Piece, memoryview]] = []
         for piece in batch:

@@ -236,6 +236,7 @@ class _Saving:
         content = content_digest(manifest)
 
         def build(now: Catalog) -> list[Op]:
+            """Return the operations of the commit that follows a catalog."""
             self.before_commit()
             self._clock(began)
             return save_ops(

@@ -46,6 +46,7 @@ class DaskWorkers:
         ours: Future[bytes] = Future()
 
         def deliver(done: Any) -> None:  # noqa: ANN401 - a future of Dask
+            """Pass Dask's answer or failure on, unless nobody waits any more."""
             try:
                 answer = done.result()
             except BaseException as error:  # noqa: BLE001 - for whoever waits

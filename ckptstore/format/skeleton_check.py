@@ -54,6 +54,7 @@ class _Checker:
         self._nodes = 0
 
     def check(self, node: object, path: Path, depth: int) -> None:
+        """Check a node and all below it."""
         self._count()
         if type(node) in _PLAIN:
             return
@@ -118,6 +119,7 @@ class _Checker:
         return node  # type: ignore[return-value]
 
     def members(self, node: list[object], path: Path, depth: int) -> None:
+        """Check a set's elements."""
         seen: set[Key] = set()
         for item in node[1:]:
             key = self._key(item, path, depth + 1)
@@ -135,6 +137,7 @@ class _Checker:
         return value
 
     def view(self, node: list[object], path: Path, _depth: int) -> None:
+        """Check that a view lies inside of its tensor."""
         _require(6 <= len(node) <= 9, path, "a view has the wrong number of fields")
         size = self._tensor_bytes[self.index(node[1], path)]
         dtype, offset, shape, strides = node[2:6]
@@ -154,6 +157,7 @@ class _Checker:
         _check_tail(node[6:], path)
 
     def quantized(self, node: list[object], path: Path, depth: int) -> None:
+        """Check a quantized tensor's integers and parameters."""
         _require(len(node) == 6, path, "a quantized tensor has the wrong number of fields")
         self._inner(node[1], ("T", "V"), path, depth)
         _require(type(node[2]) is str and node[2] in QUANTIZED_PER_BYTE, path, "unknown dtype")
@@ -175,6 +179,7 @@ class _Checker:
         self.check(node[2], path, depth + 1)
 
     def array(self, node: list[object], path: Path, _depth: int) -> None:
+        """Check a NumPy array, whose dtype may have no twin in torch."""
         _require(2 <= len(node) <= 3, path, "a NumPy array has the wrong number of fields")
         self.index(node[1], path)
         if len(node) == 3:
@@ -186,6 +191,7 @@ class _Checker:
         _require(node[2] in ("bytes", "bytearray", "str"), path, "a long value of unknown kind")
 
     def three(self, node: list[object], path: Path, depth: int) -> None:
+        """Check a range or a slice."""
         _require(len(node) == 4, path, f"{node[0]} needs three values")
         for item in node[1:]:
             self.check(item, path, depth + 1)

@@ -175,6 +175,7 @@ def in_threads(
     """
 
     def guarded(turn: int) -> None:
+        """Work, and have the others stop if it fails."""
         try:
             work(turn)
         except BaseException:
@@ -278,6 +279,7 @@ class _Copying:
         taking = threading.Lock()
 
         def loop(turn: int) -> None:
+            """Copy span after span until none is left, or another thread has failed."""
             room = Room()
             while True:
                 with taking:

@@ -207,6 +207,7 @@ class _Sorted:
         self._table = table
 
     def find(self, piece_id: bytes, raw_bytes: int) -> Location | None:
+        """Return where the first piece of this id and size lies."""
         table = self._table
         key = np.frombuffer(piece_id, np.uint64, 1)[0]
         at = int(self._keys.searchsorted(key))

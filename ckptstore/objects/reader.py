@@ -96,6 +96,7 @@ class _Reading:
         taking = threading.Lock()
 
         def loop() -> None:
+            """Read span after span until none is left, or another thread has failed."""
             scratch = _Scratch()
             while True:
                 with taking:

@@ -72,6 +72,7 @@ def states_of(
     """
 
     def ask(pack: str) -> ObjectState | None:
+        """Return the state of one pack; None if it is gone."""
         try:
             return cold.restore_state(pack_key(pack))
         except ObjectNotFoundError:

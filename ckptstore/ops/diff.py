@@ -168,6 +168,7 @@ class _Source:
     def errors(
         self, paths: Sequence[str], progress: ProgressCallback
     ) -> dict[str, TensorError | None]:
+        """Read the tensors at some paths, and return how far apart each pair is."""
         from ckptstore.checkpoint.compare import Pair, compare
 
         chosen = [Pair(first=self.leaves[p][0], second=self.leaves[p][1]) for p in paths]

@@ -64,6 +64,7 @@ class Pins:
         fresh: set[str] = set()
 
         def build(now: Catalog) -> list[Op]:
+            """Pin what is not pinned yet, and note which versions that are."""
             ops = pin_for(now, [one.id for one in versions], self.store)
             fresh.clear()
             fresh.update(op.version for op in ops if isinstance(op, Pin))

@@ -66,6 +66,7 @@ def latest_valid(
     """
 
     def attempt(version: Version) -> Version:
+        """Return a version of which every byte is right; raise what is wrong with another."""
         survey = Survey(repo=repo, cache=cache, full=True, progress=progress)
         survey.total_bytes = sum(part.logical for part in version.roles.values())
         survey.check(version)

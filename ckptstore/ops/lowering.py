@@ -212,6 +212,7 @@ def _weights(content: Content) -> tuple[Callable[[Path], bool], dict[int, str]]:
     fate: dict[Path, bool] = {}
 
     def wanted(path: Path) -> bool:
+        """Say whether a leaf stays; a plain one does unless a container of it loses all tensors."""
         if path in tensors:
             return path in kept
         parent = path[:-1]

@@ -43,6 +43,7 @@ class Meter:
         last = 0
 
         def tell(step: Progress) -> None:
+            """Add what is new of this reading to what all have done."""
             nonlocal last
             with self._lock:
                 self.done += step.done - last
@@ -62,6 +63,7 @@ def known_here(repo: Repo, version: Version) -> KnownPieces:
     after = ids[place + 1 : place + 1 + _NEIGHBOURS]
 
     def is_at_hand(version_id: str) -> bool:
+        """Say whether a version is here with some of its content."""
         if not catalog.has_version(version_id):
             return False
         found = catalog.version(version_id)

@@ -221,6 +221,7 @@ def _change(
     """Return what makes the table of a manifest one without the deltas that were written anew."""
 
     def change(manifest: Manifest) -> PieceTable | None:
+        """Return the table of a manifest over the new places; None if none concerns it."""
         table = manifest.pieces
         if table.base is None:
             return None

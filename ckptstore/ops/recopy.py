@@ -120,6 +120,7 @@ class _Copying:
         waiting = iter(task.victims)
 
         def work(turn: int) -> None:
+            """Copy victim after victim until none is left, or another thread has failed."""
             room = Room()
             while not self.stop.is_set():
                 with self.lock:

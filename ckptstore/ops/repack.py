@@ -235,6 +235,7 @@ def relocate(
             old: Mapping[str, str] = old,
             taken: list[int] = taken,
         ) -> Sequence[Op]:
+            """Move what is as it was, and condemn the manifests that this leaves behind."""
             good = [move for move in moves if _still(now, move, old[move.version])]
             taken[:] = [len(good)]
             return [
@@ -269,6 +270,7 @@ def _moves(
     """Write the new manifests of versions; those that changed meanwhile are left out."""
 
     def one(version: Version) -> tuple[Move, Manifest] | None:
+        """Write the new manifest of a version; None if it stays, or is another by now."""
         try:
             manifest = cache.load(version)
         except (IntegrityError, NotFoundError):

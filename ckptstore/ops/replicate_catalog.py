@@ -49,6 +49,7 @@ def bring_records(sides: Sides, records: Sequence[Version]) -> None:
         batch = records[start : start + _RECORDS_AT_ONCE]
 
         def build(now: Catalog, batch: Sequence[Version] = batch) -> list[Op]:
+            """Return what of the batch is not known yet, as far as one commit holds it."""
             return replica_changes.fitting(
                 replica_changes.arrive(
                     now, source.catalog, batch, store=source.superblock.store_id, arrivals={}

@@ -101,6 +101,7 @@ def set_policy(
     value = {} if policy is None else check_policy(policy).to_json()
 
     def build(now: Catalog) -> list[Op]:
+        """Set the policy, of a run that is new with the run itself."""
         made = changes.ensure_run(now, run, directions or {}) if run else []
         if run and not now.has_run(run):
             store = lifecycle_changes.set_policy(now, "", value)[0]

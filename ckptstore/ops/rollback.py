@@ -43,6 +43,7 @@ def rollback(repo: Repo, run: str, version: str, *, reason: str = "") -> Rolled:
     seen: list[Catalog] = []
 
     def build(catalog: Catalog) -> list[Op]:
+        """Note the catalog that the commit follows, and move the head."""
         target = catalog.version(version)
         if target.level == "record":
             msg = f"only the record of {target.run}@{target.step} (#{target.id[:8]}) is kept"

@@ -121,6 +121,7 @@ class SecondLook:
         store = self.here.superblock.store_id
 
         def build(now: Catalog) -> list[Op]:
+            """Let the version arrive here again, by what the catalog says of it now."""
             again = () if now.version(version.id).deleted else (version.id,)
             ops = replica_changes.arrive(
                 now, now, [version], store=store, arrivals={version.id: arrival}, again=again

@@ -150,6 +150,7 @@ class _Ledger:
         self._waiting_count = 0
 
     def add(self, chunks: _Chunks, version: int, run: int) -> None:
+        """Take in the chunks of a version; they are sorted in with others, many at once."""
         self._waiting.append((chunks, version, run))
         self._waiting_count += len(chunks.keys)
         if self._waiting_count > max(len(self.keys), 1 << 16):

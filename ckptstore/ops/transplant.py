@@ -157,6 +157,7 @@ def copier_between(source: Backend, target: Backend, repo: Repo, *, check: bool 
     """
 
     def copy(table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
+        """Copy what is wanted, and read it back if that was asked for."""
         read_back = ReadBack(target, repo.environment) if check else None
         copied = copy_chunks(
             table,
@@ -273,6 +274,7 @@ def _candidates(catalog: Catalog, source_id: str) -> Iterator[Version]:
     heads = {info.head for info in catalog.runs()}
 
     def rank(version: Version) -> tuple[bool, bool, bool]:
+        """Put descendants of the source first, then others that came from elsewhere, then heads."""
         origin = version.metadata.get(ORIGIN_KEY)
         lineage = isinstance(origin, Mapping)
         same = isinstance(origin, Mapping) and origin.get("version") == source_id
@@ -297,6 +299,7 @@ def _placed(
     builder = TableBuilder(table.ids[:own], table.raw[:own])
 
     def place(row: int) -> Location:
+        """Return where a piece lies in the target, and what it is a difference to."""
         location = found[row]
         if location is not None:
             return location

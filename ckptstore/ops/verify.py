@@ -243,6 +243,7 @@ def _check_each(
     waiting: dict[str, str] = {}
 
     def write() -> None:
+        """Record what was found sound since the last time."""
         fresh = {v.id for v in repo.refresh().versions() if v.id in waiting and not v.verified}
         repo.log.append_any(lambda now: lifecycle_changes.verified(now, waiting))
         recorded.update(fresh)

@@ -177,6 +177,7 @@ class _Spread:
         self._planned: set[bytes] = set()
 
     def run(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Content | None]]:
+        """Check all versions; yield each when it is done, in their order."""
         for result in self._engine.map(look, self._tasks(versions)):
             self._take(self._sent.popleft(), result)
             while self._stages and not self._stages[0].left:

@@ -189,6 +189,7 @@ class _Child:
         told = [0.0]
 
         def tell(seen: Progress) -> None:
+            """Send how far the write is, but not too often."""
             now = self._repo.environment.monotonic()
             if now - told[0] >= limits.PROGRESS_S:
                 told[0] = now

@@ -190,6 +190,7 @@ class _Passing:
         self._told.succeeded(version, receipt)
 
     def failed(self, error: BaseException) -> None:
+        """Give the job to the engine that is left, if only this one died."""
         if isinstance(error, SaverDiedError) and self._dispatcher.falls_back(self._engine):
             self._dispatcher.submit(self._job, self._arena, self._told)
         else:

@@ -162,6 +162,7 @@ class Staging:
         taking = threading.Lock()
 
         def work() -> None:
+            """Copy batch after batch until none is left."""
             while True:
                 with taking:
                     batch = next(parts, None)

@@ -109,6 +109,7 @@ class Loading:
         """
 
         def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
+            """Return the state of one version, brought back first if that is wanted."""
             found = self._refill(version) if refill else version
             return self._lazy(found, fall_through=fall_through).load(
                 include=include,

@@ -127,6 +127,7 @@ class Run(RunSaving):
         """Return the state of a version of this run; see :meth:`Store.load`."""
 
         def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
+            """Return the state of one version, brought back first if that is wanted."""
             found = self._store._refill(version) if refill else version
             return self._store._lazy(found, fall_through=fall_through).load(
                 include=include,

@@ -97,6 +97,7 @@ class _Walker:
         self._kept: list[object] = []  # objects told apart by id() must not be freed on the way
 
     def walk(self, value: Any, path: Path, depth: int) -> Node:  # noqa: ANN401 - anything at all
+        """Return the node of a value, whatever it is."""
         kind = type(value)
         if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
@@ -127,9 +128,12 @@ class _Walker:
             raise StateError(f"{path_text(path)!r} holds itself: cycles cannot be stored")
         self._open.add(id(value))
 
-    def _items(self, values: Iterable[object], path: Path, depth: int) -> list[Node]:
+    def _items(self, value: Iterable[object], path: Path, depth: int) -> list[Node]:
+        self._enter(value, path, depth)
         walk, deeper = self.walk, depth + 1
-        return [walk(value, (*path, at), deeper) for at, value in enumerate(values)]
+        items = [walk(item, (*path, at), deeper) for at, item in enumerate(value)]
+        self._open.discard(id(value))
+        return items
 
     def _entries(self, value: dict[Any, Any], path: Path, depth: int) -> list[Node]:
         self._enter(value, path, depth)
@@ -149,6 +153,7 @@ class _Walker:
         return ["o", extra, *self._entries(value, path, depth)]
 
     def on_default(self, value: defaultdict[Any, Any], path: Path, depth: int) -> Node:
+        """Represent a defaultdict, whose factory must be a plain type's."""
         factory = value.default_factory
         if factory is not None and factory not in _FACTORIES:
             raise StateError(
@@ -162,24 +167,16 @@ class _Walker:
         return ["ct", *self._entries(value, path, depth)]
 
     def on_list(self, value: list[Any], path: Path, depth: int) -> Node:
-        self._enter(value, path, depth)
-        items = self._items(value, path, depth)
-        self._open.discard(id(value))
-        return ["l", *items]
+        return ["l", *self._items(value, path, depth)]
 
     def on_tuple(self, value: tuple[Any, ...], path: Path, depth: int) -> Node:
-        self._enter(value, path, depth)
-        items = self._items(value, path, depth)
-        self._open.discard(id(value))
-        return ["t", *items]
+        return ["t", *self._items(value, path, depth)]
 
     def on_deque(self, value: deque[Any], path: Path, depth: int) -> Node:
-        self._enter(value, path, depth)
-        items = self._items(value, path, depth)
-        self._open.discard(id(value))
-        return ["q", value.maxlen, *items]
+        return ["q", value.maxlen, *self._items(value, path, depth)]
 
     def on_set(self, value: Iterable[Any], path: Path, _depth: int) -> Node:
+        """Represent a set or frozenset, in an order that does not depend on the process."""
         tag = "s" if isinstance(value, set) else "fs"
         nodes = [key_node(item, path, "the set") for item in value]
         nodes.sort(key=repr)  # sets have no order; equal sets get equal bytes
@@ -206,6 +203,7 @@ class _Walker:
         return int_node(value, path)
 
     def on_str(self, value: str, path: Path, _depth: int) -> Node:
+        """Represent a text; a long one becomes a leaf of its own."""
         if len(value) < limits.INLINE_BYTES_MAX // 4:
             return str_node(value)
         raw = value.encode("utf-8", "surrogatepass")
@@ -251,6 +249,7 @@ class _Walker:
     # --- tensors ----------------------------------------------------------------------------
 
     def on_tensor(self, value: torch.Tensor, path: Path, depth: int) -> Node:
+        """Represent a tensor; what it shares memory with is found out later."""
         self._kept.append(value)
         flags = _flags(value, path)
         if value.is_quantized:
@@ -290,6 +289,7 @@ class _Walker:
     # --- NumPy ------------------------------------------------------------------------------
 
     def on_array(self, value: np.ndarray[Any, Any], path: Path, _depth: int) -> Node:
+        """Represent a NumPy array; one that occurs twice is stored once."""
         if type(value) not in (np.ndarray, np.memmap):
             raise refusal(value, path)
         known = self._arrays.get(id(value))

@@ -84,6 +84,7 @@ class CreateConformance(SideDoor):
         done = threading.Event()
 
         def watch() -> None:
+            """Read the object over and over."""
             while not done.is_set():
                 try:
                     seen.append(backend.get("a", bytes_max=len(data)))
@@ -106,6 +107,7 @@ class CreateConformance(SideDoor):
         gate = threading.Barrier(THREADS)
 
         def create(who: int, key: str) -> bool:
+            """Create the object when all can; say whether it won."""
             gate.wait(CHILD_S)
             try:
                 backend.put_if_absent(key, pattern(3000, who))

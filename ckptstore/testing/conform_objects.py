@@ -241,6 +241,7 @@ class ObjectConformance(SideDoor):
         gate = threading.Barrier(8)
 
         def work(seed: int) -> bool:
+            """Write and read back some objects; say whether all came back right."""
             gate.wait(30)
             good = True
             for index in range(4):

@@ -137,6 +137,7 @@ class FaultyBackend(WrapperBackend):
         """Read, or fail; truncated: the second half of each buffer is zeros, and nobody says so."""
 
         def half() -> None:
+            """Fill the buffers, and make zeros of the second half of each."""
             self.inner.read_into(key, offset, buffers)
             for buffer in buffers:
                 tail = len(buffer) // 2

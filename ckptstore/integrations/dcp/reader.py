@@ -225,6 +225,7 @@ class CkptStoreReader(StorageReader):
         held = 0
 
         def read() -> None:
+            """Read what is in the batch, and hand each tensor to the planner."""
             backend = self._store.repo.backend
             read_regions(regions, backend=backend, options=options, progress=self._progress)
             regions.clear()
