@@ -3,15 +3,13 @@
 Nothing is encoded again. Each chunk is checked as on a load before it is written: its stored bytes
 against their checksum, its content against its id; damage never travels. The content of a delta is
 not decoded, since that takes its base: its header, its checksum and the id of its base are checked.
-What is the same for a collection that writes packs anew is here too: :func:`take_chunk`,
-:func:`in_threads`.
+A collection that writes packs anew takes its chunks as this does: :func:`take_chunk`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptstore import limits
@@ -35,6 +33,7 @@ from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.limits import MIB
 from ckptstore.objects.packs import After, PackSink, Placed, pack_bytes_for
 from ckptstore.objects.reader import ChunkRead, Span, Want, plan_spans
+from ckptstore.objects.threads import in_threads
 
 __all__ = [
     "After",
@@ -43,7 +42,6 @@ __all__ = [
     "StoredChunk",
     "broken",
     "copy_chunks",
-    "in_threads",
     "take_chunk",
 ]
 
@@ -161,36 +159,6 @@ def broken(where: str, what: str) -> CorruptObjectError:
     """Return the error for a chunk that is not what it should be."""
     msg = f"pack {where}: {what}"
     return CorruptObjectError(msg)
-
-
-def in_threads(
-    count: int, work: Callable[[int], None], stop: threading.Event, *, name: str
-) -> None:
-    """Run ``work(0)``, ``work(1)`` ... in a thread each; raise the first failure once all ended.
-
-    Parameters
-    ----------
-    stop
-        Is set when one fails, or the caller is interrupted; `work` looks at it between its pieces.
-    """
-
-    def guarded(turn: int) -> None:
-        """Work, and have the others stop if it fails."""
-        try:
-            work(turn)
-        except BaseException:
-            stop.set()
-            raise
-
-    with ThreadPoolExecutor(count, thread_name_prefix=name) as pool:
-        futures = [pool.submit(guarded, turn) for turn in range(count)]
-        try:
-            wait(futures)
-        except BaseException:  # Ctrl-C in the owner: the threads stop after their piece
-            stop.set()
-            raise
-    for future in futures:
-        future.result()
 
 
 def copy_chunks(

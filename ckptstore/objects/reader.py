@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
@@ -29,6 +28,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.objects.plan import ChunkRead, Span, Want, plan_spans
+from ckptstore.objects.threads import in_threads
 
 __all__ = ["ChunkRead", "Span", "Want", "plan_spans", "read_pieces"]
 
@@ -95,7 +95,7 @@ class _Reading:
         """Run all fetches; raise the first failure once every thread has stopped."""
         taking = threading.Lock()
 
-        def loop() -> None:
+        def loop(_: int) -> None:
             """Read span after span until none is left, or another thread has failed."""
             scratch = _Scratch()
             while True:
@@ -103,21 +103,9 @@ class _Reading:
                     span = None if self.stop.is_set() else next(spans, None)
                 if span is None:
                     return
-                try:
-                    self._span(span, scratch)
-                except BaseException:
-                    self.stop.set()
-                    raise
+                self._span(span, scratch)
 
-        with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-load") as pool:
-            try:
-                futures = [pool.submit(loop) for _ in range(threads)]
-                wait(futures)
-            except BaseException:  # Ctrl-C in the owner: the threads stop after their span
-                self.stop.set()
-                raise
-        for future in futures:
-            future.result()
+        in_threads(threads, loop, self.stop, name="ckptstore-load")
 
     def _span(self, span: Span, scratch: _Scratch) -> None:
         try:

@@ -39,7 +39,8 @@ from ckptstore.errors import (
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.model import Version
-from ckptstore.ops.cold_packs import early, in_parallel, states_of
+from ckptstore.ops.at_once import at_once
+from ckptstore.ops.cold_packs import early, states_of
 from ckptstore.ops.reach import Footprint, Reach
 from ckptstore.ops.select_versions import select_versions
 from ckptstore.repo import Repo
@@ -274,7 +275,7 @@ class _Archiving:
             self._look_again()
             part = self.moving[start : start + limits.ARCHIVE_BATCH_PACKS]
             batch = [pack for pack in part if pack not in self.hot]
-            results = in_parallel(self.repo.backend, self._move, batch)
+            results = at_once(self.repo.backend, self._move, batch)
             for pack, why in zip(batch, results, strict=True):
                 if why:
                     self.skipped[pack] = why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckptstore import limits
@@ -20,6 +19,7 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.format.manifest import outline
+from ckptstore.ops.at_once import at_once
 from ckptstore.ops.listing import list_objects
 from ckptstore.ops.reach import Reach
 from ckptstore.ops.spread import Spread, grouped
@@ -212,9 +212,4 @@ def _packs_of(
         for found in spread.engine.map(outline_part, tasks):
             yield from found
         return
-    workers = min(repo.backend.capabilities.concurrency, len(there))
-    if workers < 2:
-        yield from (_packs_in(repo.backend, key, size) for key, size in there)
-        return
-    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
-        yield from pool.map(lambda one: _packs_in(repo.backend, *one), there)
+    yield from at_once(repo.backend, lambda one: _packs_in(repo.backend, *one), there)

@@ -6,9 +6,7 @@ request each. On storage without classes nothing is asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -18,13 +16,10 @@ from ckptstore.backends.storage_classes import class_named
 from ckptstore.errors import ObjectNotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
+from ckptstore.ops.at_once import at_once
 
-__all__ = ["cold_packs", "cold_rows", "early", "in_parallel", "states_of"]
+__all__ = ["cold_packs", "cold_rows", "early", "states_of"]
 
-T = TypeVar("T")
-
-# Keys that wait for a thread at once: bounds memory where there are millions.
-_AT_ONCE = 4096
 _DAY_S = 86_400.0
 
 
@@ -78,7 +73,7 @@ def states_of(
         except ObjectNotFoundError:
             return None
 
-    return dict(zip(packs, in_parallel(backend, ask, packs), strict=True))
+    return dict(zip(packs, at_once(backend, ask, packs), strict=True))
 
 
 def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
@@ -102,17 +97,3 @@ def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
             f"{len(sizes)} packs of {sum(sizes)} bytes leave {name} before {days} days have"
             " passed, and are charged for all of them"
         )
-
-
-def in_parallel(backend: Backend, work: Callable[[str], T], packs: Sequence[str]) -> Iterable[T]:
-    """Yield ``work(pack)`` for each pack in their order, as many at once as the storage likes."""
-    workers = min(backend.capabilities.concurrency, len(packs))
-    if workers < 2:
-        yield from map(work, packs)
-        return
-    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-cold") as pool:
-        try:
-            for start in range(0, len(packs), _AT_ONCE):
-                yield from pool.map(work, packs[start : start + _AT_ONCE])
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from sys import intern
 
@@ -27,6 +26,7 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.format.snapshot import Details
 from ckptstore.model import Version
+from ckptstore.ops.at_once import at_once
 from ckptstore.ops.spread import Spread, grouped
 from ckptstore.repo import Repo
 
@@ -39,9 +39,6 @@ __all__ = [
     "footprint_part",
     "live_versions",
 ]
-
-_AT_ONCE = 16
-"""Manifests read ahead per request in flight: bounds what waits for being looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,14 +206,8 @@ class Reach:
         if self._spread is not None and len(versions) > limits.GC_TASK_MANIFESTS:
             yield from _spread_footprints(self._spread, versions)
             return
-        workers = min(self._repo.backend.capabilities.concurrency, len(versions))
-        if workers < 2:
-            yield from ((version, self._footprint(version)) for version in versions)
-            return
-        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
-            for start in range(0, len(versions), workers * _AT_ONCE):
-                batch = versions[start : start + workers * _AT_ONCE]
-                yield from zip(batch, pool.map(self._footprint, batch), strict=True)
+        footprints = at_once(self._repo.backend, self._footprint, versions)
+        yield from zip(versions, footprints, strict=True)
 
     def _footprint(self, version: Version) -> Footprint | CkptStoreError:
         try:

@@ -21,8 +21,9 @@ from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.copying import Room, StoredChunk, broken, in_threads, take_chunk
+from ckptstore.objects.copying import Room, StoredChunk, broken, take_chunk
 from ckptstore.objects.packs import PackSink
+from ckptstore.objects.threads import in_threads
 from ckptstore.ops.reach import ChunkTable
 
 __all__ = ["Moved", "Recopied", "Recopy", "Victim", "recopy"]

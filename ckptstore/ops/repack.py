@@ -9,7 +9,6 @@ anywhere leaves new packs and manifests that nobody names: orphans.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,6 +30,7 @@ from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
+from ckptstore.ops.at_once import at_once
 from ckptstore.ops.reach import ChunkTable, Reach, changed
 from ckptstore.ops.recopy import Moved, Recopy, Victim, recopy
 from ckptstore.ops.spread import Spread, grouped
@@ -280,13 +280,7 @@ def _moves(
         pieces = change(manifest)
         return None if pieces is None else _move(repo, version, replace(manifest, pieces=pieces))
 
-    workers = min(repo.backend.capabilities.concurrency, len(versions))
-    if workers < 2:
-        found = [one(version) for version in versions]
-    else:
-        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
-            found = list(pool.map(one, versions))
-    for pair in found:
+    for pair in list(at_once(repo.backend, one, versions)):  # all are written, or one raises
         if pair is not None and pair[0].manifest is not None:
             reach.note(pair[0].manifest.digest, pair[1])
             yield pair[0]

@@ -7,7 +7,6 @@ Deleting twice is harmless: names are never used again.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ckptstore import limits
@@ -18,6 +17,7 @@ from ckptstore.engine.calls import Shared
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.commit import Op
 from ckptstore.format.keys import commit_key
+from ckptstore.ops.at_once import at_once
 from ckptstore.ops.spread import Spread
 from ckptstore.repo import Repo
 
@@ -112,12 +112,5 @@ def _spread_deletes(spread: Spread, keys: Sequence[str], step: Callable[[int], N
 
 
 def _delete(backend: Backend, keys: Sequence[str], step: Callable[[int], None]) -> None:
-    workers = min(backend.capabilities.concurrency, len(keys))
-    if workers < 2:
-        for count, key in enumerate(keys, 1):
-            backend.delete(key)
-            step(count)
-        return
-    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-gc") as pool:
-        for count, _ in enumerate(pool.map(backend.delete, keys), 1):
-            step(count)
+    for count, _ in enumerate(at_once(backend, backend.delete, keys), 1):
+        step(count)

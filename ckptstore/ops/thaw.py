@@ -26,7 +26,8 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.model import Version
 from ckptstore.ops.archive import PackTally
-from ckptstore.ops.cold_packs import in_parallel, states_of
+from ckptstore.ops.at_once import at_once
+from ckptstore.ops.cold_packs import states_of
 from ckptstore.ops.reach import Footprint
 from ckptstore.repo import Repo
 
@@ -201,7 +202,7 @@ class _Thawing:
                 pack_key(pack), days=self.request.days, tier=self.request.tier
             )
 
-        for pack, _ in zip(packs, in_parallel(self.repo.backend, request, packs), strict=True):
+        for pack, _ in zip(packs, at_once(self.repo.backend, request, packs), strict=True):
             if self.states[pack].access == "cold":
                 self.states[pack] = _restoring(self.states[pack])
 

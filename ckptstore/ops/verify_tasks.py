@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +28,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.model import Version
 from ckptstore.objects.plan import cut_rows
 from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.ops.at_once import at_once
 from ckptstore.ops.piece_checks import PieceKey, batches, frame_problem, piece_key, why_lost
 from ckptstore.ops.recipes_followed import problems_of, recipe_key, row_of_recipe
 from ckptstore.ops.survey import Loaded, Survey
@@ -95,10 +95,8 @@ def look(task: LookTask) -> Looked:
 def _frames(task: LookTask) -> tuple[tuple[str, CkptStoreError], ...]:
     """Check frames of packs, some at a time, and return those that are damaged."""
     backend = task.storage.value
-    threads = max(1, min(backend.capabilities.concurrency, len(task.frames)))
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckptstore-verify") as pool:
-        found = pool.map(lambda frame: frame_problem(backend, *frame), task.frames)
-        pairs = [(frame[0], error) for frame, error in zip(task.frames, found, strict=True)]
+    found = at_once(backend, lambda frame: frame_problem(backend, *frame), task.frames)
+    pairs = [(frame[0], error) for frame, error in zip(task.frames, found, strict=True)]
     return tuple((pack, error) for pack, error in pairs if error is not None)
 
 
