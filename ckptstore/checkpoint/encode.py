@@ -51,15 +51,15 @@ from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.recipes import Recipe
 from ckptstore.objects.sources import Payload, Source
 
-__all__ = ["Content", "Encoded", "encode_content"]
+__all__ = ["Draft", "EncodedDraft", "encode_draft"]
 
 _log = logging.getLogger("ckptstore")
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
-    """A state taken apart: everything that a version is made of."""
+class Draft:
+    """A state taken apart: everything that a version is to be made of."""
 
     sources: Sequence[Source]
     """Where the bytes of each tensor are."""
@@ -80,10 +80,10 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class EncodedDraft:
     """What is to be written."""
 
-    content: Content
+    draft: Draft
     kept: Sequence[Kept]
     numbers: Mapping[str, float]
     """For the receipt; empty if nothing was done."""
@@ -109,15 +109,15 @@ class _Outcome:
     why: str = ""
 
 
-def encode_content(
-    content: Content,
+def encode_draft(
+    draft: Draft,
     *,
     parent: Manifest | None,
     chunk_bytes: int,
     workers: int,
     derive: bool = True,
     proved: Collection[int] = (),
-) -> Encoded:
+) -> EncodedDraft:
     """Return what is written of a state: with recipes and hidden tensors where they save bytes.
 
     Parameters
@@ -139,20 +139,20 @@ def encode_content(
         A tensor changed between two readings; it is named.
     """
     work = _Work(
-        content=content,
+        draft=draft,
         chunk_bytes=chunk_bytes,
         known={} if parent is None else known_forms(parent),
         parent=parent,
         casts=KnownCasts(parent, proved),
     )
     pairs = work.derived(workers) if derive else {}
-    wishes = {place: wish for place, wish in content.wishes.items() if place not in pairs}
+    wishes = {place: wish for place, wish in draft.wishes.items() if place not in pairs}
     tasks = [
         *(lambda low=low, high=high: work.derive(low, high) for low, high in pairs.items()),
         *(lambda place=place, wish=wish: work.code(place, wish) for place, wish in wishes.items()),
     ]
     if not tasks:
-        return Encoded(content=content, kept=(), numbers={})
+        return EncodedDraft(draft=draft, kept=(), numbers={})
     outcomes = _run(tasks, workers)
     found = work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, len(pairs))
     return replace(found, proved=frozenset(pairs))
@@ -169,15 +169,15 @@ def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
             raise
 
 
-def _candidate(content: Content, place: int) -> Candidate:
-    record, payload = content.records[place], content.sources[place].payload
+def _candidate(draft: Draft, place: int) -> Candidate:
+    record, payload = draft.records[place], draft.sources[place].payload
     whole = record.blocks is None
     return Candidate(
         dtype=record.dtype,
         shape=record.shape,
         order=record.order,
         payload=_plain(payload),
-        may_give=whole and place not in content.wishes,
+        may_give=whole and place not in draft.wishes,
         may_derive=whole,
     )
 
@@ -190,7 +190,7 @@ def _plain(payload: Payload) -> Payload:
 class _Work:
     """One state on its way; its methods for single tensors are called by many threads."""
 
-    content: Content
+    draft: Draft
     chunk_bytes: int
     known: Mapping[Key, Recipe]
     parent: Manifest | None
@@ -204,8 +204,8 @@ class _Work:
 
     def derived(self, workers: int) -> dict[int, int]:
         """Return which tensors are another one, converted: all proved, in as many threads."""
-        content = self.content
-        candidates = [_candidate(content, place) for place in range(len(content.records))]
+        draft = self.draft
+        candidates = [_candidate(draft, place) for place in range(len(draft.records))]
         likely = derived_pairs(candidates, same=lambda low, high: True)
         tasks = [lambda low=low, high=high: self._same(low, high) for low, high in likely.items()]
         if not tasks or all(_run(tasks, workers)):
@@ -215,8 +215,8 @@ class _Work:
     def _same(self, low: int, high: int) -> bool:
         """Say whether a tensor is another one, converted; each two are compared once."""
         if (low, high) not in self.proofs:
-            one, other = self.content.sources[low], self.content.sources[high]
-            record, grid = self.content.records[low], self._grid(other)
+            one, other = self.draft.sources[low], self.draft.sources[high]
+            record, grid = self.draft.records[low], self._grid(other)
             self.proofs[low, high] = prove(one, other, record, self.casts, grid)
         return self.proofs[low, high] is not None
 
@@ -234,7 +234,7 @@ class _Work:
 
     def code(self, place: int, encoding: Encoding) -> _Outcome:
         """Return what becomes of a tensor that a rule asks for."""
-        source, record = self.content.sources[place], self.content.records[place]
+        source, record = self.draft.sources[place], self.draft.records[place]
         step = Form.of(encoding, signed=True).step
         looked = look(source, step)
         form = Form.of(encoding, signed=looked.seen.negative)
@@ -246,7 +246,7 @@ class _Work:
             return again
         elements = Elements(source)
         grids = [self._grid(one) for one in shells(source, record, form)]
-        name = self.content.name(place)
+        name = self.draft.name(place)
         measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
         why = exceeded(encoding, measured)
         if why:
@@ -271,11 +271,11 @@ class _Work:
 
     def _again(self, place: int, encoding: Encoding, form: Form, looked: Looked) -> _Outcome | None:
         """Return the codes of the version before, if it was given the same bytes."""
-        source, record = self.content.sources[place], self.content.records[place]
+        source, record = self.draft.sources[place], self.draft.records[place]
         recipe = self.known.get(form_key(looked.given, record, form))
         if recipe is None or over(encoding, recipe.max_abs, recipe.rel_l2):
             return None
-        elements, name = Elements(source), self.content.name(place)
+        elements, name = Elements(source), self.draft.name(place)
         hidden = []
         for number, (made, shell) in enumerate(
             zip(hidden_records(record, form), shells(source, record, form), strict=True)
@@ -310,7 +310,7 @@ class _Work:
 
     def _unchanged(self, place: int, proofs: Sequence[Proved]) -> Source:
         """Return what is written of a tensor that others are derived from: what was proved of."""
-        source, name = self.content.sources[place], self.content.name(place)
+        source, name = self.draft.sources[place], self.draft.name(place)
         payload, grid = source.payload, self._grid(source)
         seen = {one.source for one in proofs}
         if not is_guarded(payload):
@@ -325,20 +325,20 @@ class _Work:
 
     def result(
         self, outcomes: Mapping[int, _Outcome], wishes: Mapping[int, Encoding], derived: int
-    ) -> Encoded:
+    ) -> EncodedDraft:
         """Put everything together, hidden tensors after those of the state."""
-        content = self.content
-        records, sources = list(content.records), list(content.sources)
+        draft = self.draft
+        records, sources = list(draft.records), list(draft.sources)
         for high, proofs in self.proved.items():
             sources[high] = self._unchanged(high, proofs)
         kept = []
         numbers = dict.fromkeys(_NUMBERS, 0.0)
         numbers["derived_count"] = float(derived)
         for place in sorted(outcomes):
-            outcome, record = outcomes[place], content.records[place]
+            outcome, record = outcomes[place], draft.records[place]
             if outcome.recipe is None:
                 kept.append(
-                    Kept(tensor=content.name(place), encoding=str(wishes[place]), why=outcome.why)
+                    Kept(tensor=draft.name(place), encoding=str(wishes[place]), why=outcome.why)
                 )
                 continue
             recipe = outcome.recipe
@@ -355,14 +355,14 @@ class _Work:
         for one in kept:
             _log.warning("%s is saved lossless, not as %s: %s", one.tensor, one.encoding, one.why)
         done = replace(
-            content,
+            draft,
             sources=sources,
             records=tuple(records),
             wishes={},
-            visible_count=len(content.records),
+            visible_count=len(draft.records),
         )
-        return Encoded(
-            content=done, kept=kept, numbers={name: x for name, x in numbers.items() if x}
+        return EncodedDraft(
+            draft=done, kept=kept, numbers={name: x for name, x in numbers.items() if x}
         )
 
 

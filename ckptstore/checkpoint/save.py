@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptstore.checkpoint.encode import Content
+from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
@@ -25,7 +25,7 @@ from ckptstore.tensors.flatten import FlatState, flatten
 from ckptstore.tensors.rounding import to_bfloat16
 from ckptstore.tensors.source import settle
 
-__all__ = ["SaveRequest", "content_of", "save_version"]
+__all__ = ["SaveRequest", "draft_of", "save_version"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,12 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     repo.check_writable()
     check_choice(request.codec)
     flat = flatten(state, request.adapters)
-    content = content_of(flat, request.roles, request.encodings)
+    draft = draft_of(flat, request.roles, request.encodings)
     settle(flat.tensors)
     version, _ = write_version(
         repo,
         cache,
-        content,
+        draft,
         request.write_request(),
         version=repo.environment.random_hex(16),
         receipt={"staging_s": repo.environment.monotonic() - began},
@@ -104,7 +104,7 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     return version
 
 
-def content_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingRules) -> Content:
+def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingRules) -> Draft:
     """Return what a version of a state is made of; it reads the memory of the state.
 
     Raises
@@ -122,7 +122,7 @@ def content_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: Encodin
                 for tensor, record in zip(flat.tensors, records, strict=True)
             ]
         )
-    return Content(
+    return Draft(
         sources=flat.tensors,
         records=records,
         frame=skeleton.encode(flat.skeleton),

@@ -14,7 +14,7 @@ from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint import pacing
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.encode import Content, Encoded, encode_content
+from ckptstore.checkpoint.encode import Draft, EncodedDraft, encode_draft
 from ckptstore.checkpoint.kept import noting
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.older import ancestors, older_of
@@ -46,7 +46,7 @@ def _go_ahead() -> None:
 def write_version(
     repo: Repo,
     cache: Manifests,
-    content: Content,
+    draft: Draft,
     request: WriteRequest,
     *,
     version: str,
@@ -92,13 +92,13 @@ def write_version(
     shared = [] if before is None else [before.pieces]
     options = options or repo.options
     proved = frozenset() if parent is None else cache.proved(parent)
-    encoded, measured = _encoded(repo, content, before, options, request, proved)
-    content = encoded.content
+    encoded, measured = _encoded(repo, draft, before, options, request, proved)
+    draft = encoded.draft
     saving = _Saving(
         repo=repo,
         request=replace(request, metadata=noting(request.metadata, encoded.kept)),
         version=version,
-        content=content,
+        draft=draft,
         options=options,
         receipt={**(receipt or {}), **measured},
         blocked_since=blocked_since,
@@ -107,7 +107,7 @@ def write_version(
     )
     if check_choice(request.codec) == "delta":
         saving.keyframes = cache.keyframes
-        saving.older = _older(repo, cache, content, parent if shared else None)
+        saving.older = _older(repo, cache, draft, parent if shared else None)
     manifest, pointer = saving.run(shared)
     cache.keep(pointer.digest, manifest, proved=encoded.proved)
     return repo.log.catalog.version(version), saving.receipt
@@ -135,16 +135,16 @@ def _readable(cache: Manifests, parent: Version) -> Manifest | None:
 
 def _encoded(
     repo: Repo,
-    content: Content,
+    draft: Draft,
     before: Manifest | None,
     options: Options,
     request: WriteRequest,
     proved: Collection[int],
-) -> tuple[Encoded, dict[str, float]]:
+) -> tuple[EncodedDraft, dict[str, float]]:
     """Return what is written of a state, and what the receipt says of it."""
     began = repo.environment.monotonic()
-    encoded = encode_content(
-        content,
+    encoded = encode_draft(
+        draft,
         parent=before,
         chunk_bytes=repo.superblock.chunk_bytes,
         workers=options.workers,
@@ -156,7 +156,7 @@ def _encoded(
     return encoded, {**encoded.numbers, "measuring_s": repo.environment.monotonic() - began}
 
 
-def _older(repo: Repo, cache: Manifests, content: Content, parent: Version | None) -> Older:
+def _older(repo: Repo, cache: Manifests, draft: Draft, parent: Version | None) -> Older:
     """Return what a save may take deltas to.
 
     How many bytes earlier deltas to the same keyframes took is learned from older versions, where
@@ -164,7 +164,7 @@ def _older(repo: Repo, cache: Manifests, content: Content, parent: Version | Non
     """
     before = None if parent is None else cache.load(parent)
     chunk_bytes = repo.superblock.chunk_bytes
-    older = older_of(content.records, content.frame, before, chunk_bytes=chunk_bytes)
+    older = older_of(draft.records, draft.frame, before, chunk_bytes=chunk_bytes)
     if parent is not None and (unknown := cache.keyframes.unknown(older.table)):
         cache.keyframes.learn(ancestors(cache, repo.catalog, parent), unknown)
     return older
@@ -177,7 +177,7 @@ class _Saving:
     repo: Repo
     request: WriteRequest
     version: str
-    content: Content
+    draft: Draft
     options: Options
     receipt: dict[str, float]
     blocked_since: float | None
@@ -230,8 +230,8 @@ class _Saving:
         began
             When committing began; earlier by what tries before took.
         """
-        visible_count = self.content.visible_count
-        roles = role_bytes(self.content.records, written, visible_count=visible_count)
+        visible_count = self.draft.visible_count
+        roles = role_bytes(self.draft.records, written, visible_count=visible_count)
         self._count(roles)
         content = content_digest(manifest)
 
@@ -271,7 +271,7 @@ class _Saving:
         self.receipt.update(chosen)
         began = repo.environment.monotonic()
         written = write_pieces(
-            self.content.sources,
+            self.draft.sources,
             backend=repo.backend,
             environment=repo.environment,
             options=self.options,
@@ -288,9 +288,7 @@ class _Saving:
             self._add(name, seconds)
         self._add("pack_bytes", float(written.pack_bytes))
         self._add("packs_count", float(written.packs_count))
-        self.receipt["tensors_count"] = float(
-            self.content.visible_count or len(self.content.records)
-        )
+        self.receipt["tensors_count"] = float(self.draft.visible_count or len(self.draft.records))
         return written
 
     def _describe(self, written: Written, name: str) -> tuple[Manifest, ManifestPointer]:
@@ -298,8 +296,8 @@ class _Saving:
         manifest = Manifest(
             version=self.version,
             chunk_bytes=self.repo.superblock.chunk_bytes,
-            skeleton=self.content.frame,
-            tensors=self.content.records,
+            skeleton=self.draft.frame,
+            tensors=self.draft.records,
             first=written.first,
             pieces=written.table,
         )

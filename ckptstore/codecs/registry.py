@@ -19,7 +19,7 @@ __all__ = [
     "CODECS",
     "CODEC_CHOICES",
     "DELTAS",
-    "Base",
+    "BaseData",
     "CodecChoice",
     "Encoded",
     "check_choice",
@@ -38,7 +38,7 @@ CODECS: Final[dict[int, Codec]] = {codec.code: codec for codec in (_RAW, _ZSTD, 
 _DELTA = Delta()
 _ARRANGED = Arranged()
 DELTAS: Final[dict[int, Delta | Arranged]] = {codec.code: codec for codec in (_DELTA, _ARRANGED)}
-"""Those that need another piece besides; see :class:`Base`."""
+"""Those that need another piece besides; see :class:`BaseData`."""
 
 # A chunk is stored encoded only below this share of its raw bytes. Source: raw chunks are read
 # straight into the tensor, which is worth more than 2% of the bytes on every storage measured.
@@ -46,7 +46,7 @@ _WORTH: Final = 0.98
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Base:
+class BaseData:
     """The piece that a delta refers to, in memory."""
 
     piece_id: bytes
@@ -81,7 +81,7 @@ def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:
     return Encoded(codec=_RAW.code, layout=Layout.BYTES, parts=(raw,), stored_bytes=len(raw))
 
 
-def encode_delta(raw: memoryview, base: Base, layout: Layout, form: Form) -> Encoded:
+def encode_delta(raw: memoryview, base: BaseData, layout: Layout, form: Form) -> Encoded:
     """Return a chunk as its difference to a base.
 
     Parameters
@@ -130,7 +130,7 @@ def decoded(
 
 
 def decode(
-    codec: int, layout: int, stored: memoryview, out: memoryview, *, base: Base | None = None
+    codec: int, layout: int, stored: memoryview, out: memoryview, *, base: BaseData | None = None
 ) -> None:
     """Fill `out` from a stored chunk whose header names `codec` and `layout`.
 

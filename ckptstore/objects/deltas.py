@@ -31,8 +31,7 @@ import numpy.typing as npt
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.delta import sampled
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import Base as Piece
-from ckptstore.codecs.registry import Encoded, encode, encode_delta
+from ckptstore.codecs.registry import BaseData, Encoded, encode, encode_delta
 from ckptstore.config import Options
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import silent
@@ -249,7 +248,7 @@ class Deltas:
         kind.losses = -len(self._rows)  # it pays for some of its pieces
         pieces, total = self.keyframes.cycle(base_id) or (1, self._stored(row))
         if expected.delta_bytes + CHUNK_HEADER_BYTES < total / pieces:
-            piece = Piece(piece_id=base_id, data=base)
+            piece = BaseData(piece_id=base_id, data=base)
             delta = encode_delta(raw, piece, layout, expected.form)
             if delta.stored_bytes < bytes_max:
                 if pieces == 1:

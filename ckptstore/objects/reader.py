@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
-from ckptstore.codecs.registry import Base, decode
+from ckptstore.codecs.registry import BaseData, decode
 from ckptstore.config import Options
 from ckptstore.errors import (
     CkptStoreError,
@@ -185,7 +185,9 @@ class _Reading:
             target = piece if out is None else out
             try:
                 try:
-                    _decode(delta.header, delta.body, target, Base(piece_id=base_id, data=piece))
+                    _decode(
+                        delta.header, delta.body, target, BaseData(piece_id=base_id, data=piece)
+                    )
                     self._check(first, target)
                 except CorruptObjectError:  # whose fault is it?
                     _decode(header, body, whole := scratch.slab(chunk.raw_bytes))
@@ -367,7 +369,7 @@ def _checked(chunk: ChunkRead, header_bytes: memoryview, body: memoryview | None
 
 
 def _decode(
-    header: ChunkHeader, body: memoryview, out: memoryview, base: Base | None = None
+    header: ChunkHeader, body: memoryview, out: memoryview, base: BaseData | None = None
 ) -> None:
     try:
         decode(header.codec, header.layout, body, out, base=base)

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.codecs.base import CodecError
-from ckptstore.codecs.registry import DELTAS, Base, check_choice, decode
+from ckptstore.codecs.registry import DELTAS, BaseData, check_choice, decode
 from ckptstore.errors import (
     CkptStoreError,
     ColdObjectError,
@@ -30,8 +30,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import blake3_digest
-from ckptstore.objects.index import Base as Place
-from ckptstore.objects.index import KnownPieces, Location, TableBuilder, location_of
+from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder, location_of
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.objects.scan import FoundChunk, scan_chunks
 from ckptstore.objects.writer import write_pieces
@@ -54,7 +53,7 @@ class Need:
     """Of a tensor that it belongs to, for the codec."""
     places: dict[_Place, tuple[int, int]] = field(default_factory=dict)
     """Where it should be: stored and decoded length of the chunk."""
-    bases: dict[bytes, Place] = field(default_factory=dict)
+    bases: dict[bytes, Base] = field(default_factory=dict)
     """What it refers to in places where it is a delta, by the id of that."""
 
 
@@ -317,7 +316,7 @@ class Rescue:
             wanted.append((0, self.needs[header.chunk_id]))
         if all(need.piece_id in self.rescued for _, need in wanted):
             return
-        bases: list[Base | None] = [None]
+        bases: list[BaseData | None] = [None]
         if header.codec in DELTAS:
             bases = [base for _, need in wanted for base in self._bases_of(need)]
         for base in bases:
@@ -330,7 +329,7 @@ class Rescue:
             for inner, need in wanted:
                 self.give(need.piece_id, bytes(out[inner : inner + need.raw_bytes]), "scanned")
 
-    def _bases_of(self, need: Need) -> Iterator[Base]:
+    def _bases_of(self, need: Need) -> Iterator[BaseData]:
         """Yield what a piece refers to where it is a delta, as far as that can be read."""
         for piece_id, place in need.bases.items():
             builder = TableBuilder(
@@ -349,7 +348,7 @@ class Rescue:
                 on_failure=lambda _, error, lost=lost: lost.append(error),  # type: ignore[misc]
             )
             if not lost:
-                yield Base(piece_id=piece_id, data=memory)
+                yield BaseData(piece_id=piece_id, data=memory)
 
 
 def rows_of(table: PieceTable, wanted: Collection[bytes]) -> list[int]:

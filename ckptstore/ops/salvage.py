@@ -12,7 +12,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
 from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, DELTAS, Base, decode
+from ckptstore.codecs.registry import CODECS, DELTAS, BaseData, decode
 from ckptstore.errors import CorruptObjectError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
@@ -52,7 +52,9 @@ def read_chunk(backend: Backend, pack: str, offset: int, stored: int) -> bytes |
     return bytes(memory)
 
 
-def decodings(data: bytes, stored: int, slab: int, bases: Sequence[Base]) -> Iterator[memoryview]:
+def decodings(
+    data: bytes, stored: int, slab: int, bases: Sequence[BaseData]
+) -> Iterator[memoryview]:
     """Yield what a chunk may decode to: as its header says, or where that is damaged, every way.
 
     Parameters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from ckptstore.checkpoint.encode import Content
+from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.saver.arena import Arena
@@ -26,7 +26,7 @@ class Departure:
 
     flight: Flight
     request: WriteRequest
-    content: Callable[[], Content] | None
+    draft: Callable[[], Draft] | None
     """Describes the state; None once it is described."""
     staging: Staging
     arena: Arena
@@ -44,12 +44,12 @@ class Departure:
 
     def describe(self) -> None:
         """Describe the state, and let go of it."""
-        assert self.content is not None  # noqa: S101 - called once
-        content, self.content = self.content(), None
-        self.records = tuple(map(row_of, content.records))
+        assert self.draft is not None  # noqa: S101 - called once
+        draft, self.draft = self.draft(), None
+        self.records = tuple(map(row_of, draft.records))
         self.tensors = self.staging.describe()
-        self.frame = content.frame
-        self.wishes = content.wishes
+        self.frame = draft.frame
+        self.wishes = draft.wishes
 
     def make_job(self) -> Job:
         """Return what the engine is to do, now that everything is in the arena."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from ckptstore.checkpoint.encode import Content
+from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
@@ -135,7 +135,7 @@ def write_job(
     CkptStoreError
         As :func:`ckptstore.checkpoint.write.write_version`.
     """
-    content = Content(
+    draft = Draft(
         sources=sources_in(memory, job.tensors, digests, gate.check),
         records=tuple(
             TensorRecord(dtype=dtype, shape=shape, order=order, role=role, nbytes=nbytes)
@@ -148,7 +148,7 @@ def write_job(
     version, receipt = write_version(
         repo,
         cache,
-        content,
+        draft,
         job.request,
         version=job.version,
         options=options,

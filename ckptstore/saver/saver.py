@@ -14,7 +14,7 @@ from typing import Literal
 
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
-from ckptstore.checkpoint.save import SaveRequest, content_of
+from ckptstore.checkpoint.save import SaveRequest, draft_of
 from ckptstore.codecs.registry import check_choice
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
 from ckptstore.events import Events, SaveEvent, SaveEventKind
@@ -146,7 +146,7 @@ class Saver:
         departure = Departure(
             flight=flight,
             request=wishes,
-            content=lambda: content_of(flat, request.roles, request.encodings),
+            draft=lambda: draft_of(flat, request.roles, request.encodings),
             staging=Staging(flat.tensors, layout, lent[0], later=later),
             arena=lent[0],
             retain=retain,

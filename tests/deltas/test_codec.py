@@ -16,7 +16,7 @@ from ckptstore.codecs.delta import BASE_ID_BYTES, sampled
 from ckptstore.codecs.differences import FLOATS as ORDERED
 from ckptstore.codecs.differences import PLAIN, RUN, TURN_MAX, Form
 from ckptstore.codecs.layout import ITEM_BYTES, Layout, layout_of
-from ckptstore.codecs.registry import Base, decode, encode_delta
+from ckptstore.codecs.registry import BaseData, decode, encode_delta
 from ckptstore.hashing import blake3_digest
 
 FLOATS: dict[Layout, Any] = {
@@ -49,7 +49,7 @@ def code_of(form: Form) -> int:
 
 def stored(raw: bytes, base: bytes, layout: Layout, form: Form = PLAIN) -> bytes:
     """Return a piece as a delta."""
-    found = Base(piece_id=blake3_digest(base), data=memoryview(base))
+    found = BaseData(piece_id=blake3_digest(base), data=memoryview(base))
     encoded = encode_delta(memoryview(raw), found, layout, form)
     data = b"".join(encoded.parts)
     assert (encoded.codec, encoded.stored_bytes) == (code_of(form), len(data))
@@ -61,7 +61,7 @@ def decoded(
 ) -> bytes:
     """Return what a delta stands for."""
     out = bytearray(len(base))
-    found = Base(piece_id=base_id or blake3_digest(base), data=memoryview(base))
+    found = BaseData(piece_id=base_id or blake3_digest(base), data=memoryview(base))
     decode(code_of(form), layout, memoryview(data), memoryview(out), base=found)
     return bytes(out)
 
@@ -109,7 +109,7 @@ def test_it_is_applied_where_the_base_lies(form: Form) -> None:
     raw = base + np.float32(1e-6)
     data = stored(raw.tobytes(), base.tobytes(), Layout.FLOAT32, form)
     memory = bytearray(base.tobytes())
-    found = Base(piece_id=blake3_digest(bytes(memory)), data=memoryview(memory))
+    found = BaseData(piece_id=blake3_digest(bytes(memory)), data=memoryview(memory))
 
     decode(code_of(form), Layout.FLOAT32, memoryview(data), memoryview(memory), base=found)
 
@@ -331,13 +331,13 @@ def test_what_does_not_belong_together_is_refused(form: Form) -> None:
     data = stored(raw, base, Layout.FLOAT32, form)
     out = memoryview(bytearray(4096))
     for wrong in (
-        Base(piece_id=blake3_digest(raw), data=memoryview(base)),
-        Base(piece_id=blake3_digest(base), data=memoryview(base[:-4])),
+        BaseData(piece_id=blake3_digest(raw), data=memoryview(base)),
+        BaseData(piece_id=blake3_digest(base), data=memoryview(base[:-4])),
         None,
     ):
         with pytest.raises(CodecError, match="base"):
             decode(code_of(form), Layout.FLOAT32, memoryview(data), out, base=wrong)
-    found = Base(piece_id=blake3_digest(base), data=memoryview(base))
+    found = BaseData(piece_id=blake3_digest(base), data=memoryview(base))
     with pytest.raises(CodecError, match="no delta"):
         decode(0, 0, memoryview(raw), out, base=found)
     with pytest.raises(CodecError, match="whole number"):

@@ -376,7 +376,7 @@ def test_codecs_fill_or_refuse(
         stored = whole[: len(stored)] + stored[:4] + whole[len(stored) + 4 :]
     base = None
     if codec in registry.DELTAS and keep:
-        base = registry.Base(piece_id=stored[:32], data=memoryview(bytes(raw_bytes)))
+        base = registry.BaseData(piece_id=stored[:32], data=memoryview(bytes(raw_bytes)))
     out = memoryview(bytearray(raw_bytes))
     with suppress(CodecError):
         registry.decode(codec, layout, memoryview(stored), out, base=base)

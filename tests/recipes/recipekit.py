@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from ckptstore.checkpoint import write
-from ckptstore.checkpoint.encode import Content, Encoded
+from ckptstore.checkpoint.encode import Draft, EncodedDraft
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
-from ckptstore.checkpoint.save import content_of
+from ckptstore.checkpoint.save import draft_of
 from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.encodings.rules import EncodingRules
 from ckptstore.format.manifest import TensorRecord
@@ -101,7 +101,7 @@ def save(
         Fields of every recipe that are set to other values.
     """
     flat = flatten(state, ())
-    plain = content_of(flat, {}, EncodingRules())
+    plain = draft_of(flat, {}, EncodingRules())
     records, sources = list(plain.records), list(plain.sources)
     names = {path_text(path): n for n, t in enumerate(flat.tensors) for path in t.paths}
     leaves = dict(_tensors(state, ""))
@@ -136,24 +136,24 @@ def save(
         records[index] = replace(record, recipe=replace(recipe, **(change or {})))
         sources[index] = nothing
         expected[name] = back
-    content = replace(
+    draft = replace(
         plain, sources=sources, records=tuple(records), visible_count=len(plain.records)
     )
     repo = store.repo
-    with patch.object(write, "encode_content", _as_it_is):
+    with patch.object(write, "encode_draft", _as_it_is):
         version, _ = write.write_version(
             repo,
             Manifests(repo),
-            content,
+            draft,
             WriteRequest(run=run, step=step),
             version=repo.environment.random_hex(16),
         )
     return version, expected
 
 
-def _as_it_is(content: Content, **_: object) -> Encoded:
+def _as_it_is(draft: Draft, **_: object) -> EncodedDraft:
     """Encode nothing: recipes are there already, and no other is to be found."""
-    return Encoded(content=content, kept=(), numbers={})
+    return EncodedDraft(draft=draft, kept=(), numbers={})
 
 
 def _record(

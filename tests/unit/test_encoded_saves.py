@@ -17,9 +17,9 @@ import torch
 import ckptstore
 from ckptstore.checkpoint import encode, write
 from ckptstore.checkpoint.content import TensorInfo, read_content
-from ckptstore.checkpoint.encode import Content, encode_content
+from ckptstore.checkpoint.encode import Draft, encode_draft
 from ckptstore.checkpoint.measure import measure
-from ckptstore.checkpoint.save import content_of
+from ckptstore.checkpoint.save import draft_of
 from ckptstore.codecs.registry import CODEC_CHOICES
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.rules import EncodingRules
@@ -529,7 +529,7 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_save_is_cancelled_while_it_measures() -> None:
     """Whoever cancels does not wait until everything is measured."""
     flat = flatten(_state())
-    content = content_of(flat, {}, EncodingRules(RULES))
+    draft = draft_of(flat, {}, EncodingRules(RULES))
     layout = lay_out(flat.tensors, 1 << 22)
     arena = Arena(layout.size_bytes, shared=False)
     staging = Staging(flat.tensors, layout, arena, later=False)
@@ -539,9 +539,7 @@ def test_a_save_is_cancelled_while_it_measures() -> None:
     gate.cancel()
     staged = sources_in(arena.view, staging.describe(), staging.digests(), gate.check)
     with pytest.raises(OperationCancelledError):
-        encode_content(
-            replace(content, sources=staged), parent=None, chunk_bytes=1 << 22, workers=2
-        )
+        encode_draft(replace(draft, sources=staged), parent=None, chunk_bytes=1 << 22, workers=2)
 
 
 # --- memory -------------------------------------------------------------------------------------
@@ -551,13 +549,13 @@ def test_memory_does_not_grow_with_the_state() -> None:
     """A tensor of 64 MiB is measured and encoded within 8 MiB a thread."""
     tensor = torch.randn(1 << 24, generator=torch.Generator().manual_seed(4))
     state = {"optimizer": {"state": {0: {"exp_avg": tensor}}}}
-    content = content_of(flatten(state), {}, EncodingRules({"*": "int8"}))
+    draft = draft_of(flatten(state), {}, EncodingRules({"*": "int8"}))
     out = memoryview(bytearray(1 << 22))
     tracemalloc.start()
     try:
-        encoded = encode_content(content, parent=None, chunk_bytes=1 << 22, workers=1)
+        encoded = encode_draft(draft, parent=None, chunk_bytes=1 << 22, workers=1)
         for start in range(0, 1 << 24, 1 << 22):
-            encoded.content.sources[1].payload.copy_into(start, out)
+            encoded.draft.sources[1].payload.copy_into(start, out)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -573,11 +571,11 @@ def test_progress_reaches_its_end(store: Store) -> None:
 
 def test_contents_without_wishes_are_not_touched() -> None:
     """A save without rules and pairs is what it was before there were any."""
-    content = content_of(flatten({"a": torch.ones(9)}), {}, EncodingRules())
-    encoded = encode_content(content, parent=None, chunk_bytes=1 << 22, workers=1)
-    assert encoded.content is content
+    draft = draft_of(flatten({"a": torch.ones(9)}), {}, EncodingRules())
+    encoded = encode_draft(draft, parent=None, chunk_bytes=1 << 22, workers=1)
+    assert encoded.draft is draft
     assert encoded.numbers == {}
-    assert isinstance(replace(content), Content)
+    assert isinstance(replace(draft), Draft)
 
 
 # --- integrations -------------------------------------------------------------------------------
