@@ -100,7 +100,7 @@ class Elements:
 
 
 class Codes:
-    """The codes of a tensor; see :class:`ckptstore.objects.writer.Payload`."""
+    """The codes of a tensor; see :class:`ckptstore.objects.sources.Payload`."""
 
     def __init__(self, elements: Elements, form: Form) -> None:
         self._elements = elements
@@ -125,7 +125,7 @@ class Codes:
 
 
 class Scales:
-    """The scales of a tensor; see :class:`ckptstore.objects.writer.Payload`."""
+    """The scales of a tensor; see :class:`ckptstore.objects.sources.Payload`."""
 
     def __init__(self, elements: Elements, form: Form) -> None:
         self._elements = elements
@@ -202,7 +202,7 @@ class CodedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReusedSource:
-    """One whose pieces the version before has; see :class:`ckptstore.objects.writer.Foreseen`."""
+    """One whose pieces the version before has; see :class:`ckptstore.objects.sources.Foreseen`."""
 
     nbytes: int
     dtype: str

@@ -47,7 +47,7 @@ def commit_parts(
     Raises
     ------
     StateError, InvalidInputError
-        As :func:`assemble`, or a name, metric or step is not accepted.
+        As :func:`~ckptstore.checkpoint.assemble.assemble`; or a name, metric or step is refused.
     CondemnedError
         A collection has taken what this save wrote or shared, or may have: this process knows the
         log from a snapshot on that is newer than what a rank looked at.

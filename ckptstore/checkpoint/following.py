@@ -5,9 +5,9 @@ cache still holds it, and nothing is read a second time. What is made is compare
 of the recipe, like any tensor that is made whole: its pieces are digested in their order, by
 whichever thread has the next one.
 
-Since the digest decides, a cast may be a rough one at first (:func:`~ckptstore.encodings.casts.
-roughly`): what it makes of a NaN is not defined, and where the digest is another one, the tensor is
-made once more by the definition. Needs no torch.
+Since the digest decides, a cast may be a rough one at first
+(:func:`ckptstore.encodings.casts.roughly`): what it makes of a NaN is not defined, and where the
+digest is another one, the tensor is made once more by the definition. Needs no torch.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -18,9 +18,9 @@ from ckptstore.format.keys import manifest_key
 from ckptstore.format.names import check_listed, encode_metadata
 from ckptstore.model import RoleBytes
 
-__all__ = ["WriteRequest", "check_wishes", "save_ops"]
+__all__ = ["NOWHERE", "WriteRequest", "check_wishes", "save_ops"]
 
-_NOWHERE = ManifestPointer(key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64)
+NOWHERE: Final = ManifestPointer(key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64)
 """Where no manifest lies: for the trial that refuses bad names before a byte is written."""
 
 
@@ -80,7 +80,7 @@ def check_wishes(catalog: Catalog, request: WriteRequest, *, version: str = "0" 
         catalog,
         request,
         version=version,
-        pointer=_NOWHERE,
+        pointer=NOWHERE,
         content="0" * 64,
         roles={},
         receipt={},
@@ -99,7 +99,7 @@ def save_ops(
     receipt: Mapping[str, float],
     relies_on: Collection[str],
 ) -> list[Op]:
-    """Return the operations that make a version visible; see :func:`changes.save`."""
+    """Return the operations that make a version visible; see :mod:`ckptstore.catalog.changes`."""
     return changes.save(
         catalog,
         run=request.run,

@@ -70,7 +70,7 @@ def write_part(
     """Write this rank's part of a state; return when its packs are durable.
 
     No one may change the tensors meanwhile. Nothing becomes visible: what was written is an orphan
-    until :func:`ckptstore.checkpoint.assemble.commit_parts` names it.
+    until :func:`ckptstore.checkpoint.commit_parts.commit_parts` names it.
 
     Parameters
     ----------

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 from ckptstore import limits
 from ckptstore.catalog import changes, lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.request import NOWHERE
 from ckptstore.checkpoint.selection import Selection, logical_roles, select
 from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.errors import CondemnedError, ConflictError, CorruptObjectError, InvalidInputError
@@ -31,8 +32,6 @@ from ckptstore.ops.transplant import ORIGIN_KEY, Landed, transplant
 from ckptstore.repo import Repo
 
 __all__ = ["ForkRequest", "fork", "fork_into"]
-
-_NOWHERE: Final = ManifestPointer(key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +123,7 @@ class _Forking:
     version: str
     request: ForkRequest
     manifest: Manifest | None = None
-    pointer: ManifestPointer = _NOWHERE
+    pointer: ManifestPointer = NOWHERE
     content: str = "0" * 64
     roles: Mapping[str, RoleBytes] = field(default_factory=dict)
     """Bytes by role, where some travelled."""
@@ -215,7 +214,7 @@ class _Landing:
     metadata: Mapping[str, Any]
     directions: Mapping[str, str]
     manifest: Manifest | None = None
-    pointer: ManifestPointer = _NOWHERE
+    pointer: ManifestPointer = NOWHERE
     content: str = "0" * 64
     roles: Mapping[str, Any] = field(default_factory=dict)
     receipt: Mapping[str, float] = field(default_factory=dict)
