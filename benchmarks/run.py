@@ -101,7 +101,7 @@ def _arguments(name: str, options: argparse.Namespace) -> dict[str, Any]:
             **steps,
         },
         "link": {
-            "bytes_min": options.s3_size_mb * _MB,
+            "bytes_min": options.size_mb * _MB,
             "rounds": min(options.rounds, 3),
             **steps,
         },

@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 import ckptstore
 from benchmarks.peers import flat_for_safetensors, rest_as_json
 from benchmarks.states import State, flat_tensors
+from ckptstore import limits
 from ckptstore.backends.s3 import CAPABILITIES
-from ckptstore.objects.packs import pack_bytes_for
+from ckptstore.objects.pack_plan import plan_packs
 
 __all__ = ["GETS", "PUTS", "Plain", "Way", "count_bytes", "make_ways", "plain_ways"]
 
@@ -56,10 +57,11 @@ class Way:
 
 
 class Plain:
-    """Bytes, ready to be sent, in objects as large as ckptstore's packs of them."""
+    """Bytes, ready to be sent, in objects as large as most of ckptstore's packs of them."""
 
     def __init__(self, whole: bytes) -> None:
-        size = pack_bytes_for(len(whole), CAPABILITIES)
+        memory = limits.HOST_BYTES_DEFAULT
+        size = plan_packs(len(whole), CAPABILITIES, threads=2, memory_bytes=memory).most_bytes
         self.parts = [whole[at : at + size] for at in range(0, len(whole), size)]
         self.ranges = [
             (index, start, min(start + _RANGE, len(part)))

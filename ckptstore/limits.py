@@ -38,6 +38,12 @@ SLAB_BYTES: Final = 256 * KIB
 # AWS's performance guide names 8-16 MB as what one request should carry at least.
 PACKS_OF_A_WRITE: Final = 12
 PACK_BYTES_MIN: Final = 16 * MIB
+# There, the first pack of a stream is this small, each next one twice as large. Source: as above.
+PACK_BYTES_FIRST: Final = 8 * MIB
+# There, packs are no larger than lets so many of them be in memory. Source: docs/design/0014.
+PACKS_AT_ONCE: Final = 6
+# The same of chunks that are copied as they are: a pack is soon full, and copies are to have few.
+COPIED_PACKS_AT_ONCE: Final = 3
 # Largest pack that a reader accepts. Source: 16x the largest default; far under S3's 5 GiB PUT.
 PACK_BYTES_MAX: Final = 4 * GIB
 
@@ -48,7 +54,7 @@ DERIVED_BYTES_MIN: Final = 1 * KIB
 # --- memory -----------------------------------------------------------------------------------
 
 # Host memory that one save or load may hold for chunks in flight. Source: a save may
-# take 400 MiB at its peak in all; leaves room for three 64 MiB packs on object stores.
+# take 400 MiB at its peak in all; leaves room for six packs of 38 MiB on object stores.
 HOST_BYTES_DEFAULT: Final = 256 * MIB
 # Host memory that a store keeps between saves for the pieces that deltas refer to. Source: a store
 # that is used with codec delta may hold as much between saves as during one; what does not find

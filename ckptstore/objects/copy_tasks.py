@@ -46,6 +46,8 @@ class CopyTask:
     """What is copied, and behind it what deltas refer to."""
     labels: tuple[str, ...]
     """Of the tensors to which the pieces belong that are copied: the table's first rows."""
+    whole_bytes: int
+    """Stored bytes of all tasks; 0 where nothing is written."""
 
 
 def copy_part(task: CopyTask) -> Copied:
@@ -71,6 +73,7 @@ def copy_part(task: CopyTask) -> Copied:
         options=task.options,
         progress=silent,
         after=check,
+        whole_bytes=task.whole_bytes,
     )
     if check is not None:
         copied.read_back_s, copied.is_cold = check.seconds, check.is_cold
@@ -149,12 +152,16 @@ class SpreadCopy:
         labels = {want.row: want.label for want in wants}
         rows = np.fromiter(labels, np.int64, len(labels))
         parts = cut_rows(table, rows, limits.COPY_TASK_BYTES_MIN)
-        tasks = (self._task(table, part, labels) for part in parts)
+        tasks = (self._task(table, part, labels, 0) for part in parts)
         for _ in self.engine.map_unordered(read_part, tasks):
             pass
 
     def _task(
-        self, table: PieceTable, rows: npt.NDArray[np.int64], labels: Mapping[int, str]
+        self,
+        table: PieceTable,
+        rows: npt.NDArray[np.int64],
+        labels: Mapping[int, str],
+        whole_bytes: int,
     ) -> CopyTask:
         return CopyTask(
             source=self.source,
@@ -164,6 +171,7 @@ class SpreadCopy:
             check=self.check,
             table=table.take(rows),
             labels=tuple(labels[row] for row in rows.tolist()),
+            whole_bytes=whole_bytes,
         )
 
     def _plan(self, table: PieceTable, wants: Sequence[Want]) -> tuple[Iterator[CopyTask], int]:
@@ -180,4 +188,5 @@ class SpreadCopy:
         total = sum(sizes.values()) + CHUNK_HEADER_BYTES * len(sizes)
         most = max(self.target.value.capabilities.pack_bytes, limits.COPY_TASK_BYTES)
         size = max(limits.COPY_TASK_BYTES_MIN, min(most, -(-total // self.engine.workers)))
-        return (self._task(table, part, labels) for part in cut_rows(table, rows, size)), total
+        parts = cut_rows(table, rows, size)
+        return (self._task(table, part, labels, total) for part in parts), total

@@ -30,8 +30,8 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.limits import MIB
-from ckptstore.objects.packs import After, PackSink, Placed, pack_bytes_for
+from ckptstore.objects.pack_plan import plan_packs
+from ckptstore.objects.packs import After, PackSink, Placed
 from ckptstore.objects.reader import ChunkRead, Span, Want, plan_spans
 from ckptstore.objects.threads import in_threads
 
@@ -44,9 +44,6 @@ __all__ = [
     "copy_chunks",
     "take_chunk",
 ]
-
-# One more pack is open at once for each of these. Source: as for a save (docs/design/0003).
-_STREAM_BYTES = 32 * MIB
 
 
 @dataclass(slots=True, kw_only=True)
@@ -171,6 +168,7 @@ def copy_chunks(
     options: Options,
     progress: ProgressCallback,
     after: After | None = None,
+    whole_bytes: int = 0,
 ) -> Copied:
     """Copy the chunks that hold the wanted pieces into new packs; return when these are durable.
 
@@ -186,6 +184,9 @@ def copy_chunks(
     after
         Called with each pack that is durable, from several threads: see
         :class:`ckptstore.objects.packs.PackSink`. It may hold ``read_bytes_max`` of the target.
+    whole_bytes
+        Of the copy of which this is one part, if it is: see
+        :func:`ckptstore.objects.pack_plan.plan_packs`.
 
     Raises
     ------
@@ -201,21 +202,17 @@ def copy_chunks(
     capabilities = target.capabilities
     per_thread = 2 * source.capabilities.read_bytes_max
     threads = max(1, min(options.workers, options.host_bytes // per_thread, len(spans)))
-    spare = options.host_bytes - threads * per_thread
-    pack_bytes = pack_bytes_for(total, capabilities)
-    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
-    if after is not None:
-        held = max(held, capabilities.read_bytes_max + limits.CHUNK_BYTES_DEFAULT)
-    packs_max = max(1, min(2 * threads, spare // max(1, held)))
-    streams = max(1, min(threads, packs_max, total // _STREAM_BYTES))
-    sink = PackSink(
-        target,
-        environment,
-        streams=streams,
-        packs_max=packs_max,
-        pack_bytes=pack_bytes,
-        after=after,
+    reading_back = 0 if after is None else capabilities.read_bytes_max + limits.CHUNK_BYTES_DEFAULT
+    plan = plan_packs(
+        total,
+        capabilities,
+        threads=threads,
+        memory_bytes=options.host_bytes - threads * per_thread,
+        beside_bytes=reading_back,
+        at_once=limits.COPIED_PACKS_AT_ONCE,
+        whole_bytes=whole_bytes,
     )
+    sink = PackSink(target, environment, plan, after=after)
     run = _Copying(table=table, source=source, sink=sink, progress=progress, total=total)
     try:
         run.work(iter(spans), threads)

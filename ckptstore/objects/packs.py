@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from ckptstore import limits
-from ckptstore.backends.base import Backend, Capabilities, ObjectWriter
+from ckptstore.backends.base import Backend, ObjectWriter
 from ckptstore.codecs.registry import Encoded
 from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError
@@ -22,26 +21,13 @@ from ckptstore.format.pack import (
     pack_header,
 )
 from ckptstore.hashing import xxh3_64_of
+from ckptstore.objects.pack_plan import PackPlan
 
-__all__ = ["After", "PackSink", "Placed", "pack_bytes_for"]
+__all__ = ["After", "PackSink", "Placed"]
 
 After = Callable[[str, Sequence[IndexRow], Callable[[], None]], None]
 """Told of each pack, by its name, and what is in it, when it is durable; calls the third between
 its requests, which raises once the write was aborted."""
-
-
-def pack_bytes_for(total: int, capabilities: Capabilities) -> int:
-    """Return the size at which the packs of a write are closed.
-
-    Parameters
-    ----------
-    total
-        Bytes that the write will take at most.
-    """
-    whole = capabilities.pack_bytes
-    if capabilities.part_bytes < whole:  # bytes leave before their pack is full
-        return whole
-    return min(whole, max(limits.PACK_BYTES_MIN, total // limits.PACKS_OF_A_WRITE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +48,8 @@ class _Stream:
     pack: str = ""
     offset: int = 0
     rows: list[IndexRow] = field(default_factory=list)
+    packs: int = 0
+    """Closed before this one."""
 
 
 class _Busy:
@@ -91,12 +79,11 @@ class PackSink:
     """Takes encoded chunks and writes packs, several at a time.
 
     A pack that is full is made durable by a thread of its own, while the stream goes on with the
-    next one. At most `packs_max` packs are unfinished at any moment, which bounds the memory of
-    backends that buffer a whole pack; ``append`` waits when there are more.
+    next one. At most ``plan.at_once`` packs are unfinished at any moment, which bounds the memory
+    of backends that buffer a whole pack; ``append`` waits when there are more.
 
-    Packs are closed at `pack_bytes`, or where the backend says, by default. A pack is finished when
-    `after`, called by the thread that made it durable, has returned; what it raises is a failure of
-    that pack.
+    A pack is finished when `after`, called by the thread that made it durable, has returned; what
+    it raises is a failure of that pack.
 
     ``append`` may be called from any thread; ``finish`` and ``abort`` once, by the owner, when no
     ``append`` is running.
@@ -106,19 +93,17 @@ class PackSink:
         self,
         backend: Backend,
         environment: Environment,
+        plan: PackPlan,
         *,
-        streams: int,
-        packs_max: int,
-        pack_bytes: int = 0,
         after: After | None = None,
     ) -> None:
         self._backend = backend
         self._after = after
-        self._pack_bytes = pack_bytes or backend.capabilities.pack_bytes
+        self._plan = plan
         self._environment = environment
-        self._streams = [_Stream() for _ in range(streams)]
-        self._room = threading.BoundedSemaphore(packs_max)
-        self._finishers = ThreadPoolExecutor(packs_max, thread_name_prefix="ckptstore-pack")
+        self._streams = [_Stream() for _ in range(plan.streams)]
+        self._room = threading.BoundedSemaphore(plan.at_once)
+        self._finishers = ThreadPoolExecutor(plan.at_once, thread_name_prefix="ckptstore-pack")
         self._finishing: list[Future[None]] = []
         self._stopped = threading.Event()
         self._counting = threading.Lock()
@@ -177,7 +162,7 @@ class PackSink:
                 )
             )
             stream.offset += CHUNK_HEADER_BYTES + encoded.stored_bytes
-            if stream.offset >= self._pack_bytes:
+            if stream.offset >= self._plan.closed_at(stream.packs):
                 self._close(stream)
         return placed
 
@@ -234,6 +219,7 @@ class PackSink:
             writer.abort()
             self._room.release()
             raise
+        stream.packs += 1
         with self._counting:
             self.stored_bytes += stream.offset + len(footer)
             self.packs_count += 1

@@ -29,14 +29,11 @@ from ckptstore.objects.columns import Columns
 from ckptstore.objects.deltas import Deltas
 from ckptstore.objects.index import KnownPieces, Location
 from ckptstore.objects.jobs import Job, plan_jobs
-from ckptstore.objects.packs import PackSink, pack_bytes_for
+from ckptstore.objects.pack_plan import plan_packs
+from ckptstore.objects.packs import PackSink
 from ckptstore.objects.sources import Source
 
 __all__ = ["Written", "write_pieces"]
-
-# A save opens one more pack at once for each of these. Source: below, a second pack costs a second
-# fsync and a second request without being any faster (measured: docs/design/0003).
-_STREAM_BYTES = 32 * limits.MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +138,13 @@ def _sink(
     backend: Backend, environment: Environment, options: Options, *, total: int, chunk_bytes: int
 ) -> PackSink:
     """Return where the chunks of a save go: as many packs at once as memory and size allow."""
-    capabilities = backend.capabilities
-    spare = options.host_bytes - options.workers * 3 * chunk_bytes
-    pack_bytes = pack_bytes_for(total, capabilities)
-    held = min(pack_bytes, capabilities.part_bytes)  # of one pack, in memory
-    packs_max = max(1, min(2 * options.workers, spare // max(1, held)))
-    streams = max(1, min(options.workers, packs_max, total // _STREAM_BYTES))
-    return PackSink(
-        backend, environment, streams=streams, packs_max=packs_max, pack_bytes=pack_bytes
+    plan = plan_packs(
+        total,
+        backend.capabilities,
+        threads=options.workers,
+        memory_bytes=options.host_bytes - options.workers * 3 * chunk_bytes,
     )
+    return PackSink(backend, environment, plan)
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFo
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.copying import Room, StoredChunk, broken, take_chunk
+from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.threads import in_threads
 from ckptstore.ops.reach import ChunkTable
@@ -117,7 +118,9 @@ class _Copying:
         each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
         room = max(1, task.host_bytes // each)
         workers = max(1, min(task.workers, room, len(task.victims)))
-        sink = PackSink(task.storage.value, task.environment, streams=workers, packs_max=workers)
+        size = capabilities.pack_bytes
+        plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
+        sink = PackSink(task.storage.value, task.environment, plan)
         waiting = iter(task.victims)
 
         def work(turn: int) -> None:

@@ -25,6 +25,7 @@ from ckptstore.errors import CorruptTensorError, OperationCancelledError, Storag
 from ckptstore.events import Progress, silent
 from ckptstore.objects import reader
 from ckptstore.objects.index import KnownPieces
+from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.reader import Want, read_pieces
 from ckptstore.objects.writer import Written, write_pieces
@@ -207,7 +208,8 @@ def test_a_decoder_never_sees_bytes_that_do_not_match_their_check_sum(
 def test_packs_take_nothing_after_they_were_aborted() -> None:
     """A worker that nobody waits for any more cannot begin a pack."""
     backend = MemoryBackend("failures/aborted")
-    sink = PackSink(backend, SYSTEM, streams=1, packs_max=1)
+    plan = PackPlan(streams=1, at_once=1, first_bytes=1024, most_bytes=1024)
+    sink = PackSink(backend, SYSTEM, plan)
     encoded = encode(memoryview(b"x" * 100), Layout.BYTES, "raw")
     sink.append(0, encoded, bytes(32), 100)
     sink.abort()

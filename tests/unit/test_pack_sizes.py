@@ -1,4 +1,4 @@
-"""Sizes of packs: a small write makes smaller ones where a pack waits in memory to be sent."""
+"""Sizes of packs where a pack waits in memory to be sent: the first small, few of a small write."""
 
 from __future__ import annotations
 
@@ -13,20 +13,67 @@ from ckptstore import limits
 from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import CAPABILITIES, MemoryBackend
 from ckptstore.limits import GIB, MIB
-from ckptstore.objects.packs import pack_bytes_for
+from ckptstore.objects.pack_plan import plan_packs
 
 
-@given(total=st.integers(0, 1 << 50), whole=st.integers(1, 4 * GIB), streamed=st.booleans())
-def test_sizes_stay_between_their_bounds(total: int, whole: int, *, streamed: bool) -> None:
-    """Never above the backend's; below it only where it buffers packs; never tiny; never more."""
-    part = whole - 1 if streamed else whole
-    found = pack_bytes_for(total, _capabilities(pack_bytes=whole, part_bytes=part))
-    assert found <= whole
-    if streamed or total >= whole * limits.PACKS_OF_A_WRITE:
-        assert found == whole
-    else:
-        assert found >= min(whole, limits.PACK_BYTES_MIN)
-        assert total // found <= max(limits.PACKS_OF_A_WRITE + 1, total // whole)
+@given(
+    total=st.integers(0, 1 << 50),
+    whole=st.integers(1, 4 * GIB),
+    threads=st.integers(1, 64),
+    memory=st.integers(0, 8 * GIB),
+    beside=st.integers(0, 64 * MIB),
+)
+def test_packs_in_memory_stay_between_their_bounds(
+    *, total: int, whole: int, threads: int, memory: int, beside: int
+) -> None:
+    """Never above the backend's size or the memory, never tiny, sizes grow; one is always begun."""
+    plan = plan_packs(
+        total,
+        _capabilities(pack_bytes=whole, part_bytes=whole),
+        threads=threads,
+        memory_bytes=memory,
+        beside_bytes=beside,
+    )
+    sizes = [plan.closed_at(turn) for turn in range(70)]
+    assert sizes == sorted(sizes)
+    assert sizes[-1] == plan.most_bytes <= whole
+    assert sizes[0] >= min(whole, limits.PACK_BYTES_FIRST)
+    assert plan.most_bytes >= min(whole, limits.PACK_BYTES_MIN)
+    assert 1 <= plan.streams <= min(plan.at_once, threads)
+    assert plan.at_once <= limits.PACKS_AT_ONCE
+    assert plan.at_once == 1 or plan.at_once * max(plan.most_bytes, beside) <= memory
+    if memory >= limits.PACKS_AT_ONCE * max(whole, limits.PACK_BYTES_MIN, beside):
+        assert plan.at_once == limits.PACKS_AT_ONCE
+        if total >= whole * limits.PACKS_OF_A_WRITE:
+            assert plan.most_bytes == whole
+
+
+@given(total=st.integers(0, 1 << 50), whole=st.integers(2, 4 * GIB), memory=st.integers(0, GIB))
+def test_packs_that_leave_as_they_are_written_have_one_size(
+    total: int, whole: int, memory: int
+) -> None:
+    """The backend's own, from the first on: nothing waits for a pack to be full."""
+    plan = plan_packs(
+        total,
+        _capabilities(pack_bytes=whole, part_bytes=whole - 1),
+        threads=2,
+        memory_bytes=memory,
+    )
+    assert plan.closed_at(0) == plan.closed_at(9) == whole
+
+
+@given(total=st.integers(0, 1 << 40), beyond=st.integers(1, 1 << 50), memory=st.integers(0, GIB))
+def test_a_part_of_a_write_has_the_packs_of_the_whole(total: int, beyond: int, memory: int) -> None:
+    """As large as those of the whole write, the first one too: others are on their way already."""
+    size = CAPABILITIES.pack_bytes
+    capabilities = _capabilities(pack_bytes=size, part_bytes=size)
+    whole = total + beyond
+    part = plan_packs(
+        total, capabilities, threads=2, memory_bytes=memory, at_once=3, whole_bytes=whole
+    )
+    alone = plan_packs(whole, capabilities, threads=2, memory_bytes=memory, at_once=3)
+    assert part.closed_at(0) == part.closed_at(9) == alone.most_bytes
+    assert part.at_once == alone.at_once <= 3
 
 
 def test_a_save_sends_its_first_pack_before_the_last_is_filled() -> None:
@@ -36,8 +83,10 @@ def test_a_save_sends_its_first_pack_before_the_last_is_filled() -> None:
     with ckptstore.open("memory://sizes", create=True, codec="raw") as store:
         store.run("r").save(state, step=1)
         sizes = [info.size_bytes for info in backend.list("packs/")]
-        assert len(sizes) >= 4
-        assert max(sizes) < limits.PACK_BYTES_MIN + 2 * limits.CHUNK_BYTES_DEFAULT
+        assert len(sizes) >= 6
+        spare = 2 * limits.CHUNK_BYTES_DEFAULT
+        assert max(sizes) < limits.PACK_BYTES_MIN + spare
+        assert sum(size < limits.PACK_BYTES_FIRST + spare for size in sizes) >= 2
         loaded = store.load("r@1")
     assert all(torch.equal(loaded[name], state[name]) for name in state)
 

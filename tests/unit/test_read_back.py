@@ -30,6 +30,7 @@ from ckptstore.format.pack import IndexRow
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects import read_back
 from ckptstore.objects.copying import copy_chunks
+from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.read_back import ReadBack
 from ckptstore.objects.reader import Want
@@ -191,7 +192,8 @@ def test_an_abort_ends_what_is_still_read() -> None:
             go_on()
 
     target = MemoryBackend(f"read-back/{SYSTEM.random_hex(8)}")
-    sink = PackSink(target, SYSTEM, streams=1, packs_max=2, pack_bytes=1, after=read_for_ever)
+    plan = PackPlan(streams=1, at_once=2, first_bytes=1, most_bytes=1)
+    sink = PackSink(target, SYSTEM, plan, after=read_for_ever)
     raw = memoryview(bytes(range(256)))
     sink.append(0, encode(raw, Layout.BYTES, "raw"), blake3_digest(raw), len(raw))
     assert started.wait(60)
