@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.base import CodecError
@@ -35,6 +36,8 @@ __all__ = ["ChunkRead", "Span", "Want", "plan_spans", "read_pieces"]
 
 FailureCallback = Callable[[Want, CkptStoreError], None]
 """Told of each piece that cannot be had; may be called from several threads, one at a time."""
+_ReadBase: TypeAlias = "tuple[int, ChunkHeader, memoryview]"
+"""What deltas refer to, not decoded yet: its row, the header of its chunk, the stored bytes."""
 
 
 def read_pieces(
@@ -161,7 +164,7 @@ class _Reading:
         self,
         span: Span,
         chunk: ChunkRead,
-        base: tuple[int, ChunkHeader, memoryview],
+        base: _ReadBase,
         deltas: list[_Delta],
         scratch: _Scratch,
     ) -> None:
@@ -184,30 +187,37 @@ class _Reading:
             piece = slab[inner : inner + size]
             target = piece if out is None else out
             try:
-                try:
-                    _decode(
-                        delta.header, delta.body, target, BaseData(piece_id=base_id, data=piece)
-                    )
-                    self._check(first, target)
-                except CorruptObjectError:  # whose fault is it?
-                    _decode(header, body, whole := scratch.slab(chunk.raw_bytes))
-                    if blake3_digest(whole[inner : inner + size]) != base_id:
-                        wrong = _broken("content does not match its chunk id")
-                        self._base_lost(span, chunk.offset, [delta], wrong)
-                        continue
-                    raise
+                data = BaseData(piece_id=base_id, data=piece)
+                _decode(delta.header, delta.body, target, data)
+                self._check(first, target)
             except CorruptObjectError as error:
-                self._failed(delta.pack, delta.chunk, error)
+                if self._is_sound(chunk, base, scratch):
+                    self._failed(delta.pack, delta.chunk, error)
+                else:
+                    self._base_lost(span, chunk.offset, [delta], _unlike_its_id())
                 continue
-            for want in delta.chunk.wants[1:]:
-                if self._piece(want.row) != self._piece(first.row):
-                    wrong = _broken("content does not match its chunk id")
-                    self._failed(delta.pack, delta.chunk, wrong, only=want)
-                    continue
-                if want.out is not None:
-                    want.out[:] = target
-                for take in want.then:
-                    take(target)
+            self._hand_on(delta, target)
+
+    def _is_sound(self, chunk: ChunkRead, base: _ReadBase, scratch: _Scratch) -> bool:
+        """Say whether what a delta refers to is what its id says; nobody has looked at that yet."""
+        row, header, body = base
+        whole = scratch.slab(chunk.raw_bytes)
+        _decode(header, body, whole)
+        inner = int(self.table.inner[row])
+        base_id, size = self._piece(row)
+        return blake3_digest(whole[inner : inner + size]) == base_id
+
+    def _hand_on(self, delta: _Delta, piece: memoryview) -> None:
+        """Give a piece that was decoded and checked to the others who want the same."""
+        first = delta.chunk.wants[0]
+        for want in delta.chunk.wants[1:]:
+            if self._piece(want.row) != self._piece(first.row):
+                self._failed(delta.pack, delta.chunk, _unlike_its_id(), only=want)
+                continue
+            if want.out is not None:
+                want.out[:] = piece
+            for take in want.then:
+                take(piece)
 
     def _base_lost(
         self, span: Span, offset: int, deltas: list[_Delta], error: CkptStoreError
@@ -289,7 +299,7 @@ class _Reading:
 
     def _check(self, want: Want, piece: memoryview) -> None:
         if blake3_digest(piece) != self.table.ids[want.row].tobytes():
-            raise _broken("content does not match its chunk id")
+            raise _unlike_its_id()
         for take in want.then:
             take(piece)
 
@@ -380,3 +390,7 @@ def _decode(
 def _broken(what: str) -> CorruptObjectError:
     """Return the error of a chunk; whoever reports it says which."""
     return CorruptObjectError(what)
+
+
+def _unlike_its_id() -> CorruptObjectError:
+    return _broken("content does not match its chunk id")

@@ -39,14 +39,9 @@ from ckptstore.repo import Repo
 from ckptstore.store import Store
 from ckptstore.tensors.memory import dtype_text
 
-__all__ = ["METADATA_FILE", "import_directory", "is_directory_of_dcp"]
+__all__ = ["METADATA_FILE", "import_directory"]
 
 METADATA_FILE: Final = ".metadata"
-
-
-def is_directory_of_dcp(path: str | os.PathLike[str]) -> bool:
-    """Return whether torch.distributed.checkpoint wrote this directory, by its looks."""
-    return (Path(path) / METADATA_FILE).is_file()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
