@@ -40,10 +40,12 @@ PACKS_OF_A_WRITE: Final = 12
 PACK_BYTES_MIN: Final = 16 * MIB
 # There, the first pack of a stream is this small, each next one twice as large. Source: as above.
 PACK_BYTES_FIRST: Final = 8 * MIB
-# There, packs are no larger than lets so many of them be in memory. Source: docs/design/0014.
+# There, no more are unfinished at once, and none is larger than lets so many of them be in memory.
+# Source: docs/design/0014.
 PACKS_AT_ONCE: Final = 6
-# The same of chunks that are copied as they are: a pack is soon full, and copies are to have few.
-COPIED_PACKS_AT_ONCE: Final = 3
+# Packs of chunks that are copied as they are may be larger: so many are in memory. Source: as above;
+# such a pack is soon full, and copies are to have few.
+COPIED_PACKS_IN_MEMORY: Final = 3
 # Largest pack that a reader accepts. Source: 16x the largest default; far under S3's 5 GiB PUT.
 PACK_BYTES_MAX: Final = 4 * GIB
 
@@ -54,7 +56,7 @@ DERIVED_BYTES_MIN: Final = 1 * KIB
 # --- memory -----------------------------------------------------------------------------------
 
 # Host memory that one save or load may hold for chunks in flight. Source: a save may
-# take 400 MiB at its peak in all; leaves room for six packs of 38 MiB on object stores.
+# take 400 MiB at its peak in all; leaves room for six packs of 34 MiB on object stores.
 HOST_BYTES_DEFAULT: Final = 256 * MIB
 # Host memory that a store keeps between saves for the pieces that deltas refer to. Source: a store
 # that is used with codec delta may hold as much between saves as during one; what does not find
@@ -401,7 +403,7 @@ ENCRYPTED_HEADS_MAX: Final = 4096
 ENCRYPTED_BUFFERS_KEPT: Final = 4
 # Reads that hold encrypted bytes at once, beside the byte budget of loads: each a request and what
 # HEADER_READ_BYTES adds to it, 18 MiB on object stores. Source: HOST_BYTES_DEFAULT allows 8 threads
-# for requests of 16 MiB, which hold 138 MiB, and 16 for those of 8 MiB; more wait for their turn.
+# for requests of 16 MiB, which hold 134 MiB, and 16 for those of 8 MiB; more wait for their turn.
 ENCRYPTED_READS_MAX: Final = 16
 # How far into an object a first read begins at its header. Source: as much as a request's latency.
 HEADER_READ_BYTES: Final = 1 * MIB

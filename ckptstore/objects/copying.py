@@ -209,7 +209,7 @@ def copy_chunks(
         threads=threads,
         memory_bytes=options.host_bytes - threads * per_thread,
         beside_bytes=reading_back,
-        at_once=limits.COPIED_PACKS_AT_ONCE,
+        in_memory=limits.COPIED_PACKS_IN_MEMORY,
         whole_bytes=whole_bytes,
     )
     sink = PackSink(target, environment, plan, after=after)

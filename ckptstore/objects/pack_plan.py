@@ -45,8 +45,9 @@ def plan_packs(
     *,
     threads: int,
     memory_bytes: int,
+    chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
     beside_bytes: int = 0,
-    at_once: int = limits.PACKS_AT_ONCE,
+    in_memory: int = limits.PACKS_AT_ONCE,
     whole_bytes: int = 0,
 ) -> PackPlan:
     """Return how a write goes into packs.
@@ -60,10 +61,12 @@ def plan_packs(
     memory_bytes
         What all packs together may hold in host memory. One pack of ``PACK_BYTES_MIN`` is begun
         even if there is less.
+    chunk_bytes
+        Of the largest chunk: a pack is closed behind the one that fills it.
     beside_bytes
         What is held for a pack that is finished, instead of the pack: while it is read back.
-    at_once
-        How many are to find room in that memory where packs are collected there.
+    in_memory
+        How many of the largest are to find room in that memory, where packs are collected there.
     whole_bytes
         Of the write of which this is a part, if it is one: the size of its packs goes by that, and
         none is small to be the first, since other parts are on their way already.
@@ -71,13 +74,13 @@ def plan_packs(
     whole = capabilities.pack_bytes
     if capabilities.part_bytes < whole:  # bytes leave before their pack is full
         first = most = whole
-        held, at_once_max = capabilities.part_bytes, 2 * threads
+        held, unfinished = capabilities.part_bytes, 2 * threads
     else:
         wanted = max(total, whole_bytes) // limits.PACKS_OF_A_WRITE
-        wanted = min(wanted, memory_bytes // at_once)
-        most = min(whole, max(limits.PACK_BYTES_MIN, wanted))
+        fitting = memory_bytes // in_memory - chunk_bytes
+        most = min(whole, max(limits.PACK_BYTES_MIN, min(wanted, fitting)))
         first = most if whole_bytes else min(most, limits.PACK_BYTES_FIRST)
-        held, at_once_max = most, at_once
-    unfinished = max(1, min(at_once_max, memory_bytes // max(1, held, beside_bytes)))
+        held, unfinished = most + chunk_bytes, limits.PACKS_AT_ONCE
+    unfinished = max(1, min(unfinished, memory_bytes // max(1, held, beside_bytes)))
     streams = max(1, min(threads, unfinished, total // _STREAM_BYTES))
     return PackPlan(streams=streams, at_once=unfinished, first_bytes=first, most_bytes=most)

@@ -143,6 +143,7 @@ def _sink(
         backend.capabilities,
         threads=options.workers,
         memory_bytes=options.host_bytes - options.workers * 3 * chunk_bytes,
+        chunk_bytes=chunk_bytes,
     )
     return PackSink(backend, environment, plan)
 

@@ -41,8 +41,10 @@ def test_packs_in_memory_stay_between_their_bounds(
     assert plan.most_bytes >= min(whole, limits.PACK_BYTES_MIN)
     assert 1 <= plan.streams <= min(plan.at_once, threads)
     assert plan.at_once <= limits.PACKS_AT_ONCE
-    assert plan.at_once == 1 or plan.at_once * max(plan.most_bytes, beside) <= memory
-    if memory >= limits.PACKS_AT_ONCE * max(whole, limits.PACK_BYTES_MIN, beside):
+    held = max(plan.most_bytes + limits.CHUNK_BYTES_DEFAULT, beside)
+    assert plan.at_once == 1 or plan.at_once * held <= memory
+    enough = max(max(whole, limits.PACK_BYTES_MIN) + limits.CHUNK_BYTES_DEFAULT, beside)
+    if memory >= limits.PACKS_AT_ONCE * enough:
         assert plan.at_once == limits.PACKS_AT_ONCE
         if total >= whole * limits.PACKS_OF_A_WRITE:
             assert plan.most_bytes == whole
@@ -69,11 +71,11 @@ def test_a_part_of_a_write_has_the_packs_of_the_whole(total: int, beyond: int, m
     capabilities = _capabilities(pack_bytes=size, part_bytes=size)
     whole = total + beyond
     part = plan_packs(
-        total, capabilities, threads=2, memory_bytes=memory, at_once=3, whole_bytes=whole
+        total, capabilities, threads=2, memory_bytes=memory, in_memory=3, whole_bytes=whole
     )
-    alone = plan_packs(whole, capabilities, threads=2, memory_bytes=memory, at_once=3)
+    alone = plan_packs(whole, capabilities, threads=2, memory_bytes=memory, in_memory=3)
     assert part.closed_at(0) == part.closed_at(9) == alone.most_bytes
-    assert part.at_once == alone.at_once <= 3
+    assert part.at_once == alone.at_once <= limits.PACKS_AT_ONCE
 
 
 def test_a_save_sends_its_first_pack_before_the_last_is_filled() -> None:
