@@ -43,8 +43,8 @@ PACK_BYTES_FIRST: Final = 8 * MIB
 # There, no more are unfinished at once, and none is larger than lets so many of them be in memory.
 # Source: docs/design/0014.
 PACKS_AT_ONCE: Final = 6
-# Packs of chunks that are copied as they are may be larger: so many are in memory. Source: as above;
-# such a pack is soon full, and copies are to have few.
+# Packs of chunks that are copied as they are may be larger: so many are in memory. Source: as
+# above; such a pack is soon full, and copies are to have few.
 COPIED_PACKS_IN_MEMORY: Final = 3
 # Largest pack that a reader accepts. Source: 16x the largest default; far under S3's 5 GiB PUT.
 PACK_BYTES_MAX: Final = 4 * GIB
