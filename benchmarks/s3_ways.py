@@ -33,7 +33,7 @@ from ckptstore.objects.pack_plan import plan_packs
 
 __all__ = ["GETS", "PUTS", "Plain", "Way", "count_bytes", "make_ways", "plain_ways"]
 
-PUTS: Final = 4
+PUTS: Final = limits.PACKS_AT_ONCE
 """Packs in flight of a save with two workers and the default ``host_bytes``."""
 GETS: Final = 8
 """Ranges in flight of a load with the default ``host_bytes``."""
