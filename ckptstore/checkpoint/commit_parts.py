@@ -12,16 +12,13 @@ import numpy as np
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.assemble import RankPart, assemble
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.checkpoint.request import WriteRequest, save_ops
 from ckptstore.checkpoint.sizes import role_bytes
 from ckptstore.errors import CondemnedError
-from ckptstore.format import manifest as manifests
-from ckptstore.format.commit import ManifestPointer, Op
-from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.commit import Op
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, Pattern
-from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.objects.writer import Written
 from ckptstore.repo import Repo
@@ -63,15 +60,11 @@ def commit_parts(
     manifest, written = assemble(
         parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
     )
-    data = manifests.encode(manifest)
-    pointer = ManifestPointer(
-        key=manifest_key(version), stored_bytes=len(data), digest=blake3_hex(data)
-    )
-    repo.backend.put(pointer.key, data)
+    pointer = put_manifest(repo, manifest, name=version)
     sizes = role_bytes(manifest.tensors, [written])
     said = _receipt(parts, written, manifest, receipt or {})
     content = content_digest(manifest)
-    relies_on = (pointer.key, *(pack_key(pack) for pack in manifest.pieces.packs))
+    needed = relied_on(pointer, manifest)
 
     def build(now: Catalog) -> list[Op]:
         """Return the operations of the commit that follows a catalog."""
@@ -84,7 +77,7 @@ def commit_parts(
             content=content,
             roles=sizes,
             receipt=said,
-            relies_on=relies_on,
+            relies_on=needed,
         )
 
     _append(repo, build)

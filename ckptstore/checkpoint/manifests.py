@@ -1,4 +1,4 @@
-"""Manifests of one store, checked when read; the last few are kept."""
+"""Manifests of one store: written, and read with every check; the last few are kept."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CorruptObjectError, ObjectNotFoundError, VersionNotFoundError
 from ckptstore.format import manifest as manifests
+from ckptstore.format.fields import ManifestPointer
+from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.objects.deltas import Keyframes
 from ckptstore.repo import Repo
 
-__all__ = ["Manifests", "read_manifest"]
+__all__ = ["Manifests", "put_manifest", "read_manifest", "relied_on"]
 
 # Manifests kept in memory. Source: a run needs its head (to share with) and what it loads; one of
 # 1 TB takes some 16 MB.
@@ -89,6 +91,30 @@ class Manifests:
         """Return the tensors of a version that this process has proved to be another one."""
         with self._lock:
             return self._proved.get(version.manifest_digest, frozenset())
+
+
+def put_manifest(repo: Repo, manifest: Manifest, *, name: str = "") -> ManifestPointer:
+    """Write a manifest, durable on return; return where it lies, for the commit that names it.
+
+    Parameters
+    ----------
+    name
+        32 hex digits that no manifest of the store has had; empty draws them.
+
+    Raises
+    ------
+    StorageError
+        It could not be written.
+    """
+    data = manifests.encode(manifest)
+    key = manifest_key(name or repo.environment.random_hex(16))
+    repo.backend.put(key, data)
+    return ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
+
+
+def relied_on(pointer: ManifestPointer, manifest: Manifest) -> tuple[str, ...]:
+    """Return the keys of what must be there when a commit names a manifest: itself, its packs."""
+    return (pointer.key, *map(pack_key, manifest.pieces.packs))
 
 
 def read_manifest(backend: Backend, version: Version) -> Manifest:

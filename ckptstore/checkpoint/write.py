@@ -16,7 +16,7 @@ from ckptstore.checkpoint import pacing
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.encode import Draft, EncodedDraft, encode_draft
 from ckptstore.checkpoint.kept import noting
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, put_manifest
 from ckptstore.checkpoint.older import ancestors, older_of
 from ckptstore.checkpoint.request import WriteRequest, check_wishes, save_ops
 from ckptstore.checkpoint.sizes import role_bytes
@@ -25,9 +25,8 @@ from ckptstore.config import Options
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.commit import ManifestPointer, Op
-from ckptstore.format.keys import manifest_key, pack_key
-from ckptstore.format.manifest import Manifest, PieceTable, encode
-from ckptstore.hashing import blake3_hex
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.deltas import Deltas, Keyframes, Older
 from ckptstore.objects.index import KnownPieces
@@ -301,10 +300,7 @@ class _Saving:
             first=written.first,
             pieces=written.table,
         )
-        data = encode(manifest)
-        key = manifest_key(name)
-        self.repo.backend.put(key, data)
-        return manifest, ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
+        return manifest, put_manifest(self.repo, manifest, name=name)
 
     def _count(self, roles: Mapping[str, RoleBytes]) -> None:
         """Note the bytes of all roles."""

@@ -13,9 +13,9 @@ from typing import Annotated, Final, Literal
 import msgspec
 
 from ckptstore import limits
-from ckptstore.errors import CorruptObjectError, FormatError, LimitError, UnsupportedFeatureError
+from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.fields import Id
-from ckptstore.format.framing import decode_envelope, encode_envelope
+from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
 
 __all__ = [
     "FEATURE",
@@ -123,7 +123,9 @@ def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
     try:
         record = _DECODER.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        _check_newer(raw, where)
+        check_kind_and_format(
+            raw, magic=_MAGIC, format_max=FORMAT, where=where, unlike="is no record of keys"
+        )
         msg = f"{where} is no record of keys: {error}"
         raise CorruptObjectError(msg) from error
     wants_seal = record.format > 1
@@ -133,20 +135,6 @@ def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
         msg = f"{where} has format {record.format}, and a seal that does not go with it"
         raise CorruptObjectError(msg)
     return record
-
-
-def _check_newer(raw: bytes, where: str) -> None:
-    try:
-        loose = msgspec.json.decode(raw)
-        magic, version = loose["magic"], loose["format"]
-    except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
-        return
-    if magic != _MAGIC:
-        msg = f"{where} is no record of keys: its magic is {str(magic)[:40]!r}"
-        raise FormatError(msg)
-    if isinstance(version, int) and version > FORMAT:
-        msg = f"{where} has format {version}; this version reads up to {FORMAT}"
-        raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
 
 
 def wrapping_context(record: KeyRecord, key_id: str, *, sealed: bool) -> bytes:

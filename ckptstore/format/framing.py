@@ -25,14 +25,16 @@ from __future__ import annotations
 import struct
 from typing import Final
 
+import msgspec
 import zstandard
 
 from ckptstore import limits
-from ckptstore.errors import CorruptObjectError, LimitError, UnsupportedFeatureError
+from ckptstore.errors import CorruptObjectError, FormatError, LimitError, UnsupportedFeatureError
 from ckptstore.hashing import DIGEST_HEX_CHARS, Buffer, blake3_digest, blake3_hex
 
 __all__ = [
     "FRAME_HEADER_BYTES",
+    "check_kind_and_format",
     "decode_envelope",
     "decode_frame",
     "encode_envelope",
@@ -91,6 +93,38 @@ def decode_envelope(data: bytes, *, where: str) -> tuple[bytes, str]:
         msg = f"{where} does not match its digest: it says {said[:64]!r}, its body has {digest}"
         raise CorruptObjectError(msg)
     return body, digest
+
+
+def check_kind_and_format(
+    body: bytes, *, magic: str, format_max: int, where: str, unlike: str
+) -> None:
+    """Tell, of a body that is not as it should be, what is no damage; return where it is.
+
+    Parameters
+    ----------
+    body
+        JSON text out of an envelope, with fields ``magic`` and ``format``.
+    unlike
+        What to say of one with another magic, such as ``is no superblock``.
+
+    Raises
+    ------
+    FormatError
+        It is a record of another kind.
+    UnsupportedFeatureError
+        A newer version made it.
+    """
+    try:
+        loose = msgspec.json.decode(body)
+        found, version = loose["magic"], loose["format"]
+    except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
+        return
+    if found != magic:
+        msg = f"{where} {unlike}: its magic is {str(found)[:40]!r}"
+        raise FormatError(msg)
+    if isinstance(version, int) and version > format_max:
+        msg = f"{where} has format {version}; this version reads up to {format_max}"
+        raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")
 
 
 def encode_frame(

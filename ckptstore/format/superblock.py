@@ -19,7 +19,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.encryption import FEATURE, Encryption
 from ckptstore.format.fields import Id
-from ckptstore.format.framing import decode_envelope, encode_envelope
+from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
 
 __all__ = [
     "FEATURES_KNOWN",
@@ -107,7 +107,9 @@ def decode_superblock(data: bytes, *, where: str) -> Superblock:
     try:
         superblock = _DECODER.decode(raw)
     except (msgspec.DecodeError, RecursionError, UnicodeError) as error:
-        _check_newer(raw, where)
+        check_kind_and_format(
+            raw, magic=MAGIC, format_max=FORMAT, where=where, unlike="is not a store of ckptstore"
+        )
         msg = f"{where} is not a superblock: {error}"
         raise CorruptObjectError(msg) from error
     unknown = sorted({*superblock.features} - FEATURES_KNOWN)
@@ -118,18 +120,3 @@ def decode_superblock(data: bytes, *, where: str) -> Superblock:
         msg = f"{where} contradicts itself about {FEATURE}"
         raise CorruptObjectError(msg)
     return superblock
-
-
-def _check_newer(raw: bytes, where: str) -> None:
-    """Raise UnsupportedFeatureError if a newer version wrote this body."""
-    try:
-        loose = msgspec.json.decode(raw)
-        magic, version = loose["magic"], loose["format"]
-    except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
-        return
-    if magic != MAGIC:
-        msg = f"{where} is not a store of ckptstore: its magic is {str(magic)[:40]!r}"
-        raise FormatError(msg)
-    if isinstance(version, int) and version > FORMAT:
-        msg = f"{where} has format {version}; this version reads up to {FORMAT}"
-        raise UnsupportedFeatureError(msg, hint="a newer ckptstore made it: upgrade")

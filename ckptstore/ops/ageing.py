@@ -21,15 +21,11 @@ from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.catalog.pin_changes import pinned_error
 from ckptstore.catalog.retention import reclaimable
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
-from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
-from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.lifecycle import Level
 from ckptstore.format.manifest import PieceTable
-from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.ops.lowering import Lowered, Target, lower, weigh
 from ckptstore.ops.remove import Removal
@@ -228,10 +224,7 @@ def prepare(
         msg = f"a version does not age to {target.level!r}"
         raise InvalidInputError(msg, hint=", ".join(reversed(LEVELS[:-1])))
     lowered = lower(repo, cache, version, target, recent)
-    data = manifests.encode(lowered.manifest)
-    key = manifest_key(repo.environment.random_hex(16))
-    repo.backend.put(key, data)
-    pointer = ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
+    pointer = put_manifest(repo, lowered.manifest)
     move = Move(
         version=version.id,
         based_on=version.manifest_digest,
@@ -239,7 +232,7 @@ def prepare(
         manifest=pointer,
         content=content_digest(lowered.manifest),
         roles=lowered.roles,
-        relies_on=(key, *map(pack_key, lowered.manifest.pieces.packs)),
+        relies_on=relied_on(pointer, lowered.manifest),
     )
     warn(version, lowered.rounding)
     return Prepared(move=move, lowered=lowered)

@@ -6,7 +6,7 @@ store, or of what only a replica has, the chunks that are missing travel as they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,18 +14,16 @@ from ckptstore import limits
 from ckptstore.catalog import changes, lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.checkpoint.request import NOWHERE
 from ckptstore.checkpoint.selection import Selection, logical_roles, select
 from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.errors import CondemnedError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import manifest_key, pack_id, pack_key
+from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
-from ckptstore.hashing import blake3_hex
 from ckptstore.model import RoleBytes, Version
 from ckptstore.ops.fallthrough import Found
 from ckptstore.ops.transplant import ORIGIN_KEY, Landed, transplant
@@ -100,7 +98,7 @@ def fork(
             manifest, build.roles = landed.manifest, landed.roles
         build.manifest = manifest
         build.content = content_digest(manifest)
-        build.pointer = _write(repo, manifest, name)
+        build.pointer = put_manifest(repo, manifest, name=name)
         try:
             repo.log.append(build)
         except CondemnedError as error:
@@ -142,7 +140,7 @@ class _Forking:
             metrics={},
             metadata=self.request.metadata,
             directions=self.request.directions,
-            relies_on=_needs(self.pointer, manifest) if manifest is not None else (),
+            relies_on=relied_on(self.pointer, manifest) if manifest is not None else (),
         )
 
 
@@ -190,7 +188,7 @@ def fork_into(
         plan.manifest, plan.roles = landed.manifest, landed.roles
         plan.receipt = landed.receipt
         plan.content = content_digest(landed.manifest)
-        plan.pointer = _write(target, landed.manifest, name)
+        plan.pointer = put_manifest(target, landed.manifest, name=name)
         try:
             target.log.append(plan)
         except CondemnedError as error:
@@ -258,7 +256,7 @@ class _Landing:
             metadata=self.metadata,
             roles=self.roles,
             receipt=self.receipt,
-            relies_on=_needs(self.pointer, manifest) if manifest is not None else (),
+            relies_on=relied_on(self.pointer, manifest) if manifest is not None else (),
         )
 
 
@@ -284,10 +282,6 @@ def _bring(
         )
 
 
-def _needs(pointer: ManifestPointer, manifest: Manifest) -> Iterable[str]:
-    return (pointer.key, *map(pack_key, manifest.pieces.packs))
-
-
 def _origin(repo: Repo, source: Version) -> dict[str, object]:
     return {
         "store_id": repo.superblock.store_id,
@@ -303,10 +297,3 @@ def _check_whole(source: Version) -> None:
         msg = f"parts of {source.run}@{source.step} (#{source.id[:8]}) are lost"
         hint = "load what is intact (include=) and save it as a run of its own"
         raise CorruptObjectError(msg, hint=hint)
-
-
-def _write(repo: Repo, manifest: Manifest, name: str) -> ManifestPointer:
-    data = manifests.encode(manifest)
-    key = manifest_key(name)
-    repo.backend.put(key, data)
-    return ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))

@@ -18,17 +18,14 @@ from ckptstore.backends.base import ObjectInfo
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
-from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
-from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import manifest_key, pack_key
+from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
-from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.ops.at_once import at_once
 from ckptstore.ops.reach import ChunkTable, Reach, changed
@@ -287,10 +284,7 @@ def _moves(
 
 
 def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manifest]:
-    data = manifests.encode(manifest)
-    key = manifest_key(repo.environment.random_hex(16))
-    repo.backend.put(key, data)
-    pointer = ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
+    pointer = put_manifest(repo, manifest)
     move = Move(
         version=version.id,
         based_on=version.manifest_digest,
@@ -298,7 +292,7 @@ def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manif
         manifest=pointer,
         content=version.content,
         roles=version.roles,
-        relies_on=(key, *map(pack_key, manifest.pieces.packs)),
+        relies_on=relied_on(pointer, manifest),
     )
     return move, manifest
 

@@ -16,14 +16,12 @@ from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format import manifest as manifests
-from ckptstore.format.commit import ManifestPointer, Op
-from ckptstore.format.keys import manifest_key, pack_id, pack_key
+from ckptstore.format.commit import Op
+from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
-from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.ops.mend_log import mend_log, mend_snapshots
 from ckptstore.ops.rebuild import Rescue, replaced
@@ -247,19 +245,17 @@ class _Repair:
             first=old.first,
             pieces=replaced(table, old.first[-1], places),
         )
-        data = manifests.encode(manifest)
         # A name of its own: that of the manifest that is lost may be taken by what is left of it.
-        key = manifest_key(self.repo.environment.random_hex(16))
-        self.repo.backend.put(key, data)
+        pointer = put_manifest(self.repo, manifest)
         version = item.version
         return Move(
             version=version.id,
             based_on=version.manifest_digest,
             level=version.level,
-            manifest=ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data)),
+            manifest=pointer,
             content=version.content,
             roles=version.roles,
-            relies_on=(key, *map(pack_key, manifest.pieces.packs)),
+            relies_on=relied_on(pointer, manifest),
         )
 
     def _account(self, item: Item) -> None:

@@ -15,6 +15,7 @@ from ckptstore import limits
 from ckptstore.catalog import replica_changes
 from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY, Arrival
 from ckptstore.checkpoint.content import content_digest, read_content
+from ckptstore.checkpoint.manifests import put_manifest, relied_on
 from ckptstore.checkpoint.thawing import naming_cold
 from ckptstore.errors import (
     ColdObjectError,
@@ -25,10 +26,7 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format import manifest as manifests
-from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import manifest_key, pack_key
-from ckptstore.hashing import blake3_hex
+from ckptstore.format.keys import pack_key
 from ckptstore.model import Version
 from ckptstore.objects.read_back import altered
 from ckptstore.objects.reader import Want, read_pieces
@@ -192,14 +190,12 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
     Not if another brought it, or the target deleted it, meanwhile.
     """
     target, source = sides.target, sides.source
-    data = manifests.encode(landed.manifest)
-    key = manifest_key(target.environment.random_hex(16))
-    target.backend.put(key, data)
+    pointer = put_manifest(target, landed.manifest)
     arrival = Arrival(
-        manifest=ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data)),
+        manifest=pointer,
         roles=landed.roles,
         receipt=landed.receipt,
-        relies_on=(key, *map(pack_key, landed.manifest.pieces.packs)),
+        relies_on=relied_on(pointer, landed.manifest),
     )
     commit = target.log.append_any(
         lambda now: replica_changes.arrive(

@@ -15,14 +15,10 @@ from dataclasses import dataclass, field
 from ckptstore.catalog import replica_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_changes import Arrival
-from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.errors import CkptStoreError
-from ckptstore.format import manifest as manifests
 from ckptstore.format.commit import Op
-from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.lifecycle import Quarantine
-from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.ops.remove import undelete
 from ckptstore.ops.replicate_report import Failure
@@ -109,14 +105,12 @@ class SecondLook:
             The storage failed.
         """
         manifest = self.cache.load(version)
-        data = manifests.encode(manifest)
-        key = manifest_key(self.here.environment.random_hex(16))
-        self.here.backend.put(key, data)
+        pointer = put_manifest(self.here, manifest)
         arrival = Arrival(
-            manifest=ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data)),
+            manifest=pointer,
             roles=version.roles,
             receipt=version.receipt,
-            relies_on=(key, *map(pack_key, manifest.pieces.packs)),
+            relies_on=relied_on(pointer, manifest),
         )
         store = self.here.superblock.store_id
 
