@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.catalog import changes
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from ckptstore.encodings.rules import Encodings
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
+    from ckptstore.ops.fallthrough import Found
+    from ckptstore.ops.fork import ForkRequest
     from ckptstore.repo import Repo
     from ckptstore.saver.saver import Saver
     from ckptstore.store.writeback import WriteBack
@@ -226,7 +227,7 @@ class Store(
             It could not be committed.
         """
         from ckptstore.checkpoint.selection import Selection
-        from ckptstore.ops.fork import ForkRequest, fork, fork_into
+        from ckptstore.ops.fork import ForkRequest
 
         request = ForkRequest(
             run=new_run,
@@ -236,13 +237,22 @@ class Store(
             progress=progress,
         )
         source = self.resolve(ref)
-        here = self._repo, self._manifests
         target = self if store is None or store._repo is self._repo else store
-        there = target._repo, target._manifests
-        begin = partial(fork, *here) if target is self else partial(fork_into, *there, *here)
-        self._lent(source, lambda lender: begin(source, request, lender=lender))
+        self._lent(source, lambda lender: self._fork_to(target, source, request, lender))
         restarts.chosen(target._repo, new_run)
         return target.run(new_run)
+
+    def _fork_to(
+        self, target: Store, source: Version, request: ForkRequest, lender: Found | None
+    ) -> Version:
+        """Begin a run in this store or another; return its first version."""
+        from ckptstore.ops.fork import fork, fork_into
+
+        here = self._repo, self._manifests
+        if target is self:
+            return fork(*here, source, request, lender=lender)
+        there = target._repo, target._manifests
+        return fork_into(*there, *here, source, request, lender=lender)
 
     def rollback(self, ref: str, *, reason: str = "") -> Version:
         """Make a version the head of its run again; return it. See :meth:`Run.rollback`."""
