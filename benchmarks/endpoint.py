@@ -109,7 +109,7 @@ class Bucket:
             batch = {"Objects": keys[begin : begin + 1000]}
             self.client.delete_objects(Bucket=self.name, Delete=batch)
         if keys and (lab := os.environ.get(_LAB)):
-            command = [_CEPH, "collect"]
+            command = [str(_CEPH), "collect"]
             there = {**os.environ, "LAB": lab}
             subprocess.run(command, env=there, check=True, capture_output=True)
 
