@@ -125,6 +125,7 @@ class S3Backend(Backend):
         """Return a whole object."""
 
         def accept(answer: Mapping[str, Any]) -> None:
+            """Refuse what is too large before any of it is received."""
             size: int = answer["ContentLength"]
             if size > bytes_max:
                 msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
@@ -141,6 +142,7 @@ class S3Backend(Backend):
             return
 
         def accept(answer: Mapping[str, Any]) -> None:
+            """Refuse an answer that is not the range."""
             if not answer.get("ContentRange", "").startswith(f"bytes {offset}-"):
                 msg = f"get {key}: the storage ignores ranges"
                 raise StorageError(msg)

@@ -104,6 +104,7 @@ class S3ColdStorage:
         what = f"move {key} to {name}"
 
         def copy(calls: S3Calls) -> bool:
+            """Return False if the object was replaced since it was looked at."""
             try:
                 calls.call("copy_object", request)
             except Exception as error:
@@ -134,6 +135,7 @@ class S3ColdStorage:
         request = self._object(key) | {"RestoreRequest": wanted}
 
         def ask(calls: S3Calls) -> bool:
+            """Return False if it is on its way already."""
             try:
                 calls.call("restore_object", request)
             except Exception as error:
