@@ -88,8 +88,10 @@ def make_key_file(path: str | os.PathLike[str]) -> UserKey:
     """
     where = Path(path)
     material = secrets.token_bytes(KEY_BYTES)
+    made = False
     try:
         descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        made = True
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(descriptor, 0o600)  # whatever the umask says
             file.write(material.hex().encode() + b"\n")
@@ -104,6 +106,9 @@ def make_key_file(path: str | os.PathLike[str]) -> UserKey:
         msg = f"{str(where)!r} is there already, and a key is never overwritten"
         raise EncryptionKeyError(msg, hint="name another file") from error
     except OSError as error:
+        if made:  # what is there is no key, and would be in the way of the next try
+            with contextlib.suppress(OSError):
+                where.unlink()
         msg = f"the key file {str(where)!r} cannot be written: {error.strerror}"
         raise EncryptionKeyError(msg) from error
     return UserKey(material)
@@ -119,7 +124,8 @@ def _from_file(text: str) -> bytes:
     except (OSError, ValueError, RuntimeError) as error:  # the last two: no path, no such home
         why = error.strerror if isinstance(error, OSError) else str(error)
         msg = f"the key file {str(path)!r} cannot be read: {why}"
-        raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one") from error
+        hint = "name the file that holds the key; for a new store ckptstore key new FILE makes one"
+        raise EncryptionKeyError(msg, hint=hint) from error
     if stat.S_ISREG(mode) and mode & 0o077:
         _log.warning("the key file %s can be read or changed by others: chmod 600 %s", path, path)
     return data

@@ -10,7 +10,7 @@ from ckptstore.cli.output import SCHEMA, write_document
 from ckptstore.cli.text import printable
 from ckptstore.errors import CkptStoreError
 
-__all__ = ["EXIT_CODES", "EXIT_INTERRUPTED", "EXIT_PIPE", "report"]
+__all__ = ["EXIT_CODES", "EXIT_INTERRUPTED", "EXIT_PIPE", "report", "unwritable"]
 
 EXIT_INTERRUPTED = errors.OperationCancelledError.exit_code
 EXIT_PIPE = 141
@@ -44,6 +44,13 @@ def report(error: CkptStoreError, *, as_json: bool) -> int:
     return error.exit_code
 
 
+def unwritable(why: str) -> int:
+    """Say that stdout cannot be written to, and return the exit code."""
+    hint = "free space where it goes; what the command was to do is done"
+    write_error(f"the output cannot be written: {why}", hint)
+    return errors.StorageError.exit_code
+
+
 def write_error(message: str, hint: str = "") -> None:
     """Print a message, and a hint below it, to stderr; red on a terminal."""
     label, dim = "error:", "hint:"
@@ -70,4 +77,10 @@ def write_error_document(kind: str, message: str, hint: str, exit_code: int) -> 
         "hint": printable(hint),
         "exit_code": exit_code,
     }
-    write_document({"schema": SCHEMA, "error": error})
+    try:
+        write_document({"schema": SCHEMA, "error": error})
+    except BrokenPipeError:
+        raise
+    except OSError:
+        # The error itself stands on stderr, and its exit code is what counts.
+        return

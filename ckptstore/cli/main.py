@@ -23,11 +23,12 @@ from ckptstore.cli.failures import (
     EXIT_INTERRUPTED,
     EXIT_PIPE,
     report,
+    unwritable,
     write_error,
     write_error_document,
 )
 from ckptstore.cli.groups import flattened
-from ckptstore.cli.output import Pipe
+from ckptstore.cli.output import Pipe, Unwritable
 from ckptstore.errors import CkptStoreError, InvalidInputError
 
 __all__ = ["COMMANDS", "build_app", "main", "run"]
@@ -124,6 +125,8 @@ def run(arguments: Sequence[str]) -> int:
         return _run(arguments)
     except (Pipe, BrokenPipeError):
         return EXIT_PIPE
+    except Unwritable as error:
+        return unwritable(str(error))
     except SystemExit as error:
         # rich and Typer exit with 1 where stdout is closed; with 0 after a shell's completion.
         if error.code != 1:
@@ -141,7 +144,7 @@ def _run(arguments: Sequence[str]) -> int:
         )
     except CkptStoreError as error:
         return report(error, as_json=as_json)
-    except (Pipe, BrokenPipeError):
+    except (Pipe, Unwritable, BrokenPipeError):
         raise
     except (KeyboardInterrupt, typer.Abort):
         code = EXIT_INTERRUPTED
@@ -190,6 +193,9 @@ def main() -> None:
     # Imports and rows are many objects that stay: to look through them again and again takes a
     # tenth of a second of each command. What long commands leave behind is still collected.
     gc.set_threshold(_GC_OBJECTS, *gc.get_threshold()[1:])
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this: nobody wants to read it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115, PTH123 - for good
     # A name that the terminal's encoding has no character for is escaped, not an error.
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
@@ -198,9 +204,13 @@ def main() -> None:
     code = run(sys.argv[1:])
     try:
         sys.stdout.flush()
+        lost = code == EXIT_PIPE
     except BrokenPipeError:
-        code = EXIT_PIPE
-    if code == EXIT_PIPE:
+        code, lost = EXIT_PIPE, True
+    except OSError as error:
+        # Told already if that is what the command ended with.
+        code, lost = code or unwritable(error.strerror or str(error)), True
+    if lost:
         # Python flushes stdout once more when it exits: let that go nowhere, in silence.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)

@@ -15,12 +15,13 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from ckptstore.cli.text import printable
+from ckptstore.errors import CkptStoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["Column", "Output", "Pipe", "Screen", "encode_document", "terminal"]
+__all__ = ["Column", "Output", "Pipe", "Screen", "Unwritable", "encode_document", "terminal"]
 
 SCHEMA = 1
 """Version of the JSON documents; rises only when the meaning of a field changes."""
@@ -33,6 +34,10 @@ _WIDTH_UNBOUNDED = 10_000
 
 class Pipe(Exception):
     """Whoever reads stdout has gone away: not an error, they have seen enough."""
+
+
+class Unwritable(Exception):
+    """What stdout goes to takes no more: a file on a full disk, say."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +152,8 @@ class Output:
         ------
         Pipe
             The reader has gone away.
+        Unwritable
+            stdout cannot be written to.
         """
         try:
             if self.as_json:
@@ -157,6 +164,10 @@ class Output:
             sys.stdout.flush()
         except BrokenPipeError as error:
             raise Pipe from error
+        except CkptStoreError:
+            raise
+        except OSError as error:
+            raise Unwritable(error.strerror or str(error)) from error
         if screen.left_out:
             named = ", ".join(dict.fromkeys(screen.left_out))
             self.note(f"no room for {named}: use a wider terminal, or a pipe")

@@ -64,12 +64,17 @@ def draw_repair(screen: Screen, report: RepairReport, superblock: SuperblockFind
             f"{counted(report.versions_readable, 'version')}; mend it before anything else",
             "bold red",
         )
-    elif report.lost:
+        return
+    if report.commits_lost:
+        screen.line(report.commits_lost, "bold red")
+    if report.lost:
         screen.line(f"something is lost of {counted(len(report.lost), 'version')}", "bold red")
         for cold in report.cold:
             what = f"{counted(cold.pieces_count, 'chunk')} of {cold.run}@{cold.step}"
             screen.line(f"{cold.url} has {what} in an archive class; then repair again:", "yellow")
             screen.line(f"  {cold.command}", "yellow")
+    elif report.commits_lost:
+        return
     elif superblock or report.problems or report.commits or report.snapshots:
         screen.line(
             "everything can be mended" if report.dry_run else "everything is mended", "green"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened_to_write, vouching
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text, version_text
 from ckptstore.model import Version
-from ckptstore.store.replicating import open_target_of
+from ckptstore.store.replicating import check_selection, open_target_of
 
 if TYPE_CHECKING:
     from ckptstore.ops.replicate import ReplicateReport
@@ -99,14 +100,16 @@ def replicate(
     output = options.output("replicate")
     rate = travel.bytes_per_s
     # What is noted in the source is worth less than the copy: a source may be read-only.
-    with (
-        opened_to_write(options, writing=not dry_run) as source,
-        vouching(),
-        open_target_of(
-            source, to, dry_run=dry_run, single_writer=options.single_writer, **target.given()
-        ) as other,
-    ):
+    with ExitStack() as stack:
+        source = stack.enter_context(opened_to_write(options, writing=not dry_run))
         named = [find_version(source, ref) for ref in refs or ()]
+        check_selection(source, runs=run, keep=keep or None)
+        stack.enter_context(vouching())
+        other = stack.enter_context(
+            open_target_of(
+                source, to, dry_run=dry_run, single_writer=options.single_writer, **target.given()
+            )
+        )
         with progress_bars(output) as progress:
             report = source.replicate(
                 other,

@@ -293,7 +293,13 @@ def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
             hint="if you trust it, load it in Python with weights_only=False and save the state",
         )
     text = str(error).strip().split("\n", 1)[0][:200]
-    return FormatError(f"{path} is not a sound file of torch.save: {text}")
+    if not isinstance(error, RuntimeError):  # of the others the text alone may say nothing: 101
+        text = f"torch.load raised {type(error).__name__} {text}".rstrip()
+    why = text if path.stat().st_size else "it is empty"
+    return FormatError(
+        f"{path} is not a sound file of torch.save: {why}",
+        hint="it may be cut short, or of another kind: copy it again, or see what wrote it",
+    )
 
 
 def _check_zip(path: Path) -> None:

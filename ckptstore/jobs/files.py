@@ -56,4 +56,5 @@ def replace_file(path: Path, data: bytes) -> None:
             raise
     except OSError as error:
         msg = f"{path} cannot be written: {error.strerror or error}"
-        raise StorageError(msg, hint="name a file in a folder that is there") from error
+        hint = "free space there, or name a file in a folder that can be written to"
+        raise StorageError(msg, hint=hint) from error

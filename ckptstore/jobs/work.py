@@ -117,6 +117,7 @@ def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]
                 **job.source.options,
             )
         )
+    _selected(source, job)  # a selection that names nothing is refused before a store is made
     with _told_which("target", job.target.url):
         target = stack.enter_context(
             open_target_of(
@@ -132,6 +133,13 @@ def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]
         msg = f"the source and the target of the job {job.name!r} are one store"
         raise ConflictError(msg, hint="name two stores, neither a copy of the other")
     return source, target
+
+
+def _selected(source: Store, job: Job) -> list[Version]:
+    """Return the versions that the file names, whatever their age."""
+    select = job.select
+    refs = [source.resolve(ref) for ref in select.refs]
+    return select_versions(source.repo, refs=refs, runs=select.runs, rules=select.keep)
 
 
 @contextmanager
@@ -201,13 +209,7 @@ class _Run:
 
     def selected(self) -> list[Version]:
         """Return the versions that the file names, whatever their age."""
-        select = self.job.select
-        return select_versions(
-            self.source.repo,
-            refs=[self.source.resolve(ref) for ref in select.refs],
-            runs=select.runs,
-            rules=select.keep,
-        )
+        return _selected(self.source, self.job)
 
     def chosen(
         self, versions: Sequence[Version], *, older_s: float, since_s: float | None = None

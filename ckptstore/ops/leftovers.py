@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.errors import CkptStoreError, StorageError
+from ckptstore.errors import CkptStoreError, CorruptObjectError, StorageError
 from ckptstore.format.keys import (
     COMMITS_PREFIX,
     MANIFESTS_PREFIX,
@@ -21,9 +21,10 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.model import Version
+from ckptstore.ops.lost_log import check_log_is_whole
 from ckptstore.ops.survey import Survey
 
-__all__ = ["Notice", "find_leftovers"]
+__all__ = ["Notice", "cut_short", "find_leftovers"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +62,16 @@ def find_leftovers(survey: Survey) -> tuple[Notice, ...]:
         for info in left
         if info.key not in named
     )
+
+
+def cut_short(survey: Survey, notices: Sequence[Notice]) -> CorruptObjectError | None:
+    """Return what is wrong if what lies in the store says that the log lost its end, or all."""
+    strays = [n.key for n in notices if n.kind == "orphan" and version_id_of(n.key) is not None]
+    try:
+        check_log_is_whole(survey.repo, survey.repo.catalog, strays)
+    except CorruptObjectError as error:
+        return error
+    return None
 
 
 def _of_the_log(key: str) -> bool:

@@ -70,7 +70,9 @@ def check_log_is_whole(
         what = f"{together} manifests are of versions that no commit names, with no commit between"
     msg = f"commits seem to be lost: {what}"
     raise CorruptObjectError(
-        msg, hint="restore commits/ from a replica or a backup before anything is collected"
+        msg,
+        hint="restore commits/ from a backup before anything is saved or collected; without one, "
+        "ckptstore replicate brings the versions from a replica",
     )
 
 

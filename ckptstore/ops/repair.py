@@ -23,6 +23,7 @@ from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.model import Version
+from ckptstore.ops.leftovers import cut_short, find_leftovers
 from ckptstore.ops.mend_log import mend_log, mend_snapshots
 from ckptstore.ops.rebuild import Rescue, replaced
 from ckptstore.ops.repair_items import Item, RowDtype, is_unlike, lost_of, needed
@@ -78,6 +79,9 @@ def repair(
     found = Sources(repo=repo, cache=cache, others=sources, survey=survey, rescue=rescue)
     work = _Repair(repo=repo, sources=found, survey=survey, rescue=rescue)
     work.look()
+    cut = cut_short(survey, find_leftovers(survey))
+    if cut is not None:
+        survey.found(cut, None)
     work.mend()
     quarantined = () if dry_run else work.quarantine()
     catalog = repo.catalog
@@ -86,6 +90,7 @@ def repair(
         commits=commits,
         commits_readable=catalog.number,
         versions_readable=catalog.versions_count,
+        commits_lost="" if cut is None else f"{cut.message}; {cut.hint}",
         snapshots=snapshots,
         problems=tuple(work.survey.problems),
         mended=tuple(work.mended),

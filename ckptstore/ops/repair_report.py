@@ -73,6 +73,9 @@ class RepairReport:
     """Number of the last commit up to which the log can be read now."""
     versions_readable: int
     """How many versions the log has up to there."""
+    commits_lost: str = ""
+    """What says that the log lost its last commits, or all, and what to do; empty if nothing does.
+    Nothing can bring them back from within the store, or from a store with another log."""
     snapshots: tuple[str, ...] = ()
     """Keys of catalog snapshots that were damaged; one was folded anew."""
     problems: tuple[Problem, ...] = ()
@@ -94,4 +97,8 @@ class RepairReport:
     @property
     def ok(self) -> bool:
         """Return whether nothing is lost."""
-        return not self.lost and all(commit.mended for commit in self.commits)
+        return (
+            not self.lost
+            and not self.commits_lost
+            and all(commit.mended for commit in self.commits)
+        )

@@ -25,10 +25,9 @@ from ckptstore.errors import (
     NotFoundError,
 )
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number, version_id_of
+from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
 from ckptstore.model import Version
-from ckptstore.ops.leftovers import Notice, find_leftovers
-from ckptstore.ops.lost_log import check_log_is_whole
+from ckptstore.ops.leftovers import Notice, cut_short, find_leftovers
 from ckptstore.ops.survey import Problem, Sample, Survey
 from ckptstore.ops.verify_state import VerifyState
 from ckptstore.ops.verify_tasks import check_spread
@@ -180,8 +179,8 @@ def _verify(
         versions = list(repo.catalog.versions())
     recorded = _check_versions(survey, versions, engine, record=record, resume=resume)
     notices = find_leftovers(survey) if everything else ()
-    if everything:
-        _check_ends(survey, notices)
+    if everything and (cut := cut_short(survey, notices)) is not None:
+        survey.found(cut, None)
     return VerifyReport(
         level="full" if survey.full else "records",
         versions_count=len(versions),
@@ -196,15 +195,6 @@ def _verify(
         cold_versions=tuple(v.id for v in versions if v.id in survey.cold_versions),
         sample=survey.sample,
     )
-
-
-def _check_ends(survey: Survey, notices: Sequence[Notice]) -> None:
-    """Report it if what lies in the store says that the log is cut short."""
-    strays = [n.key for n in notices if n.kind == "orphan" and version_id_of(n.key) is not None]
-    try:
-        check_log_is_whole(survey.repo, survey.repo.catalog, strays)
-    except CorruptObjectError as error:
-        survey.found(error, None)
 
 
 def _check_versions(

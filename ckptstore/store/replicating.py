@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptstore.ops.replicate import ReplicateReport
     from ckptstore.store.store import Store
 
-__all__ = ["Replicating", "open_target", "open_target_of"]
+__all__ = ["Replicating", "check_selection", "open_target", "open_target_of"]
 
 
 class Replicating:
@@ -212,6 +212,21 @@ def open_target(
             name = SYSTEM.random_hex(8)
             store = open_store(f"memory://stand-in-{name}", create=True, chunk_bytes=chunk_bytes)
         yield stack.enter_context(store)
+
+
+def check_selection(
+    source: Store, *, runs: Sequence[str] | None, keep: str | Sequence[str] | None
+) -> None:
+    """Refuse runs and rules that name nothing, before a store is made for what they name.
+
+    Raises
+    ------
+    RunNotFoundError, InvalidInputError
+        There is no such run; or a rule does not follow the grammar, or its metric no direction.
+    """
+    from ckptstore.ops.select_versions import select_versions
+
+    select_versions(source.repo, runs=runs or (), rules=keep)
 
 
 @contextmanager

@@ -81,6 +81,40 @@ def test_an_error_that_nobody_reads_is_no_defect(tmp_path: Path) -> None:
     assert b"Traceback" not in errors
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["ls"], 8), (["ls", "--json"], 8), (["show", "nope", "--json"], 3)],
+)
+def test_output_to_a_full_disk_is_an_error(history: Path, arguments: list[str], code: int) -> None:
+    """`ckptstore ls > FILE` with no room: one error and its exit code, no traceback."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PROGRAM, *arguments],
+            env=_environment(CKPTSTORE_URL=str(history)),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            check=False,
+            text=True,
+        )
+    assert done.returncode == code, done.stderr
+    assert done.stderr.count("error:") == 1
+    assert "Traceback" not in done.stderr
+    if code == 8:
+        assert done.stderr.startswith("error: the output cannot be written: No space left")
+
+
+def test_without_stdout_there_is_nobody_to_read(history: Path) -> None:
+    """`ckptstore ls >&-`: done, in silence; no file that is opened later gets its number."""
+    done = subprocess.run(
+        ["/bin/sh", "-c", '"$@" >&-', "sh", *PROGRAM, "ls", "-s", str(history)],
+        env=_environment(),
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_in_the_middle_of_an_import(store_path: Path, tmp_path: Path) -> None:
     """SIGINT while a file is read: exit code 130, one line, no version."""

@@ -54,6 +54,7 @@ def test_what_is_refused(cli: Cli, store_path: Path, tmp_path: Path) -> None:
     assert cli("replicate", "gpt@77", "--to", to, "-s", store_path).code == 3
     assert cli("replicate", "--run", "nope", "--to", to, "-s", store_path).code == 3
     assert cli("replicate", "--keep", "nonsense", "--to", to, "-s", store_path).code == 2
+    assert not to.exists()  # no store was made for what is not there
     assert cli("replicate", "--to", store_path, "-s", store_path).code == 4
     with ckptstore.open(tmp_path / "other", create=True) as other:
         other.run("gpt").save({"x": 1}, step=1)

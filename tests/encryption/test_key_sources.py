@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import logging
 import os
 import pickle
@@ -192,6 +193,23 @@ def test_a_new_key_file_is_private_and_never_overwrites(tmp_path: Path) -> None:
     assert not (tmp_path / "nowhere").exists()
     with pytest.raises(EncryptionKeyError, match="cannot be written"):
         make_key_file(tmp_path / "no" / "folder" / "key")
+
+
+def test_a_key_that_could_not_be_written_is_not_in_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the disk full nothing of the name stays, so that the next try finds none there."""
+
+    def full(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    path = tmp_path / "k"
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(EncryptionKeyError, match="No space left"):
+            make_key_file(path)
+    assert not path.exists()
+    assert make_key_file(path).id == read_key(f"file:{path}").id
 
 
 def test_keys_do_not_show() -> None:

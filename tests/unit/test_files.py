@@ -465,6 +465,21 @@ def test_damaged_files_raise_errors_of_the_tree(store: ckptstore.Store, tmp_path
     assert refused > 20  # flips in the numbers themselves are not noticed: the formats have no sums
 
 
+@pytest.mark.parametrize(
+    ("data", "why"), [(b"", "it is empty"), (b"hello world", "torch.load raised KeyError 101")]
+)
+def test_what_is_no_torch_file_is_told_in_words(
+    store: ckptstore.Store, tmp_path: Path, data: bytes, why: str
+) -> None:
+    """Also where torch's own exception has no text, or a number for one."""
+    path = tmp_path / "x.pt"
+    path.write_bytes(data)
+    with pytest.raises(FormatError) as caught:
+        import_file(store, path, run="r", step=1)
+    assert caught.value.message.endswith(f"is not a sound file of torch.save: {why}")
+    assert caught.value.hint
+
+
 def test_archive_that_torch_would_not_write_is_refused(
     store: ckptstore.Store, tmp_path: Path
 ) -> None:

@@ -206,6 +206,17 @@ def test_files_and_stores_that_are_not_there(tmp_path: Path, reading: Reading) -
     assert not (tmp_path / "cold").exists()
 
 
+@pytest.mark.parametrize("select", ['runs = ["gtp"]', 'refs = ["gpt@9"]'])
+def test_a_selection_that_names_nothing_makes_no_store(
+    tmp_path: Path, reading: Reading, select: str
+) -> None:
+    """A misspelt run or ref is an error, and where the target was to be is nothing."""
+    _train(tmp_path, 1)
+    with pytest.raises(NotFoundError):
+        run_job(reading(f"[select]\n{select}\n"))
+    assert not (tmp_path / "cold").exists()
+
+
 @pytest.mark.parametrize("place", ["hot", "cold"])
 def test_a_scrub_mends_from_the_other_store(tmp_path: Path, reading: Reading, place: str) -> None:
     """What a scrub of the source or the target finds damaged is brought back from the other."""

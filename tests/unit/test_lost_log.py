@@ -51,6 +51,27 @@ def test_objects_of_lost_commits_are_not_collected(place: Path, kept: int) -> No
         assert len(store.versions()) == 30
 
 
+@pytest.mark.parametrize("kept", [0, 5])
+def test_repair_says_what_verify_says(place: Path, kept: int) -> None:
+    """Commits that nothing can bring back are no "no damage"; the hint's way brings versions."""
+    with ckptstore.open(place) as store:
+        store.replicate(place.parent / "cold")
+    for number in range(kept + 1, 32):  # one more than saves: what has a replica is noted
+        (place / commit_key(number)).unlink()
+    with ckptstore.open(place) as store:
+        for dry_run in (True, False):
+            report = store.repair(place.parent / "cold", dry_run=dry_run)
+            assert not report.ok
+            assert report.commits_lost.startswith("commits seem to be lost: ")
+            assert "ckptstore replicate" in report.commits_lost
+            assert report.problems[-1].message in report.commits_lost
+    with ckptstore.open(place.parent / "cold") as cold:
+        cold.replicate(place)
+    with ckptstore.open(place) as store:
+        assert len(store.versions()) == 30
+        assert all(int(store.load(f"r@{step}")["x"][0]) == step for step in range(30))
+
+
 def test_it_can_be_forced(place: Path) -> None:
     """Whoever knows that the objects are of no use can have them collected."""
     shutil.rmtree(place / "commits")
