@@ -197,7 +197,9 @@ def wrap(record: KeyRecord, data_key: DataKey, user_key: UserKey, salt: bytes) -
     return KeySlot(key=user_key.id, salt=salt.hex(), wrapped=wrapped.hex(), sealed=True)
 
 
-def unwrap(record: KeyRecord, user_key: UserKey, *, where: str) -> DataKey:
+def unwrap(
+    record: KeyRecord, user_key: UserKey, *, where: str, place: str = "the store"
+) -> DataKey:
     """Return the data key of a store.
 
     Raises
@@ -213,7 +215,7 @@ def unwrap(record: KeyRecord, user_key: UserKey, *, where: str) -> DataKey:
     slots = [slot for slot in record.slots if slot.key == user_key.id]
     if not slots:
         known = ", ".join(slot.key for slot in record.slots)
-        msg = f"the store is encrypted with another key: it wants {known}, not {user_key.id}"
+        msg = f"{place} is encrypted with another key: it wants {known}, not {user_key.id}"
         raise WrongKeyError(msg, hint="ckptstore key id --key SPEC says which key one is")
     for slot in slots:
         cipher = user_key.wrapping(bytes.fromhex(slot.salt))

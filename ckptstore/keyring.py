@@ -196,7 +196,8 @@ def open_keys(backend: Backend, user_key: UserKey) -> tuple[KeyRecord, DataKey]:
     """
     record = newest_record(backend)
     try:
-        return record, unwrap(record, user_key, where=key_record_key(record.number))
+        where = key_record_key(record.number)
+        return record, unwrap(record, user_key, where=where, place=backend.url)
     except (WrongKeyError, CorruptObjectError):
         with _told_of_others(record_numbers(backend)):
             raise

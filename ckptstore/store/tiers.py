@@ -17,6 +17,7 @@ from ckptstore.errors import (
     IntegrityError,
     InvalidInputError,
     ObjectNotFoundError,
+    StoreNotFoundError,
     TransientStorageError,
     VersionNotFoundError,
 )
@@ -184,7 +185,12 @@ class Tiers(Evicting):
         """
         from ckptstore.catalog.tier_changes import find_replica
 
-        return self._opened.get(find_replica(self._repo.refresh(), name))
+        try:
+            return self._opened.get(find_replica(self._repo.refresh(), name))
+        except StoreNotFoundError as error:
+            # A new store there would be another one, and be refused.
+            hint = f"is it mounted? Where it is now: ckptstore replica add {name} URL"
+            raise StoreNotFoundError(error.message, hint=hint) from error
 
     def _named(self, text: object) -> Store | None:
         """Return the replica that ``replica:NAME`` names; None for a location."""

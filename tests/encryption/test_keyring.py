@@ -68,7 +68,8 @@ def test_creating_and_opening(memory: MemoryBackend) -> None:
         open_on(memory, prober=atomic)
     for way in ("file:PATH", "env:NAME", "command:CMD", "--key", "CKPTSTORE_KEY"):
         assert way in caught.value.hint
-    with pytest.raises(WrongKeyError, match=f"wants {A.id}, not {B.id}"):
+    told = f"{memory.url} is encrypted with another key: it wants {A.id}, not {B.id}"
+    with pytest.raises(WrongKeyError, match=told):
         open_on(memory, key=B, prober=atomic)
     with pytest.raises(StoreExistsError):
         create(memory)

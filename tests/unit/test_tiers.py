@@ -147,6 +147,8 @@ def test_a_replica_that_moved_is_named_again(hot: ckptstore.Store, tmp_path: Pat
     (tmp_path / "cold").rename(tmp_path / "moved")
     with pytest.raises(VersionNotFoundError, match=r"no store .*is it mounted\?"):
         hot.load("gpt@1")
+    with pytest.raises(StoreNotFoundError, match=r"no store .*is it mounted\?"):
+        hot.replicate("replica:cold")
     hot.add_replica("cold", tmp_path / "moved")
 
     assert_same(hot.load("gpt@1"), 1)
