@@ -75,7 +75,7 @@ def evict(
             pin=not no_pin,
             dry_run=dry_run,
         )
-        stays = _stays(here, named, report)
+        stays = _stays(here, named, report, to)
         document = {
             "store": here.url,
             "replica": to,
@@ -87,8 +87,10 @@ def evict(
         raise typer.Exit(IntegrityError.exit_code)
 
 
-def _stays(here: Store, named: Sequence[Version], report: EvictReport) -> list[tuple[Version, str]]:
-    """Return of versions that a REF named why they stay as they are, other than for the replica."""
+def _stays(
+    here: Store, named: Sequence[Version], report: EvictReport, name: str
+) -> list[tuple[Version, str]]:
+    """Return of versions that a REF named why they stay, but for what the report says of them."""
     told = {*report.missed, *report.returned, *(one.version for one in report.lost)}
     told |= {one.id for one in report.evicted}
     heads = {info.head for info in here.runs()}
@@ -101,8 +103,9 @@ def _stays(here: Store, named: Sequence[Version], report: EvictReport) -> list[t
             f"tagged {', '.join(version.tags)}": bool(version.tags),
         }
         reasons = [text for text, holds in why.items() if holds]
-        if version.id not in told and reasons:
-            found.append((version, reasons[0]))
+        if version.id not in told:
+            missing = f"not in {name}, read back: ckptstore replicate --to replica:{name}"
+            found.append((version, next(iter(reasons), missing)))
     return found
 
 

@@ -108,6 +108,10 @@ def test_a_version_that_is_named_and_stays_is_told_why(
     assert "stays as it is: tagged first" in out
     stays = {one["step"]: one["why"] for one in cli(*named, "--json").document["stays"]}
     assert stays[200] == "only its record is here already"
+    assert cli("replicate", "gpt@500", "-s", store_path, "--to", third).code == 0
+    assert cli("replica", "add", "far", third, "-s", store_path).code == 0
+    out = cli("evict", "--replica", "far", "gpt@300", "-s", store_path).out
+    assert "stays as it is: not in far" in out
     out = cli("replicate", "gpt@200", "-s", store_path, "--to", third).out
     assert "stays: only its record is here" in out
 
