@@ -30,8 +30,9 @@ import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from inspect import isclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, TypeAlias, get_args, get_origin
 
 import msgspec
 
@@ -39,6 +40,7 @@ from ckptstore import limits
 from ckptstore.backends.storage_classes import check_class
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.rules import parse_bytes, parse_duration
+from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
 from ckptstore.store import open_store
@@ -223,12 +225,17 @@ def read_job(path: str | os.PathLike[str]) -> Job:
         msg = f"{where}: more than {limits.JOB_BYTES_MAX} bytes"
         raise InvalidInputError(msg)
     try:
-        job = msgspec.convert(tomllib.loads(data.decode()), Job)
-    except (ValueError, RecursionError) as error:  # of the text, of TOML, of numbers, of words
+        tables = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # of the text, of TOML, of numbers
         msg = f"{where}: {str(error)[:_SHOWN]}"
         raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
     try:
+        _check_words(tables, Job)
+        job = msgspec.convert(tables, Job)
         _check(job)
+    except msgspec.ValidationError as error:
+        msg = f"{where}: {str(error)[:_SHOWN]}"
+        raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
     except InvalidInputError as error:
         msg = f"{where}: {error.message}"
         raise InvalidInputError(msg, hint=error.hint) from error
@@ -238,6 +245,29 @@ def read_job(path: str | os.PathLike[str]) -> Job:
 # Characters of what a parser says that are repeated.
 _SHOWN: Final = 200
 _OWN_OPTIONS: Final = frozenset(inspect.signature(open_store).parameters)
+
+
+def _check_words(table: Mapping[str, object], kind: type[msgspec.Struct], place: str = "") -> None:
+    """Raise for the first word that a table of the file may not have; with its place."""
+    known = {one.encode_name: one.type for one in msgspec.structs.fields(kind)}
+    for word, value in table.items():
+        if word not in known:
+            msg = f"{place}{word[:_SHOWN]}: a job has no such word"
+            raise InvalidInputError(msg, hint=did_you_mean(word, known))
+        _check_inner(value, known[word], f"{place}{word}")
+
+
+def _check_inner(value: object, kind: object, place: str) -> None:
+    """Do the same for what is below a word, if that is one table, or tables by names."""
+    if not isinstance(value, dict):
+        return
+    if get_origin(kind) is dict:
+        for name, each in value.items():
+            _check_inner(each, get_args(kind)[1], f"{place}.{name}")
+        return
+    for one in get_args(kind) or (kind,):
+        if isclass(one) and issubclass(one, msgspec.Struct):
+            _check_words(value, one, f"{place}.")
 
 
 def _check(job: Job) -> None:

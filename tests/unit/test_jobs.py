@@ -164,8 +164,10 @@ def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ("[selct]\nruns = []\n", "selct"),
-        ('[select]\nkeeep = "last 1"\n', "keeep"),
+        ("[selct]\nruns = []\n", "selct: .*did you mean select"),
+        ('[select]\nkeeep = "last 1"\n', r"select\.keeep: .*did you mean keep"),
+        ("[prices.classes.GLACIER]\nput = 1.0\n", r"prices\.classes\.GLACIER\.put: "),
+        ('[archive]\nclass = "GLACIER"\nmin_ago = "1d"\n', r"archive\.min_ago: .*min_age"),
         ('[select]\nkeep = "lest 1"\n', "lest"),
         ('[select]\nolder_than = "1 fortnight"\n', "fortnight"),
         ("[copy]\nworkers = 0\n", "workers"),
