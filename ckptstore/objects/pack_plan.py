@@ -16,8 +16,9 @@ from ckptstore.backends.base import Capabilities
 
 __all__ = ["PackPlan", "plan_packs"]
 
-# A write fills one more pack at once for each of these. Source: below, a second pack costs a second
-# fsync and a second request without being any faster (measured: docs/design/0003).
+# A write fills one more pack at once for each of these, and begins with a small one only from here
+# on. Source: below, a second pack costs a second fsync and a second request without being any
+# faster (measured: docs/design/0003).
 _STREAM_BYTES = 32 * limits.MIB
 
 
@@ -79,7 +80,8 @@ def plan_packs(
         wanted = max(total, whole_bytes) // limits.PACKS_OF_A_WRITE
         fitting = memory_bytes // in_memory - chunk_bytes
         most = min(whole, max(limits.PACK_BYTES_MIN, min(wanted, fitting)))
-        first = most if whole_bytes else min(most, limits.PACK_BYTES_FIRST)
+        overlaps = total >= _STREAM_BYTES and not whole_bytes
+        first = min(most, limits.PACK_BYTES_FIRST) if overlaps else most
         held, unfinished = most + chunk_bytes, limits.PACKS_AT_ONCE
     unfinished = max(1, min(unfinished, memory_bytes // max(1, held, beside_bytes)))
     streams = max(1, min(threads, unfinished, total // _STREAM_BYTES))

@@ -78,6 +78,15 @@ def test_a_part_of_a_write_has_the_packs_of_the_whole(total: int, beyond: int, m
     assert part.at_once == alone.at_once <= limits.PACKS_AT_ONCE
 
 
+def test_a_little_is_one_pack() -> None:
+    """A write of a few megabytes takes one request, as many of them are made."""
+    backend = MemoryBackend("little")
+    state = {f"w{i}": torch.randn(MIB) for i in range(3)}  # 12 MiB
+    with ckptstore.open("memory://little", create=True, codec="raw") as store:
+        store.run("r").save(state, step=1)
+    assert len(list(backend.list("packs/"))) == 1
+
+
 def test_a_save_sends_its_first_pack_before_the_last_is_filled() -> None:
     """A state that would fill one pack and a half goes in several; all of it comes back."""
     backend = MemoryBackend("sizes")  # sees what the store puts there
