@@ -117,7 +117,7 @@ class Capabilities:
     """Objects are in the memory of this process, where no other one can reach them."""
     write_bytes_per_s: float = limits.WRITE_BYTES_PER_S_DEFAULT
     """Roughly how fast it takes durable bytes, until a save was measured (see
-    :mod:`ckptstore.objects.pace`)."""
+    :mod:`ckptstore.objects.auto_codec`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from benchmarks.measure import Measured, Result, say
 from benchmarks.states import StateSpec, make_values
 from benchmarks.training import Trained, train
 from ckptstore import limits
-from ckptstore.codecs import registry
-from ckptstore.codecs.layout import Layout, layout_of, split
+from ckptstore.codecs import codec_table
+from ckptstore.codecs.plane_layout import Layout, layout_of, split
 from ckptstore.hashing import blake3_digest, xxh3_64
 
 __all__ = ["run"]
@@ -144,13 +144,13 @@ def _ours(layout: Layout) -> _Variant:
     headers: list[tuple[int, int]] = []
 
     def encode(chunk: Chunk) -> Sequence[bytes | bytearray | memoryview]:
-        encoded = registry.encode(chunk.data, layout, "auto")
+        encoded = codec_table.encode(chunk.data, layout, "auto")
         headers[:] = [(encoded.codec, encoded.layout)]
         return [bytes(part) if isinstance(part, bytes) else part for part in encoded.parts]
 
     def decode(parts: Sequence[bytes | bytearray | memoryview], out: Chunk) -> None:
         codec, used = headers[0]
-        registry.decode(codec, used, memoryview(b"".join(parts)), out.data)
+        codec_table.decode(codec, used, memoryview(b"".join(parts)), out.data)
 
     return _Variant(name="ckptstore auto", encode=encode, decode=decode)
 
@@ -274,5 +274,5 @@ def _fidelity(trained: Trained, kinds: dict[str, torch.Tensor]) -> dict[str, lis
 def _share(tensor: torch.Tensor) -> float:
     layout = layout_of(str(tensor.dtype).removeprefix("torch."))
     chunks = _chunks(tensor, limits.CHUNK_BYTES_DEFAULT)
-    stored = sum(registry.encode(c.data, layout, "auto").stored_bytes for c in chunks)
+    stored = sum(codec_table.encode(c.data, layout, "auto").stored_bytes for c in chunks)
     return stored / tensor.nbytes

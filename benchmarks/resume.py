@@ -31,7 +31,7 @@ from ckptstore.checkpoint.content import read_content
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import Encoding
-from ckptstore.encodings.rules import Encodings
+from ckptstore.encodings.encoding_rules import Encodings
 
 __all__ = ["FORMS", "REFUSED", "ResumePlan", "run"]
 

@@ -37,7 +37,7 @@ from ckptstore.format.keys import manifest_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.model import RoleBytes
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.writer import Written
+from ckptstore.objects.piece_writer import Written
 from ckptstore.repo import Finding, Repo, create_on
 
 __all__ = ["run"]

@@ -13,11 +13,11 @@ from ckptstore.errors import CkptStoreError
 
 if TYPE_CHECKING:
     from ckptstore.catalog.early_stopping import DivergenceGuard, EarlyStopping
-    from ckptstore.checkpoint.lazy import LazyTensor, LazyVersion
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.events import Progress
     from ckptstore.model import Receipt, ReplicaInfo, RoleBytes, RunInfo, Version
     from ckptstore.saver.pending import PendingSave
+    from ckptstore.states.lazy import LazyTensor, LazyVersion
     from ckptstore.store import Run, Store, mend_keys, mend_superblock, rotate_key
     from ckptstore.store import open_store as open
     from ckptstore.tensors.adapters import TypeAdapter
@@ -51,8 +51,8 @@ _LAZY = {
     "DivergenceGuard": ("ckptstore.catalog.early_stopping", "DivergenceGuard"),
     "EarlyStopping": ("ckptstore.catalog.early_stopping", "EarlyStopping"),
     "Encoding": ("ckptstore.encodings.encoding", "Encoding"),
-    "LazyTensor": ("ckptstore.checkpoint.lazy", "LazyTensor"),
-    "LazyVersion": ("ckptstore.checkpoint.lazy", "LazyVersion"),
+    "LazyTensor": ("ckptstore.states.lazy", "LazyTensor"),
+    "LazyVersion": ("ckptstore.states.lazy", "LazyVersion"),
     "PendingSave": ("ckptstore.saver.pending", "PendingSave"),
     "Progress": ("ckptstore.events", "Progress"),
     "Receipt": ("ckptstore.model", "Receipt"),

@@ -128,9 +128,9 @@ def writer_identity() -> str:
 
 CodecChoice = Literal["auto", "planes", "raw", "zstd", "delta"]
 CODEC_CHOICES: Final = ("auto", "planes", "raw", "zstd", "delta")
-"""``auto``: ``planes`` or ``raw`` for a whole save, by what the storage and the processors were
-measured to take (:mod:`ckptstore.objects.pace`); ``planes``: always the fewest bytes of a chunk:
-planes for floats and integers, zstd for bytes, raw where neither pays; ``raw``: never compress;
+"""``auto``: ``planes`` or ``raw`` for a whole save, by the measured speed of storage and processors
+(:mod:`ckptstore.objects.auto_codec`); ``planes``: always the fewest bytes of a chunk: planes for
+floats and integers, zstd for bytes, raw where neither pays; ``raw``: never compress;
 ``zstd``: zstd without planes, raw where it does not pay; ``delta``: as ``planes``, or the
 difference to the version before, where that is smaller."""
 

@@ -39,7 +39,7 @@ from ckptstore.errors import (
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import has_keys, unlocked
-from ckptstore.objects.pace import Pace
+from ckptstore.objects.auto_codec import Pace
 from ckptstore.superblocks import read_superblock, remains, write_encrypted, write_superblock
 
 __all__ = [

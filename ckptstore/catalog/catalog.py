@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 from ckptstore.catalog.fold import extend
-from ckptstore.catalog.lifecycle import pins_of
+from ckptstore.catalog.fold_lifecycle import pins_of
 from ckptstore.catalog.rows import build_run, build_version, tags_by_version
 from ckptstore.catalog.snapshot_rows import snapshot_of, state_of
 from ckptstore.catalog.state import EMPTY, RunState, State

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ckptstore.catalog.metrics import ranked
-from ckptstore.catalog.rules import (
+from ckptstore.catalog.retention_rules import (
     Abandoned,
     All,
     Best,

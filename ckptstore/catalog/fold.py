@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from ckptstore import limits
-from ckptstore.catalog import lifecycle, replicas, tiers
+from ckptstore.catalog import fold_lifecycle, fold_replicas, fold_tiers
 from ckptstore.catalog.state import Fold, RunState, State, broken
 from ckptstore.errors import CkptStoreError, CorruptObjectError, IntegrityError
 from ckptstore.format.commit import Annotate, Commit, CreateRun, Declare, Op, Save, Tag, Untag
@@ -139,9 +139,9 @@ def _untag(fold: Fold, op: Untag, commit: Commit) -> None:
 
 
 _APPLY: Final[dict[type[Op], Callable[[Fold, Any, Commit], None]]] = {
-    **lifecycle.APPLY,
-    **replicas.APPLY,
-    **tiers.APPLY,
+    **fold_lifecycle.APPLY,
+    **fold_replicas.APPLY,
+    **fold_tiers.APPLY,
     CreateRun: _create_run,
     Declare: _declare,
     Save: _save,

@@ -15,7 +15,7 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.changes import check_not_condemned
-from ckptstore.catalog.lifecycle import LEVELS, parts_of_level
+from ckptstore.catalog.fold_lifecycle import LEVELS, parts_of_level
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.catalog.pin_changes import pinned_error
 from ckptstore.errors import (
@@ -27,7 +27,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.commit import Op, Save
 from ckptstore.format.fields import ManifestPointer, RoleSizes
-from ckptstore.format.lifecycle import (
+from ckptstore.format.lifecycle_ops import (
     Condemn,
     Delete,
     Fork,

@@ -16,7 +16,7 @@ from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import LimitError, PolicyError
 from ckptstore.format.commit import Op
-from ckptstore.format.lifecycle import Pin, Unpin
+from ckptstore.format.lifecycle_ops import Pin, Unpin
 from ckptstore.model import Version
 
 __all__ = ["pin_for", "pinned_error", "pinned_text", "unpin_for"]

@@ -1,7 +1,8 @@
 """Retention policies: levels with their rules, as text and as JSON. Pure; see ``retention``.
 
 As JSON a policy is ``{"full": ["last 3"], "weights": ["best 5 val_loss", "every 1000 steps"],
-"record": ["all"]}``: levels to lists of rules in the grammar of :mod:`ckptstore.catalog.rules`.
+"record": ["all"]}``: levels to lists of rules in the grammar of
+:mod:`ckptstore.catalog.retention_rules`.
 Two more keys are about how tensors are written. ``"lossy": ["bf16:rel_l2=0.004",
 "int8:rel_l2=0.02,block=64"]`` bounds what the levels ``weights-bf16`` and ``weights-int8`` may
 lose; ``"encodings": {"role:optimizer": "dynamic8"}`` holds for the saves of the run. Both are texts
@@ -15,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, get_args
 
 from ckptstore import limits
-from ckptstore.catalog.rules import RULES_HINT, Rule, parse_rules
+from ckptstore.catalog.retention_rules import RULES_HINT, Rule, parse_rules
 from ckptstore.encodings.encoding import Encoding
-from ckptstore.encodings.rules import EncodingRules, Encodings
+from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
 from ckptstore.errors import InvalidInputError, PolicyError
-from ckptstore.format.lifecycle import Level
+from ckptstore.format.lifecycle_ops import Level
 
 __all__ = ["Policy", "Rules", "rounding_of"]
 

@@ -14,15 +14,15 @@ from typing import Final
 import msgspec
 
 from ckptstore import limits
-from ckptstore.catalog import changes, lifecycle_changes, replicas
+from ckptstore.catalog import changes, fold_replicas, lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle import LEVELS, parts_of_level
+from ckptstore.catalog.fold_lifecycle import LEVELS, parts_of_level
 from ckptstore.errors import ConflictError
 from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer, RoleSizes
-from ckptstore.format.lifecycle import Fork
+from ckptstore.format.lifecycle_ops import Fork
 from ckptstore.format.names import check_run_name, encode_metadata
-from ckptstore.format.replicas import Replicate, Replicated
+from ckptstore.format.replica_ops import Replicate, Replicated
 from ckptstore.model import RoleBytes, Version
 
 __all__ = [
@@ -165,7 +165,7 @@ def has_less(one: Version, other: Version) -> bool:
 
 def had_content(version: Version) -> bool:
     """Return whether there ever was more than the record of a version, in its store."""
-    return version.level != "record" or version.manifest_key != replicas.NOWHERE
+    return version.level != "record" or version.manifest_key != fold_replicas.NOWHERE
 
 
 def _advances(target: Catalog, source: Catalog, version: Version) -> bool:

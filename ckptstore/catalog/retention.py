@@ -26,12 +26,12 @@ from typing import Final, Literal
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.choosing import CONTESTED, View, choose
-from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.fold_lifecycle import LEVELS
 from ckptstore.catalog.pin_changes import pinned_text
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.rules import Tagged
+from ckptstore.catalog.retention_rules import Tagged
 from ckptstore.errors import CkptStoreError, InvalidInputError
-from ckptstore.format.lifecycle import Level
+from ckptstore.format.lifecycle_ops import Level
 from ckptstore.model import RoleBytes, Version
 
 __all__ = [
@@ -223,7 +223,8 @@ def reclaimable(version: Version, fate: Fate) -> int:
     """Return the stored bytes of a version that are not kept for it at a level.
 
     From the catalog alone: for levels that are written anew this is an estimate, which takes the
-    weights for float32; :mod:`ckptstore.ops.rounded` tells what was measured.
+    weights for float32; :mod:`ckptstore.maintenance.retention.rounding_report` has the measured
+    bytes.
     """
     if _ORDER.index(fate) >= _ORDER.index(version.level) or version.level == "record":
         return 0

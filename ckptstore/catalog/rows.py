@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from ckptstore.catalog.lifecycle import level_of
+from ckptstore.catalog.fold_lifecycle import level_of
 from ckptstore.catalog.state import RunState
 from ckptstore.errors import CorruptObjectError
 from ckptstore.format.snapshot import (

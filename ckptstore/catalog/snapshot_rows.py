@@ -18,7 +18,7 @@ from ckptstore.format.names import (
     check_tag,
 )
 from ckptstore.format.snapshot import RunRow, SnapshotBody, VersionRow
-from ckptstore.format.tiers import check_replica_url
+from ckptstore.format.tier_ops import check_replica_url
 from ckptstore.model import ReplicaInfo
 
 __all__ = ["snapshot_of", "state_of"]

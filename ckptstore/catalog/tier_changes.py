@@ -12,7 +12,7 @@ from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import ConflictError, LimitError, NotFoundError
 from ckptstore.format.commit import Op
 from ckptstore.format.names import check_replica_name
-from ckptstore.format.tiers import NameReplica, UnnameReplica, check_replica_url
+from ckptstore.format.tier_ops import NameReplica, UnnameReplica, check_replica_url
 from ckptstore.model import ReplicaInfo
 
 __all__ = ["find_replica", "name_replica", "unname_replica"]

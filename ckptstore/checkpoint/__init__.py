@@ -1,1 +1,1 @@
-"""One version's tensors: writing a state, reading it back whole, in part, or lazily."""
+"""Contents of one version: encoding, manifests, reading ranges of tensors; needs no torch."""

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ckptstore.checkpoint.content import read_content
 from ckptstore.checkpoint.nesting import nest
-from ckptstore.checkpoint.parts import renumbered
+from ckptstore.checkpoint.subset_manifest import renumbered
 from ckptstore.errors import StateError
 from ckptstore.format import skeleton
 from ckptstore.format.blocks import Blocks, Box, is_row_major, tiling_problem
@@ -27,7 +27,7 @@ from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, Pattern
 from ckptstore.format.roles import RoleRules
 from ckptstore.format.skeleton import Node
-from ckptstore.objects.writer import Written
+from ckptstore.objects.piece_writer import Written
 
 __all__ = ["RankPart", "ShardInfo", "ValueInfo", "assemble"]
 

@@ -14,13 +14,13 @@ from ckptstore.checkpoint.assemble import RankPart, assemble
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.checkpoint.request import WriteRequest, save_ops
-from ckptstore.checkpoint.sizes import role_bytes
+from ckptstore.checkpoint.role_sizes import role_bytes
 from ckptstore.errors import CondemnedError
 from ckptstore.format.commit import Op
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, Pattern
 from ckptstore.model import Version
-from ckptstore.objects.writer import Written
+from ckptstore.objects.piece_writer import Written
 from ckptstore.repo import Repo
 
 __all__ = ["commit_parts"]

@@ -67,7 +67,7 @@ class TensorInfo:
 
 
 class ReadPieces(Protocol):
-    """What reads pieces as :func:`ckptstore.objects.reader.read_pieces` does, from other places."""
+    """Reader of pieces with the signature of :func:`ckptstore.objects.piece_reader.read_pieces`."""
 
     def __call__(
         self,

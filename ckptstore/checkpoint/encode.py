@@ -17,7 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, TypeVar
 
-from ckptstore.checkpoint.coded import (
+from ckptstore.checkpoint.derived_check import KnownCasts, Proved, prove
+from ckptstore.checkpoint.encoded_sources import (
     NOTHING,
     Checked,
     Codes,
@@ -29,7 +30,9 @@ from ckptstore.checkpoint.coded import (
     with_ids,
     with_payload,
 )
-from ckptstore.checkpoint.forms import (
+from ckptstore.checkpoint.encoding_trial import Looked, look, measure
+from ckptstore.checkpoint.lossless_fallbacks import Kept
+from ckptstore.checkpoint.lossy_plan import (
     Key,
     divides,
     exceeded,
@@ -40,9 +43,6 @@ from ckptstore.checkpoint.forms import (
     recipe_of,
     shells,
 )
-from ckptstore.checkpoint.kept import Kept
-from ckptstore.checkpoint.measure import Looked, look, measure
-from ckptstore.checkpoint.proofs import KnownCasts, Proved, prove
 from ckptstore.chunking import cut
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.derive import Candidate, derived_pairs

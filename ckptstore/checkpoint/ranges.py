@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
+from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content
-from ckptstore.checkpoint.following import Following, follows
-from ckptstore.checkpoint.thawing import naming_cold
-from ckptstore.checkpoint.wants import Ends, Part, Range
+from ckptstore.checkpoint.derived_decode import Following, follows
+from ckptstore.checkpoint.read_items import Ends, Part, Range
 from ckptstore.config import Options
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CorruptTensorError
@@ -29,7 +29,7 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
-from ckptstore.objects.reader import read_pieces
+from ckptstore.objects.piece_reader import read_pieces
 
 __all__ = ["Range", "check_made", "piece_ends", "read_ranges"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
-from ckptstore.checkpoint.parts import part_of
+from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, PathFilter, Pattern

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint import pacing
+from ckptstore.checkpoint import save_speed
 from ckptstore.checkpoint.content import content_digest
+from ckptstore.checkpoint.delta_bases import ancestors, older_of
 from ckptstore.checkpoint.encode import Draft, EncodedDraft, encode_draft
-from ckptstore.checkpoint.kept import noting
+from ckptstore.checkpoint.lossless_fallbacks import noting
 from ckptstore.checkpoint.manifests import Manifests, put_manifest
-from ckptstore.checkpoint.older import ancestors, older_of
 from ckptstore.checkpoint.request import WriteRequest, check_wishes, save_ops
-from ckptstore.checkpoint.sizes import role_bytes
-from ckptstore.codecs.registry import check_choice
+from ckptstore.checkpoint.role_sizes import role_bytes
+from ckptstore.codecs.codec_table import check_choice
 from ckptstore.config import Options
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
@@ -30,7 +30,7 @@ from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.deltas import Deltas, Keyframes, Older
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.writer import Written, write_pieces
+from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.repo import Repo
 
 __all__ = ["shareable", "write_version"]
@@ -266,7 +266,7 @@ class _Saving:
                 options=self.options,
                 without=condemned,
             )
-        choice, chosen = pacing.choose(repo, self.request.codec, workers=self.options.workers)
+        choice, chosen = save_speed.choose(repo, self.request.codec, workers=self.options.workers)
         self.receipt.update(chosen)
         began = repo.environment.monotonic()
         written = write_pieces(
@@ -281,7 +281,7 @@ class _Saving:
             deltas=deltas,
         )
         spent = repo.environment.monotonic() - began
-        pacing.learn(repo, choice, written, wall_s=spent)
+        save_speed.learn(repo, choice, written, wall_s=spent)
         self._add("packs_s", spent)
         for name, seconds in written.seconds.items():
             self._add(name, seconds)

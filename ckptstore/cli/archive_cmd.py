@@ -20,7 +20,7 @@ from ckptstore.cli.text import bytes_text, counted, seconds_text
 from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
-    from ckptstore.ops.archive import ArchiveReport, PackTally
+    from ckptstore.maintenance.cold.archive import ArchiveReport, PackTally
     from ckptstore.store import Store
 
 __all__ = ["archive"]
@@ -181,7 +181,7 @@ def _check(
 
 
 def _seconds(text: str | None) -> float:
-    from ckptstore.catalog.rules import parse_duration
+    from ckptstore.catalog.retention_rules import parse_duration
 
     return 0.0 if text is None else float(parse_duration(text))
 
@@ -189,7 +189,7 @@ def _seconds(text: str | None) -> float:
 def _show_rule(output: Output, store: Store, storage_class: str, age_s: float) -> None:
     """Print the rule alone, as the provider's own tool takes it."""
     from ckptstore.backends.storage_classes import check_class
-    from ckptstore.ops.archive import cold_storage_of
+    from ckptstore.maintenance.cold.archive import cold_storage_of
 
     cold = cold_storage_of(store.repo)
     rule = cold.lifecycle(check_class(storage_class), max(1, round(age_s / 86_400)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptstore import limits
-from ckptstore.cli.early import early_lines
+from ckptstore.cli.early_deletion_text import early_lines
 from ckptstore.cli.output import Column, Output, Screen, encode_document
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import vouching
@@ -102,7 +102,7 @@ class _Files:
 
     def check(self) -> None:
         """Refuse files that could not be written, before anything is done."""
-        from ckptstore.jobs.files import check_file
+        from ckptstore.jobs.job_outputs import check_file
 
         for path in (self.report, self.metrics):
             if path is not None:
@@ -110,7 +110,7 @@ class _Files:
 
     def write(self, document: Mapping[str, Any], figures: str) -> None:
         """Replace both."""
-        from ckptstore.jobs.files import replace_file
+        from ckptstore.jobs.job_outputs import replace_file
 
         if self.report is not None:
             replace_file(self.report, (encode_document(document) + "\n").encode())
@@ -212,7 +212,7 @@ def _costs(step: StepReport) -> Iterator[str]:
     if isinstance(found, Mapping):
         import msgspec
 
-        from ckptstore.ops.early import Early
+        from ckptstore.maintenance.retention.early_deletion import Early
 
         found = early_lines(msgspec.convert(found, Early))
     yield from found

@@ -17,8 +17,8 @@ from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.compare import TensorError
-    from ckptstore.ops.diff import DiffReport, Side, TensorChange
+    from ckptstore.maintenance.reports.diff import DiffReport, Side, TensorChange
+    from ckptstore.states.compare import TensorError
 
 __all__ = ["diff"]
 

@@ -10,8 +10,8 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.text import bytes_text, count_text, counted, version_text
 from ckptstore.events import ProgressCallback
+from ckptstore.maintenance.reports.sharing import HeldBytes, SharedUsage, VersionSharing
 from ckptstore.model import Version
-from ckptstore.ops.sharing import HeldBytes, SharedUsage, VersionSharing
 from ckptstore.store import Store
 
 __all__ = ["Holding", "holding_of"]

@@ -17,7 +17,7 @@ from ckptstore.store import Store
 from ckptstore.store.replicating import open_target_of
 
 if TYPE_CHECKING:
-    from ckptstore.ops.evict import EvictReport
+    from ckptstore.maintenance.replicas.evict import EvictReport
 
 __all__ = ["evict"]
 

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ckptstore import limits
-from ckptstore.catalog.rules import duration_text
+from ckptstore.catalog.retention_rules import duration_text
 from ckptstore.cli.options import EngineOptions, WriterOptions, dry_run
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
@@ -17,7 +17,7 @@ from ckptstore.cli.session import opened_to_write
 from ckptstore.cli.text import age_text, bytes_text, count_text, counted, parse_wait, seconds_text
 
 if TYPE_CHECKING:
-    from ckptstore.ops.gc import GcReport, Kinds
+    from ckptstore.maintenance.collect.gc import GcReport, Kinds
 
 __all__ = ["gc"]
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptstore.catalog.intervals import Advice, Observed, advise, observe_failures
-from ckptstore.catalog.rules import parse_duration
+from ckptstore.catalog.retention_rules import parse_duration
 from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.session import opened

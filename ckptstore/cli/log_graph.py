@@ -14,7 +14,7 @@ from ckptstore.cli.graph import arranged, rails
 from ckptstore.cli.output import Screen
 from ckptstore.cli.text import metric_text, time_text
 from ckptstore.format.commit import Commit
-from ckptstore.format.lifecycle import Rollback
+from ckptstore.format.lifecycle_ops import Rollback
 from ckptstore.model import Version
 from ckptstore.store import Store
 

@@ -13,7 +13,7 @@ from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, ver
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.commit import Annotate, CreateRun, Declare, Op, Save, Tag, Untag
 from ckptstore.format.keys import PACKS_PREFIX
-from ckptstore.format.lifecycle import (
+from ckptstore.format.lifecycle_ops import (
     Condemn,
     Delete,
     Fork,
@@ -27,8 +27,8 @@ from ckptstore.format.lifecycle import (
     Unpin,
     Verified,
 )
-from ckptstore.format.replicas import Replicate, Replicated
-from ckptstore.format.tiers import NameReplica, UnnameReplica
+from ckptstore.format.replica_ops import Replicate, Replicated
+from ckptstore.format.tier_ops import NameReplica, UnnameReplica
 
 __all__ = ["describe"]
 

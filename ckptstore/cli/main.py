@@ -18,7 +18,7 @@ import typer
 from typer.main import get_command
 
 from ckptstore import __version__
-from ckptstore.cli.failures import (
+from ckptstore.cli.error_text import (
     EXIT_CODES,
     EXIT_INTERRUPTED,
     EXIT_PIPE,
@@ -27,7 +27,7 @@ from ckptstore.cli.failures import (
     write_error,
     write_error_document,
 )
-from ckptstore.cli.groups import flattened
+from ckptstore.cli.option_groups import flattened
 from ckptstore.cli.output import Pipe, Unwritable
 from ckptstore.errors import CkptStoreError, InvalidInputError
 

@@ -1,6 +1,6 @@
 """Options that several commands share, declared once, and what their texts mean.
 
-What comes together is a group, of which a command has one parameter: :mod:`ckptstore.cli.groups`.
+Options that belong together are one parameter: a group of :mod:`ckptstore.cli.option_groups`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from ckptstore.store import Store, mend_superblock
 from ckptstore.store.tiers import PREFIX
 
 if TYPE_CHECKING:
-    from ckptstore.ops.mend_superblock import SuperblockFinding
+    from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
 
 __all__ = ["repair"]
 

@@ -9,8 +9,8 @@ from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.text import bytes_text, count_text, counted
 
 if TYPE_CHECKING:
-    from ckptstore.ops.mend_superblock import SuperblockFinding
-    from ckptstore.ops.repair_report import RepairReport
+    from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
+    from ckptstore.maintenance.repair.repair_report import RepairReport
 
 __all__ = ["draw_repair", "draw_superblock", "repair_document"]
 

@@ -20,7 +20,7 @@ from ckptstore.model import Version
 from ckptstore.store.replicating import check_selection, open_target_of
 
 if TYPE_CHECKING:
-    from ckptstore.ops.replicate import ReplicateReport
+    from ckptstore.maintenance.replicas.replicate import ReplicateReport
 
 __all__ = ["replicate"]
 

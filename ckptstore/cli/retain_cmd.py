@@ -10,14 +10,14 @@ import typer
 
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.cli.early import early_document, early_lines
+from ckptstore.cli.early_deletion_text import early_document, early_lines
 from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Output, Screen
-from ckptstore.cli.rounding import rounding_document, rounding_text
+from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import opened_to_write
 from ckptstore.cli.text import bytes_text, count_text, counted, metric_text
 from ckptstore.errors import InvalidInputError
-from ckptstore.ops.retain import RetainReport
+from ckptstore.maintenance.retention.retain import RetainReport
 from ckptstore.store import Store
 
 __all__ = ["retain"]

@@ -8,16 +8,16 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.early import early_document, early_lines
+from ckptstore.cli.early_deletion_text import early_document, early_lines
 from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Screen
-from ckptstore.cli.rounding import rounding_document, rounding_text
+from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened_to_write
 from ckptstore.cli.text import bytes_text, count_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
-from ckptstore.format.lifecycle import LowerLevel
+from ckptstore.format.lifecycle_ops import LowerLevel
+from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.model import Version
-from ckptstore.ops.remove import Removal
 from ckptstore.store import Store
 
 __all__ = ["rm"]

@@ -11,7 +11,7 @@ from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import count_text, version_text
 
 if TYPE_CHECKING:
-    from ckptstore.ops.rollback import Rolled
+    from ckptstore.maintenance.retention.rollback import Rolled
 
 __all__ = ["rollback"]
 
@@ -33,7 +33,7 @@ def rollback(
 
     The next save continues it, and RUN@latest names it.
     """
-    from ckptstore.ops.rollback import rollback as roll
+    from ckptstore.maintenance.retention.rollback import rollback as roll
 
     output = options.output("rollback")
     with opened_to_write(options) as opening:

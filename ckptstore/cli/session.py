@@ -16,7 +16,7 @@ from ckptstore.errors import (
 )
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
-from ckptstore.store.replica_places import PLACE
+from ckptstore.store.replica_options import PLACE
 from ckptstore.store.tiers import PREFIX
 
 __all__ = [

@@ -17,8 +17,8 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
-    from ckptstore.ops.sharing import SharedUsage
-    from ckptstore.ops.usage import StoreStats
+    from ckptstore.maintenance.reports.sharing import SharedUsage
+    from ckptstore.maintenance.reports.usage import StoreStats
 
 __all__ = ["stats"]
 
@@ -76,7 +76,7 @@ def stats(
 
 
 def _show_exposition(store: Store, output: Output) -> None:
-    from ckptstore.ops.exposition import exposition
+    from ckptstore.maintenance.reports.prometheus_text import exposition
 
     text = exposition(store.repo.refresh())
     document = {"store": store.url, "prometheus": text}

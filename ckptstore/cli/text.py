@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from ckptstore.catalog.rules import parse_bytes, parse_duration
+from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
     from ckptstore.model import Version

@@ -16,9 +16,9 @@ from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text, version_text
 
 if TYPE_CHECKING:
+    from ckptstore.maintenance.cold.archive import PackTally
+    from ckptstore.maintenance.cold.thaw import ThawReport
     from ckptstore.model import Version
-    from ckptstore.ops.archive import PackTally
-    from ckptstore.ops.thaw import ThawReport
 
 __all__ = ["thaw"]
 
@@ -61,7 +61,7 @@ def thaw(
     Only the packs that hold what is asked for. Nothing is asked for twice: run it again to look how
     far it is, or, with --wait, to go on waiting. Exits with 0 whether or not it can be read yet.
     """
-    from ckptstore.catalog.rules import parse_duration
+    from ckptstore.catalog.retention_rules import parse_duration
 
     output = options.output("thaw")
     poll_s = None if poll is None else float(parse_duration(poll))

@@ -22,8 +22,8 @@ from ckptstore.store import Store
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from ckptstore.ops.repair_report import RepairReport
-    from ckptstore.ops.verify import Problem, VerifyReport
+    from ckptstore.maintenance.check.verify import Problem, VerifyReport
+    from ckptstore.maintenance.repair.repair_report import RepairReport
 
 __all__ = ["VerifyLevel", "verify"]
 

@@ -16,8 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.codecs import layout as layouts
-from ckptstore.codecs.base import CodecError, Part
+from ckptstore.codecs import plane_layout as layouts
+from ckptstore.codecs.codec import CodecError, Part
 from ckptstore.codecs.differences import (
     FLOATS,
     PLAIN,
@@ -29,7 +29,7 @@ from ckptstore.codecs.differences import (
     split,
     words_of,
 )
-from ckptstore.codecs.layout import ITEM_BYTES, Layout
+from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout
 from ckptstore.codecs.planes import read_planes, stored_planes
 
 __all__ = ["BASE_ID_BYTES", "Arranged", "Delta", "Sampled", "sampled"]
@@ -95,7 +95,7 @@ class Delta:
         base_id: bytes,
         base: memoryview,
     ) -> None:
-        """Fill `out` with the piece; see :class:`ckptstore.codecs.base.Codec`.
+        """Fill `out` with the piece; see :class:`ckptstore.codecs.codec.Codec`.
 
         Parameters
         ----------

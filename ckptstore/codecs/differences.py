@@ -26,7 +26,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.codecs.layout import ITEM_BYTES, Layout
+from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout
 
 __all__ = [
     "FLOATS",

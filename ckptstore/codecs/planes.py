@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.codecs import layout as layouts
-from ckptstore.codecs.base import CodecError, Part
-from ckptstore.codecs.layout import Layout
+from ckptstore.codecs import plane_layout as layouts
+from ckptstore.codecs.codec import CodecError, Part
+from ckptstore.codecs.plane_layout import Layout
 from ckptstore.codecs.zstd import compress, decompress
 
 __all__ = ["Planes", "read_planes", "stored_planes"]
@@ -41,7 +41,7 @@ def _promising(plane: npt.NDArray[np.uint8]) -> bool:
 
 
 class Planes:
-    """Splits elements into planes; see :mod:`ckptstore.codecs.layout` for why."""
+    """Splits elements into planes; see :mod:`ckptstore.codecs.plane_layout` for why."""
 
     code = 2
     name = "planes"
@@ -51,7 +51,7 @@ class Planes:
         return stored_planes(layouts.split(layout, raw))
 
     def decode(self, stored: memoryview, layout: Layout, out: memoryview) -> None:
-        """Join the planes again; see :class:`ckptstore.codecs.base.Codec`."""
+        """Join the planes again; see :class:`ckptstore.codecs.codec.Codec`."""
         try:
             due = layouts.plane_bytes(layout, len(out))
         except ValueError as error:

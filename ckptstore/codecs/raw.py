@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptstore.codecs.base import CodecError, Part
-from ckptstore.codecs.layout import Layout
+from ckptstore.codecs.codec import CodecError, Part
+from ckptstore.codecs.plane_layout import Layout
 
 __all__ = ["Raw"]
 
@@ -22,7 +22,7 @@ class Raw:
         return (raw,)
 
     def decode(self, stored: memoryview, layout: Layout, out: memoryview) -> None:
-        """Copy; see :class:`ckptstore.codecs.base.Codec`."""
+        """Copy; see :class:`ckptstore.codecs.codec.Codec`."""
         del layout
         if len(stored) != len(out):
             msg = f"raw chunk of {len(stored)} bytes where {len(out)} are due"

@@ -8,8 +8,8 @@ from typing import cast
 
 import zstandard
 
-from ckptstore.codecs.base import CodecError, Part
-from ckptstore.codecs.layout import Layout
+from ckptstore.codecs.codec import CodecError, Part
+from ckptstore.codecs.plane_layout import Layout
 
 __all__ = ["Zstd", "compress", "decompress"]
 
@@ -97,6 +97,6 @@ class Zstd:
         return (compress(raw),)
 
     def decode(self, stored: memoryview, layout: Layout, out: memoryview) -> None:
-        """Decompress; see :class:`ckptstore.codecs.base.Codec`."""
+        """Decompress; see :class:`ckptstore.codecs.codec.Codec`."""
         del layout
         out[:] = decompress(stored, len(out))

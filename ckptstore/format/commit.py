@@ -39,7 +39,7 @@ from ckptstore.format.fields import (
 )
 from ckptstore.format.framing import decode_envelope, encode_envelope
 from ckptstore.format.keys import commit_key
-from ckptstore.format.lifecycle import (
+from ckptstore.format.lifecycle_ops import (
     Condemn,
     Delete,
     Fork,
@@ -60,8 +60,8 @@ from ckptstore.format.names import (
     check_run_name,
     check_tag,
 )
-from ckptstore.format.replicas import Replicate, Replicated
-from ckptstore.format.tiers import NameReplica, UnnameReplica
+from ckptstore.format.replica_ops import Replicate, Replicated
+from ckptstore.format.tier_ops import NameReplica, UnnameReplica
 
 __all__ = [
     "Annotate",

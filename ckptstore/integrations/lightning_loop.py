@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.encodings.rules import EncodingRules
+from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.errors import (
     InvalidInputError,
     InvalidRefError,
@@ -33,7 +33,7 @@ from ckptstore.model import Version
 from ckptstore.store import Run, Store
 
 if TYPE_CHECKING:
-    from ckptstore.encodings.rules import Encodings
+    from ckptstore.encodings.encoding_rules import Encodings
     from ckptstore.saver.pending import PendingSave
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation

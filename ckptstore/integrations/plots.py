@@ -18,7 +18,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.history import History, Point, history
 from ckptstore.errors import VersionNotFoundError
 from ckptstore.integrations.figures import check_picture, draw_picture, write_picture
-from ckptstore.ops.retain import AnyPolicy, check_policy
+from ckptstore.maintenance.retention.retain import AnyPolicy, check_policy
 from ckptstore.store import Store
 
 if TYPE_CHECKING:

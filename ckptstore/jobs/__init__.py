@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptstore.jobs.config import Job, read_job
+from ckptstore.jobs.job_file import Job, read_job
 from ckptstore.jobs.report import JobReport, StepReport
 from ckptstore.jobs.work import run_job
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any
 
 from ckptstore.backends.cold import cold_storage
-from ckptstore.catalog.rules import parse_duration
+from ckptstore.catalog.retention_rules import parse_duration
 from ckptstore.events import ProgressCallback
-from ckptstore.jobs.config import Archive, Prices
-from ckptstore.ops.archive import ArchiveReport, archivable, archive
-from ckptstore.ops.replicate_sides import read_back
+from ckptstore.jobs.job_file import Archive, Prices
+from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
+from ckptstore.maintenance.replicas.replication_context import read_back
 from ckptstore.store import Store
 
 __all__ = ["archive_target"]
@@ -36,7 +36,7 @@ def archive_target(
     Raises
     ------
     CkptStoreError
-        As :func:`ckptstore.ops.archive.archive`.
+        As :func:`ckptstore.maintenance.cold.archive.archive`.
     """
     backend = target.repo.backend
     if dry_run and backend.capabilities.private and cold_storage(backend) is None:

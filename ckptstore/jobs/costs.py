@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptstore.jobs.config import Job
-from ckptstore.ops.replicate_report import ReplicateReport
+from ckptstore.jobs.job_file import Job
+from ckptstore.maintenance.replicas.replicate_report import ReplicateReport
 
 __all__ = ["estimate_of"]
 

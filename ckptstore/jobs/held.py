@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.fold_lifecycle import LEVELS
 from ckptstore.catalog.replica_changes import had_content
 from ckptstore.model import Version
 

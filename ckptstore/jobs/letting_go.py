@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import Any
 
 from ckptstore.jobs.held import has, is_settled, rests_on
+from ckptstore.maintenance.replicas.evict import evict
+from ckptstore.maintenance.replicas.recheck import SecondLook
+from ckptstore.maintenance.retention.retain import AfterCommit, RetainReport, retain
 from ckptstore.model import Version
-from ckptstore.ops.evict import evict
-from ckptstore.ops.retain import AfterCommit, RetainReport, retain
-from ckptstore.ops.second_look import SecondLook
 from ckptstore.store.store import Store
 
 __all__ = ["evict_source", "retain_source", "retained"]
@@ -32,7 +32,7 @@ def evict_source(
     versions
         Those that no rule keeps.
     coming, pin
-        As of :func:`ckptstore.ops.evict.evict`.
+        As of :func:`ckptstore.maintenance.replicas.evict.evict`.
 
     Raises
     ------
@@ -86,8 +86,8 @@ def retain_source(
     Raises
     ------
     CkptStoreError
-        As :func:`ckptstore.ops.retain.retain`; or the target does not answer to the second look:
-        what the last commit let go was taken back.
+        As :func:`ckptstore.maintenance.retention.retain.retain`; or the target did not answer the
+        recheck, and the last commit was taken back.
     """
     cache = source._manifests
     free = _free(source, target, selected, coming=coming if dry_run else ())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 from ckptstore.errors import CkptStoreError, ColdObjectError, IntegrityError, PolicyError
-from ckptstore.ops.exposition import metric
+from ckptstore.maintenance.reports.prometheus_text import metric
 
 __all__ = [
     "JobReport",

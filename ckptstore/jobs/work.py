@@ -15,20 +15,20 @@ from functools import partial
 from typing import Any
 
 from ckptstore import limits
-from ckptstore.catalog.rules import parse_bytes, parse_duration
+from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.classes import archive_target
-from ckptstore.jobs.config import Archive, Job
 from ckptstore.jobs.costs import estimate_of
 from ckptstore.jobs.held import is_settled
+from ckptstore.jobs.job_file import Archive, Job
 from ckptstore.jobs.letting_go import evict_source, retain_source, retained
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
+from ckptstore.maintenance.core.select_versions import select_versions
+from ckptstore.maintenance.replicas.replicate import ReplicateReport, ReplicateRequest, replicate
+from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
-from ckptstore.ops.replicate import ReplicateReport, ReplicateRequest, replicate
-from ckptstore.ops.retain import retain
-from ckptstore.ops.select_versions import select_versions
 from ckptstore.store import Store, open_store
 from ckptstore.store.replicating import open_target_of
 

@@ -27,7 +27,7 @@ class Columns:
     slab: npt.NDArray[np.uint32]
     is_new: npt.NDArray[np.bool_]
     stored_new: npt.NDArray[np.int64]
-    """As in :class:`ckptstore.objects.writer.Written`, `is_new` too."""
+    """As in :class:`ckptstore.objects.piece_writer.Written`, `is_new` too."""
     packs: dict[str, int] = field(default_factory=dict)
     """Ids of packs to their places in the table."""
     bases: dict[int, Base] = field(default_factory=dict)

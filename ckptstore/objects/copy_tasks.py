@@ -24,9 +24,9 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.copying import Copied, copy_chunks
+from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
 from ckptstore.objects.read_back import ReadBack, altered
-from ckptstore.objects.reader import Want, read_pieces
 
 __all__ = ["CopyTask", "SpreadCopy", "copy_part", "read_part"]
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.codecs.base import CodecError
+from ckptstore.codecs.codec import CodecError
+from ckptstore.codecs.codec_table import DELTAS, Encoded, decoded, is_known
 from ckptstore.codecs.delta import BASE_ID_BYTES
-from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import DELTAS, Encoded, decoded, is_known
+from ckptstore.codecs.plane_layout import Layout
 from ckptstore.config import Environment, Options
 from ckptstore.errors import (
     CorruptObjectError,
@@ -32,7 +32,7 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.objects.pack_plan import plan_packs
 from ckptstore.objects.packs import After, PackSink, Placed
-from ckptstore.objects.reader import ChunkRead, Span, Want, plan_spans
+from ckptstore.objects.piece_reader import ChunkRead, Span, Want, plan_spans
 from ckptstore.objects.threads import in_threads
 
 __all__ = [

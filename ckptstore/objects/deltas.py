@@ -29,16 +29,16 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.backends.base import Backend
+from ckptstore.codecs.codec_table import BaseData, Encoded, encode, encode_delta
 from ckptstore.codecs.delta import sampled
-from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import BaseData, Encoded, encode, encode_delta
+from ckptstore.codecs.plane_layout import Layout
 from ckptstore.config import Options
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.index import Base, base_of
-from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.objects.piece_reader import Want, read_pieces
 
 __all__ = ["Deltas", "Keyframes", "Older"]
 

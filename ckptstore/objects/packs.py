@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend, ObjectWriter
-from ckptstore.codecs.registry import Encoded
+from ckptstore.codecs.codec_table import Encoded
 from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError
 from ckptstore.format.keys import pack_key

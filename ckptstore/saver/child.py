@@ -25,9 +25,8 @@ from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import Progress
 from ckptstore.repo import Finding, Repo
+from ckptstore.saver.cancellation import Gate
 from ckptstore.saver.channel import Channel
-from ckptstore.saver.gate import Gate
-from ckptstore.saver.job import Job, background_options, write_job
 from ckptstore.saver.messages import (
     Answer,
     Cancel,
@@ -41,6 +40,7 @@ from ckptstore.saver.messages import (
     Ready,
     Setup,
 )
+from ckptstore.saver.save_job import Job, background_options, write_job
 from ckptstore.saver.staged import Digests
 
 __all__ = ["main"]

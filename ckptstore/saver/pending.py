@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ckptstore.errors import SaveBusyError
 from ckptstore.events import Progress
 from ckptstore.model import Receipt, ReceiptState, Version
-from ckptstore.saver.flight import Flight
+from ckptstore.saver.save_state import Flight
 
 __all__ = ["PendingSave"]
 

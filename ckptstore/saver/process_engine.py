@@ -26,7 +26,6 @@ from ckptstore.errors import (
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
 from ckptstore.saver.channel import Channel
-from ckptstore.saver.job import Job, Told
 from ckptstore.saver.messages import (
     Answer,
     Cancel,
@@ -40,6 +39,7 @@ from ckptstore.saver.messages import (
     Ready,
     Setup,
 )
+from ckptstore.saver.save_job import Job, Told
 from ckptstore.saver.staged import Digests
 
 __all__ = ["ProcessEngine", "why_not"]
@@ -89,7 +89,7 @@ class _Waiting:
 
 
 class ProcessEngine:
-    """A child process that writes job after job; see :class:`ckptstore.saver.job.Engine`.
+    """A child process that writes job after job; see :class:`ckptstore.saver.save_job.Engine`.
 
     Raises
     ------

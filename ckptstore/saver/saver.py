@@ -14,18 +14,18 @@ from typing import Literal
 
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
-from ckptstore.checkpoint.save import SaveRequest, draft_of
-from ckptstore.codecs.registry import check_choice
+from ckptstore.codecs.codec_table import check_choice
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
 from ckptstore.events import Events, SaveEvent, SaveEventKind
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.departure import Departure
-from ckptstore.saver.dispatch import Dispatcher
-from ckptstore.saver.flight import Flight
+from ckptstore.saver.engine_supervisor import Dispatcher
 from ckptstore.saver.pending import PendingSave
+from ckptstore.saver.save_state import Flight
+from ckptstore.saver.staged_save import Departure
 from ckptstore.saver.staging import Staging, lay_out
+from ckptstore.states.save import SaveRequest, draft_of
 from ckptstore.tensors.flatten import flatten
 
 __all__ = ["IfBusy", "Saver", "Stage"]

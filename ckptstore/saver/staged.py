@@ -105,7 +105,7 @@ class _Unguarded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedSource:
-    """A staged tensor as :func:`ckptstore.objects.writer.write_pieces` takes it."""
+    """A staged tensor as :func:`ckptstore.objects.piece_writer.write_pieces` takes it."""
 
     nbytes: int
     dtype: str

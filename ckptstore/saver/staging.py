@@ -16,9 +16,9 @@ from ckptstore.chunking import cut, piece_bytes
 from ckptstore.format.paths import path_text
 from ckptstore.hashing import xxh3_64
 from ckptstore.saver.arena import ALIGN_BYTES, Arena
+from ckptstore.saver.change_detector import Witness, counted
 from ckptstore.saver.device import DeviceCopies, on_device
 from ckptstore.saver.staged import Digests, StagedTensor
-from ckptstore.saver.witness import Witness, counted
 from ckptstore.tensors.source import SourceTensor, settle
 
 __all__ = ["Layout", "Staging", "lay_out"]

@@ -10,10 +10,10 @@ from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.events import Progress
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.gate import Gate
-from ckptstore.saver.job import Job, Told, background_options, write_job
-from ckptstore.saver.niceness import step_back
+from ckptstore.saver.cancellation import Gate
+from ckptstore.saver.save_job import Job, Told, background_options, write_job
 from ckptstore.saver.staged import Digests
+from ckptstore.saver.thread_priority import step_back
 
 __all__ = ["ThreadEngine"]
 
@@ -29,7 +29,7 @@ class _Task:
 
 
 class ThreadEngine:
-    """One thread that writes job after job; see :class:`ckptstore.saver.job.Engine`.
+    """One thread that writes job after job; see :class:`ckptstore.saver.save_job.Engine`.
 
     Digests, codecs and writes release the interpreter's lock. The threads that they run in are
     children of this one, and have its priority.

@@ -10,8 +10,8 @@ from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
-    from ckptstore.ops.sharing import SharedUsage, VersionSharing
-    from ckptstore.ops.usage import StoreStats, VersionUsage
+    from ckptstore.maintenance.reports.sharing import SharedUsage, VersionSharing
+    from ckptstore.maintenance.reports.usage import StoreStats, VersionUsage
 
 __all__ = ["Accounting"]
 
@@ -37,7 +37,7 @@ class Accounting:
         RunNotFoundError
             There is no such run.
         """
-        from ckptstore.ops.usage import usage
+        from ckptstore.maintenance.reports.usage import usage
 
         return usage(self._repo.refresh(), run)
 
@@ -49,25 +49,25 @@ class Accounting:
         StorageError
             The storage failed.
         """
-        from ckptstore.ops.usage import store_stats
+        from ckptstore.maintenance.reports.usage import store_stats
 
         return store_stats(self._repo)
 
     def sharing(self, *, progress: ProgressCallback = silent) -> SharedUsage:
         """Return what runs and versions hold, alone and together; reads every live manifest.
 
-        See :func:`ckptstore.ops.sharing.shared_usage`.
+        See :func:`ckptstore.maintenance.reports.sharing.shared_usage`.
         """
-        from ckptstore.ops.sharing import shared_usage
+        from ckptstore.maintenance.reports.sharing import shared_usage
 
         return shared_usage(self._repo, self._manifests, progress=progress)
 
     def sharing_of(self, ref: str, *, progress: ProgressCallback = silent) -> VersionSharing:
         """Return what a version holds, and with whom; reads every live manifest.
 
-        See :func:`ckptstore.ops.sharing.version_sharing`.
+        See :func:`ckptstore.maintenance.reports.sharing.version_sharing`.
         """
-        from ckptstore.ops.sharing import version_sharing
+        from ckptstore.maintenance.reports.sharing import version_sharing
 
         version = self.resolve(ref)
         return version_sharing(self._repo, self._manifests, version, progress=progress)

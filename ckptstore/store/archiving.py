@@ -15,8 +15,8 @@ from ckptstore.repo import Repo
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.format.paths import Pattern
-    from ckptstore.ops.archive import ArchiveReport
-    from ckptstore.ops.thaw import ThawReport
+    from ckptstore.maintenance.cold.archive import ArchiveReport
+    from ckptstore.maintenance.cold.thaw import ThawReport
 
 __all__ = ["Archiving"]
 
@@ -84,7 +84,7 @@ class Archiving:
         ReadOnlyError, StorageError
             The store cannot be written to, or the storage failed. What was moved stays so.
         """
-        from ckptstore.ops.archive import archive
+        from ckptstore.maintenance.cold.archive import archive
 
         return archive(
             self._repo,
@@ -103,7 +103,7 @@ class Archiving:
         min_age_s: float,
     ) -> Sequence[Version]:
         """Return the versions that are named, or those that runs, rules and age select."""
-        from ckptstore.ops.archive import archivable
+        from ckptstore.maintenance.cold.archive import archivable
 
         if refs is None:
             of = check_listed(runs or (), "runs")
@@ -166,7 +166,7 @@ class Archiving:
             The storage failed, or has no capacity for the tier.
         """
         from ckptstore.checkpoint.selection import Selection
-        from ckptstore.ops.thaw import ThawRequest, thaw
+        from ckptstore.maintenance.cold.thaw import ThawRequest, thaw
 
         request = ThawRequest(
             selection=Selection(include=include, exclude=exclude, roles=roles),

@@ -12,13 +12,13 @@ from ckptstore.errors import CkptStoreError, NotReplicatedError
 from ckptstore.events import Events, Observer, SaveEvent
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.store import restarts
-from ckptstore.store.opened import OpenedReplicas
+from ckptstore.store import resume_check
+from ckptstore.store.replica_pool import OpenedReplicas
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
-    from ckptstore.checkpoint.save import SaveRequest
     from ckptstore.saver.saver import Saver
+    from ckptstore.states.save import SaveRequest
 
 __all__ = ["Background"]
 
@@ -152,7 +152,7 @@ class Background:
         StorageError, CorruptObjectError
             The log cannot be read.
         """
-        from ckptstore.ops.exposition import ProcessFigures, exposition
+        from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 
         saver = self._own_saver
         process = ProcessFigures(
@@ -189,7 +189,7 @@ class Background:
 
     def _save(self, state: object, request: SaveRequest) -> Version:
         """Save in the foreground, after what is under way for the run; tell what became of it."""
-        from ckptstore.checkpoint.save import save_version
+        from ckptstore.states.save import save_version
 
         saver = self._own_saver
         if saver is not None:
@@ -201,7 +201,7 @@ class Background:
             self._events.emit(self._event(request, error=error), raised=True)
             raise
         self._events.emit(self._event(request, version=version))
-        restarts.saved(self._repo, version.run, version.step, version.id)
+        resume_check.saved(self._repo, version.run, version.step, version.id)
         return version
 
     def _event(

@@ -18,8 +18,8 @@ from ckptstore.repo import Repo
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
     from ckptstore.checkpoint.manifests import Manifests
-    from ckptstore.ops.repair_report import RepairReport
-    from ckptstore.ops.verify import Level, VerifyReport
+    from ckptstore.maintenance.check.verify import Level, VerifyReport
+    from ckptstore.maintenance.repair.repair_report import RepairReport
     from ckptstore.store.store import Store
 
 __all__ = ["Checking"]
@@ -101,7 +101,7 @@ class Checking:
         StorageError
             The storage failed, so that the check is not complete.
         """
-        from ckptstore.ops.verify import sample_of, verify
+        from ckptstore.maintenance.check.verify import sample_of, verify
 
         return verify(
             self._repo,
@@ -171,7 +171,7 @@ class Checking:
         StorageError
             One of the storages failed; what was committed before stands.
         """
-        from ckptstore.ops.repair import repair
+        from ckptstore.maintenance.repair.repair import repair
 
         given: Sequence[Source] = ()
         if isinstance(source, Checking | str | os.PathLike):

@@ -12,7 +12,7 @@ from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
-    from ckptstore.ops.evict import EvictReport
+    from ckptstore.maintenance.replicas.evict import EvictReport
     from ckptstore.store.store import Store
 
 __all__ = ["Evicting"]
@@ -84,7 +84,7 @@ class Evicting:
             This store cannot be written to, or with `pin` the replica; or a storage failed. What
             was evicted stays so.
         """
-        from ckptstore.ops.evict import evict
+        from ckptstore.maintenance.replicas.evict import evict
 
         if refs is None and runs is None and keep is None:
             msg = "nothing says which versions are to be evicted"
@@ -109,7 +109,7 @@ class Evicting:
         keep: str | Sequence[str] | None,
     ) -> list[Version]:
         """Return what is named but for what rules keep, and what of it was evicted before."""
-        from ckptstore.ops.select_versions import select_versions
+        from ckptstore.maintenance.core.select_versions import select_versions
 
         named = [self.resolve(ref) for ref in check_listed(refs or (), "refs")]
         of = check_listed(runs or (), "runs")
@@ -139,7 +139,7 @@ class Evicting:
         ReadOnlyError, UnsafeBackendError, StorageError
             This store cannot be written to.
         """
-        from ckptstore.ops.evict_pins import release
+        from ckptstore.maintenance.replicas.remote_pins import release
 
         pinning = {one for version in self._repo.refresh().pinned() for one in version.pinned_for}
         found = sorted(one for one in pinning if store and one.startswith(store))

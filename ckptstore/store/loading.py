@@ -11,13 +11,13 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.store import restarts
+from ckptstore.store import resume_check
 
 if TYPE_CHECKING:
     from ckptstore.checkpoint.content import Content
-    from ckptstore.checkpoint.lazy import LazyVersion
-    from ckptstore.checkpoint.transfer import TransferReport
     from ckptstore.format.paths import Pattern
+    from ckptstore.states.lazy import LazyVersion
+    from ckptstore.states.transfer import TransferReport
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
@@ -169,7 +169,7 @@ class Loading:
         CorruptTensorError, StorageError
             A tensor cannot be read; the target may then hold anything.
         """
-        from ckptstore.checkpoint.transfer import TransferRequest, transfer
+        from ckptstore.states.transfer import TransferRequest, transfer
 
         version = self.version(ref)
         request = TransferRequest(
@@ -183,9 +183,9 @@ class Loading:
         return transfer(self._repo, version.info, version._content, target, request)
 
     def _lazy(self, version: Version, *, fall_through: bool = True) -> LazyVersion:
-        from ckptstore.checkpoint.lazy import LazyVersion
+        from ckptstore.states.lazy import LazyVersion
 
-        restarts.chosen(self._repo, version.run)
+        resume_check.chosen(self._repo, version.run)
         content = self._content(version, fall_through=fall_through)
         whole = None
         if fall_through and version.level != "full" and self._repo.log.catalog.replicas:
@@ -193,6 +193,6 @@ class Loading:
         return LazyVersion(self._repo, version, content, whole=whole)
 
     def _first_sound(self, run: str, load: Callable[[Version], Any]) -> Any:  # noqa: ANN401
-        from ckptstore.ops.latest_valid import first_sound
+        from ckptstore.maintenance.check.latest_valid import first_sound
 
         return first_sound(self._repo, run, load)

@@ -12,8 +12,8 @@ from ckptstore.store.store import Store
 
 if TYPE_CHECKING:
     from ckptstore.keyring import Rotation
-    from ckptstore.ops.mend_keys import KeysMended
-    from ckptstore.ops.mend_superblock import SuperblockFinding
+    from ckptstore.maintenance.repair.fix_keys import KeysMended
+    from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
 
 __all__ = ["mend_keys", "mend_superblock", "rotate_key"]
 
@@ -64,7 +64,7 @@ def mend_superblock(
     UnsafeBackendError, StorageError
         The storage cannot be written to.
     """
-    from ckptstore.ops import mend_superblock as ops
+    from ckptstore.maintenance.repair import fix_superblock as ops
 
     user_key = None if encryption_key is None else read_key(encryption_key)
     backend = open_backend(url, environment=SYSTEM, **storage_options)
@@ -119,7 +119,7 @@ def mend_keys(
     UnsafeBackendError, StorageError
         The storage cannot be written to, or failed. Do it again.
     """
-    from ckptstore.ops import mend_keys as ops
+    from ckptstore.maintenance.repair import fix_keys as ops
 
     user_key = read_key(encryption_key)
     backend = open_backend(url, environment=SYSTEM, **storage_options)

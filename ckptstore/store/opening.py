@@ -10,7 +10,7 @@ from ckptstore.backends.key_sources import is_key_spec
 from ckptstore.config import Options, workers_default
 from ckptstore.errors import InvalidInputError
 from ckptstore.repo import open_repo
-from ckptstore.store.opened import ReplicaOptions
+from ckptstore.store.replica_pool import ReplicaOptions
 from ckptstore.store.store import Store
 from ckptstore.store.tiers import check_given
 

@@ -13,14 +13,14 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.store.replica_places import PLACE
+from ckptstore.store.replica_options import PLACE
 
 if TYPE_CHECKING:
     import os
 
     from ckptstore.backends.key_sources import KeyInput
     from ckptstore.checkpoint.manifests import Manifests
-    from ckptstore.ops.replicate import ReplicateReport
+    from ckptstore.maintenance.replicas.replicate import ReplicateReport
     from ckptstore.store.store import Store
 
 __all__ = ["Replicating", "check_selection", "open_target", "open_target_of"]
@@ -114,8 +114,8 @@ class Replicating:
         ReadOnlyError, UnsafeBackendError, StorageError
             The other store cannot be written to, or a storage failed. What was committed stays.
         """
-        from ckptstore.ops.replicate import ReplicateRequest, replicate
-        from ckptstore.ops.select_versions import select_versions
+        from ckptstore.maintenance.core.select_versions import select_versions
+        from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
 
         to = self._named(to) or to
         target = self._target(to, to_key, dry_run=dry_run)
@@ -224,7 +224,7 @@ def check_selection(
     RunNotFoundError, InvalidInputError
         There is no such run; or a rule does not follow the grammar, or its metric no direction.
     """
-    from ckptstore.ops.select_versions import select_versions
+    from ckptstore.maintenance.core.select_versions import select_versions
 
     select_versions(source.repo, runs=runs or (), rules=keep)
 

@@ -10,7 +10,7 @@ from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.lifecycle import LowerLevel
+from ckptstore.format.lifecycle_ops import LowerLevel
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.engine.engine import EngineSpec
-    from ckptstore.ops.ageing import Target
-    from ckptstore.ops.early import Early
-    from ckptstore.ops.gc import GcReport
-    from ckptstore.ops.remove import Removal
-    from ckptstore.ops.retain import AnyPolicy, RetainReport
+    from ckptstore.maintenance.collect.gc import GcReport
+    from ckptstore.maintenance.retention.ageing import Target
+    from ckptstore.maintenance.retention.early_deletion import Early
+    from ckptstore.maintenance.retention.remove import Removal
+    from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
 __all__ = ["Retaining"]
 
@@ -61,7 +61,7 @@ class Retaining:
         InvalidInputError, PolicyError
             It does not follow the grammar, or has no rule.
         """
-        from ckptstore.ops.retain import set_policy
+        from ckptstore.maintenance.retention.retain import set_policy
 
         set_policy(self._repo, "", policy)
 
@@ -99,7 +99,7 @@ class Retaining:
         RunNotFoundError
             There is no such run.
         """
-        from ckptstore.ops.retain import retain
+        from ckptstore.maintenance.retention.retain import retain
 
         return retain(
             self._repo, self._manifests, policy=policy, run=run, dry_run=dry_run, quick=quick
@@ -132,7 +132,7 @@ class Retaining:
         PolicyError
             One is pinned, or needs `force`, or has no tensors of role ``weights``.
         """
-        from ckptstore.ops.ageing import age
+        from ckptstore.maintenance.retention.ageing import age
 
         versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
         ids = age(self._repo, self._manifests, versions, _target(level, lossy), force=force)
@@ -173,7 +173,7 @@ class Retaining:
         InvalidInputError
             No version is named; or a reason is given for what the log has no place for one.
         """
-        from ckptstore.ops.remove import remove
+        from ckptstore.maintenance.retention.remove import remove
 
         versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
         if keep is not None:
@@ -201,7 +201,7 @@ class Retaining:
         StorageError
             The storage failed.
         """
-        from ckptstore.ops.early import Leaving, leaving_early
+        from ckptstore.maintenance.retention.early_deletion import Leaving, leaving_early
 
         versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
         leaving = [Leaving(version=version, fate=keep or "gone") for version in versions]
@@ -216,7 +216,7 @@ class Retaining:
         force: bool,
         dry_run: bool,
     ) -> list[Removal]:
-        from ckptstore.ops.ageing import age, foresee
+        from ckptstore.maintenance.retention.ageing import age, foresee
 
         if reason or not versions:
             msg = "no version to remove a part of" if not versions else "a part goes without reason"
@@ -243,7 +243,7 @@ class Retaining:
         CondemnedError
             A collection is about to delete what one needs.
         """
-        from ckptstore.ops.remove import find_deleted, undelete
+        from ckptstore.maintenance.retention.remove import find_deleted, undelete
 
         catalog = self._repo.refresh()
         ids = [find_deleted(catalog, parse_ref(ref)) for ref in check_listed(refs, "refs")]
@@ -262,8 +262,11 @@ class Retaining:
         workers: int | None = None,
         progress: ProgressCallback = silent,
     ) -> GcReport:
-        """Free the space of what no version needs; see :func:`ckptstore.ops.gc.gc`."""
-        from ckptstore.ops.gc import gc
+        """Free the space of what no version needs.
+
+        See :func:`ckptstore.maintenance.collect.gc.gc`.
+        """
+        from ckptstore.maintenance.collect.gc import gc
 
         return gc(
             self._repo,
@@ -283,7 +286,7 @@ class Retaining:
 def _target(level: LowerLevel, lossy: Encoding | str | None) -> Target:
     from ckptstore.catalog.policy import rounding_of
     from ckptstore.encodings.encoding import Encoding
-    from ckptstore.ops.ageing import Target
+    from ckptstore.maintenance.retention.ageing import Target
 
     given = None if lossy is None else Encoding.of(lossy)
     encodings = rounding_of(level, [] if given is None else [given])

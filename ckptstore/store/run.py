@@ -12,13 +12,13 @@ from ckptstore.model import RunInfo, Version
 from ckptstore.store.run_saving import RunSaving
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.lazy import LazyVersion
-    from ckptstore.checkpoint.transfer import TransferReport
-    from ckptstore.encodings.rules import EncodingRules
+    from ckptstore.encodings.encoding_rules import EncodingRules
     from ckptstore.format.commit import Direction
     from ckptstore.format.paths import Pattern
-    from ckptstore.ops.latest_valid import LatestValid
-    from ckptstore.ops.retain import AnyPolicy, RetainReport
+    from ckptstore.maintenance.check.latest_valid import LatestValid
+    from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
+    from ckptstore.states.lazy import LazyVersion
+    from ckptstore.states.transfer import TransferReport
     from ckptstore.store.store import Store
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
@@ -159,7 +159,7 @@ class Run(RunSaving):
         CorruptObjectError
             None is sound; the message lists them.
         """
-        from ckptstore.ops.latest_valid import latest_valid
+        from ckptstore.maintenance.check.latest_valid import latest_valid
 
         store = self._store
         return latest_valid(store.repo, store._manifests, self.name, progress=progress)
@@ -250,7 +250,7 @@ class Run(RunSaving):
         InvalidInputError, PolicyError
             It does not follow the grammar, or has no rule.
         """
-        from ckptstore.ops.retain import set_policy
+        from ckptstore.maintenance.retention.retain import set_policy
 
         set_policy(self._store.repo, self.name, policy, directions=self._directions)
 

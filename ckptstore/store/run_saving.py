@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import Version
-from ckptstore.store import restarts
+from ckptstore.store import resume_check
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
-    from ckptstore.encodings.rules import EncodingRules, Encodings
+    from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
     from ckptstore.format.commit import Direction
     from ckptstore.format.paths import Pattern
-    from ckptstore.ops.retain import RetainReport
+    from ckptstore.maintenance.retention.retain import RetainReport
     from ckptstore.saver.pending import PendingSave
     from ckptstore.saver.saver import IfBusy, Stage
     from ckptstore.store.store import Store
@@ -116,7 +116,7 @@ class RunSaving:
             The storage gave no clear answer to the commit itself, and none when asked again: the
             version may appear. ``versions()`` tells, once the storage answers.
         """
-        from ckptstore.checkpoint.save import SaveRequest
+        from ckptstore.states.save import SaveRequest
 
         if retain:
             self._check_policy(self._store.repo.refresh())
@@ -203,7 +203,7 @@ class RunSaving:
             An earlier save of this run failed in the background, and nobody has asked it.
         """
         began = self._store.repo.environment.monotonic()
-        from ckptstore.checkpoint.save import SaveRequest
+        from ckptstore.states.save import SaveRequest
 
         if retain:
             self._check_policy(self._store.repo.catalog)
@@ -226,13 +226,13 @@ class RunSaving:
             state, request, began=began, if_busy=if_busy, stage=stage, retain=retain
         )
         if not pending.skipped:
-            restarts.saved(self._store.repo, self.name, pending.step, pending.version_id)
+            resume_check.saved(self._store.repo, self.name, pending.step, pending.version_id)
         return pending
 
     def _rules(self, encodings: Encodings | None) -> EncodingRules:
         """Return the rules that hold for a save: its own, this object's, or the run's policy's."""
         from ckptstore.catalog.retention import stored_encodings
-        from ckptstore.encodings.rules import EncodingRules
+        from ckptstore.encodings.encoding_rules import EncodingRules
 
         if encodings is not None:
             return EncodingRules(encodings)

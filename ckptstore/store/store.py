@@ -11,14 +11,14 @@ from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Events, ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import Version
-from ckptstore.store import restarts
+from ckptstore.store import resume_check
 from ckptstore.store.accounting import Accounting
 from ckptstore.store.archiving import Archiving
 from ckptstore.store.background import Background
 from ckptstore.store.checking import Checking
 from ckptstore.store.loading import Loading
-from ckptstore.store.looking import Looking
-from ckptstore.store.opened import OpenedReplicas, ReplicaOptions
+from ckptstore.store.queries import Looking
+from ckptstore.store.replica_pool import OpenedReplicas, ReplicaOptions
 from ckptstore.store.replicating import Replicating
 from ckptstore.store.retaining import Retaining
 from ckptstore.store.run import Run
@@ -28,11 +28,11 @@ from ckptstore.store.writebacks import WritingBack
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.manifests import Manifests
-    from ckptstore.encodings.rules import Encodings
+    from ckptstore.encodings.encoding_rules import Encodings
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
-    from ckptstore.ops.fallthrough import Found
-    from ckptstore.ops.fork import ForkRequest
+    from ckptstore.maintenance.replicas.fallback import Found
+    from ckptstore.maintenance.replicas.fork import ForkRequest
     from ckptstore.repo import Repo
     from ckptstore.saver.saver import Saver
     from ckptstore.store.writeback import WriteBack
@@ -127,7 +127,7 @@ class Store(
         wanted = check_directions({} if metrics is None else metrics)
         rules = None
         if encodings is not None:
-            from ckptstore.encodings.rules import EncodingRules
+            from ckptstore.encodings.encoding_rules import EncodingRules
 
             rules = EncodingRules(encodings)
         made = Run(self, check_run_name(name), wanted, rules)
@@ -227,7 +227,7 @@ class Store(
             It could not be committed.
         """
         from ckptstore.checkpoint.selection import Selection
-        from ckptstore.ops.fork import ForkRequest
+        from ckptstore.maintenance.replicas.fork import ForkRequest
 
         request = ForkRequest(
             run=new_run,
@@ -239,14 +239,14 @@ class Store(
         source = self.resolve(ref)
         target = self if store is None or store._repo is self._repo else store
         self._lent(source, lambda lender: self._fork_to(target, source, request, lender))
-        restarts.chosen(target._repo, new_run)
+        resume_check.chosen(target._repo, new_run)
         return target.run(new_run)
 
     def _fork_to(
         self, target: Store, source: Version, request: ForkRequest, lender: Found | None
     ) -> Version:
         """Begin a run in this store or another; return its first version."""
-        from ckptstore.ops.fork import fork, fork_into
+        from ckptstore.maintenance.replicas.fork import fork, fork_into
 
         here = self._repo, self._manifests
         if target is self:
@@ -256,8 +256,8 @@ class Store(
 
     def rollback(self, ref: str, *, reason: str = "") -> Version:
         """Make a version the head of its run again; return it. See :meth:`Run.rollback`."""
-        from ckptstore.ops.rollback import rollback
+        from ckptstore.maintenance.retention.rollback import rollback
 
         version = self.resolve(ref)
-        restarts.chosen(self._repo, version.run)
+        resume_check.chosen(self._repo, version.run)
         return rollback(self._repo, version.run, version.id, reason=reason).target

@@ -25,8 +25,8 @@ from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.repo import Repo
 from ckptstore.store.evicting import Evicting
-from ckptstore.store.opened import OpenedReplicas, is_local
-from ckptstore.store.replica_places import PLACE
+from ckptstore.store.replica_options import PLACE
+from ckptstore.store.replica_pool import OpenedReplicas, is_local
 
 if TYPE_CHECKING:
     from ckptstore.backends.base import Backend
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from ckptstore.config import Options
     from ckptstore.events import ProgressCallback
     from ckptstore.format.manifest import PieceTable
+    from ckptstore.maintenance.replicas.fallback import FallThrough, Found, Tier
     from ckptstore.objects.plan import Want
-    from ckptstore.ops.fallthrough import FallThrough, Found, Tier
     from ckptstore.store.store import Store
 
 __all__ = ["PREFIX", "Tiers"]
@@ -263,7 +263,7 @@ class Tiers(Evicting):
         progress: ProgressCallback,
     ) -> None:
         """Read pieces of a version that is here; those that are lost or cold, from a replica."""
-        from ckptstore.objects.reader import read_pieces
+        from ckptstore.objects.piece_reader import read_pieces
 
         failed: list[tuple[Want, CkptStoreError]] = []
         try:
@@ -279,7 +279,7 @@ class Tiers(Evicting):
             failed = [(want, cold) for want in wants]
         if not failed:
             return
-        from ckptstore.ops.fallthrough import read_lost
+        from ckptstore.maintenance.replicas.fallback import read_lost
 
         first = failed[0][1]
         what = f"{len(failed)} pieces are lost here, the first: {first.message}"
@@ -291,7 +291,7 @@ class Tiers(Evicting):
     def _fall_through(
         self, version: Version, error: CkptStoreError, *, whole: bool = False, told: str = ""
     ) -> FallThrough:
-        from ckptstore.ops.fallthrough import FallThrough
+        from ckptstore.maintenance.replicas.fallback import FallThrough
 
         return FallThrough(
             repo=self._repo,
@@ -304,7 +304,7 @@ class Tiers(Evicting):
 
     def _in_order(self, version: Version) -> list[Tier]:
         """Return the replicas to ask: local ones first, then in the order of their naming."""
-        from ckptstore.ops.fallthrough import Tier
+        from ckptstore.maintenance.replicas.fallback import Tier
 
         def opened(info: ReplicaInfo) -> tuple[Repo, Manifests]:
             store = self._opened.get(info)
@@ -335,7 +335,7 @@ class Tiers(Evicting):
         """
         if version.level != "record" or not self._repo.log.catalog.replicas:
             return version
-        from ckptstore.ops.replicate import ReplicateRequest, replicate
+        from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
 
         msg = f"only the record of {_said(version)} is kept"
         asked = self._fall_through(version, VersionNotFoundError(msg))

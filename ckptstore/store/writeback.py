@@ -25,11 +25,11 @@ from ckptstore.catalog.replica_changes import had_content
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
 from ckptstore.events import Events, SaveEvent
+from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.ops.replicate import ReplicateRequest, replicate
 from ckptstore.repo import Repo
-from ckptstore.saver.niceness import step_back
-from ckptstore.store.opened import beside
+from ckptstore.saver.thread_priority import step_back
+from ckptstore.store.replica_pool import beside
 
 __all__ = ["WriteBack"]
 

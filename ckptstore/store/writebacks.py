@@ -11,7 +11,7 @@ from ckptstore.events import Events, SaveEvent
 from ckptstore.format.names import check_listed
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.repo import Repo
-from ckptstore.store.opened import OpenedReplicas
+from ckptstore.store.replica_pool import OpenedReplicas
 
 if TYPE_CHECKING:
     from ckptstore.store.writeback import WriteBack

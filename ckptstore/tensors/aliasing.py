@@ -25,8 +25,8 @@ from ckptstore.errors import StateError
 from ckptstore.format.dtypes import strides_of
 from ckptstore.format.paths import Path
 from ckptstore.format.skeleton import Node
-from ckptstore.tensors.memory import dtype_text, offset_of, tensor_over
 from ckptstore.tensors.source import Payload, SourceTensor, TensorBytes
+from ckptstore.tensors.tensor_bytes import dtype_text, offset_of, tensor_over
 
 __all__ = ["Occurrence", "Pending", "resolve_storage"]
 

@@ -33,11 +33,17 @@ from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_type
 from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolve_storage
 from ckptstore.tensors.arrays import TWINS, describe_dtype, scalar_bytes
-from ckptstore.tensors.memory import dtype_text
-from ckptstore.tensors.plain import datetime_node, file_path_node, int_node, key_node, str_node
+from ckptstore.tensors.plain_values import (
+    datetime_node,
+    file_path_node,
+    int_node,
+    key_node,
+    str_node,
+)
 from ckptstore.tensors.quantized import describe_quantized
 from ckptstore.tensors.refusals import refusal
 from ckptstore.tensors.source import ArrayBytes, BlobBytes, SourceTensor
+from ckptstore.tensors.tensor_bytes import dtype_text
 
 __all__ = ["FlatState", "flatten"]
 

@@ -14,7 +14,7 @@ from ckptstore.format.dtypes import strides_of
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf
 from ckptstore.tensors.destination import Record
-from ckptstore.tensors.memory import dtype_text
+from ckptstore.tensors.tensor_bytes import dtype_text
 
 __all__ = ["ON_CPU", "check_apart", "check_target", "decodable", "is_view", "tensors_of"]
 

@@ -14,7 +14,13 @@ import torch
 
 from ckptstore.errors import CorruptObjectError, StateError
 from ckptstore.format.dtypes import QUANTIZED_PER_BYTE
-from ckptstore.tensors.memory import as_integers, dtype_named, dtype_text, offset_of, tensor_over
+from ckptstore.tensors.tensor_bytes import (
+    as_integers,
+    dtype_named,
+    dtype_text,
+    offset_of,
+    tensor_over,
+)
 
 __all__ = ["Quantized", "build_quantized", "describe_quantized"]
 

@@ -20,6 +20,7 @@ from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
+from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.destination import Destination, Record, check_record
 from ckptstore.tensors.into import (
     ON_CPU,
@@ -29,8 +30,7 @@ from ckptstore.tensors.into import (
     is_view,
     tensors_of,
 )
-from ckptstore.tensors.memory import dtype_named
-from ckptstore.tensors.rebuild import Builder, adapter_names
+from ckptstore.tensors.tensor_bytes import dtype_named
 
 __all__ = ["MapLocation", "Restorer"]
 

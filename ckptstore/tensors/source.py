@@ -11,7 +11,7 @@ import torch
 
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.paths import Path
-from ckptstore.tensors.memory import as_integers, memory_of, offset_of, tensor_over
+from ckptstore.tensors.tensor_bytes import as_integers, memory_of, offset_of, tensor_over
 
 __all__ = ["ArrayBytes", "BlobBytes", "Payload", "SourceTensor", "TensorBytes", "settle"]
 

@@ -15,7 +15,7 @@ from typer.main import get_command
 import ckptstore.cli
 from ckptstore import errors
 from ckptstore.cli import ls_cmd
-from ckptstore.cli.failures import EXIT_CODES
+from ckptstore.cli.error_text import EXIT_CODES
 from ckptstore.cli.main import COMMANDS, build_app
 from ckptstore.errors import CkptStoreError
 

@@ -9,8 +9,8 @@ from typing import Annotated
 import pytest
 import typer
 
-from ckptstore.cli.groups import flattened
 from ckptstore.cli.main import COMMANDS, build_app, run
+from ckptstore.cli.option_groups import flattened
 
 COUNT = typer.Option("--count", help="How many.")
 

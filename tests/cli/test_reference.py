@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from ckptstore.cli.failures import EXIT_CODES
+from ckptstore.cli.error_text import EXIT_CODES
 from ckptstore.cli.main import COMMANDS, build_app
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "cli.md"

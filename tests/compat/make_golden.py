@@ -44,9 +44,9 @@ from ckptstore.catalog.tier_changes import name_replica, unname_replica
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
-from ckptstore.checkpoint.shards import Shard, write_part
 from ckptstore.config import Options
 from ckptstore.repo import Finding, Repo, create_on
+from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.testing.environment import SimulatedEnvironment

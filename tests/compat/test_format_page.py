@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from ckptstore import limits
-from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CODECS, DELTAS
+from ckptstore.codecs.codec_table import CODECS, DELTAS
+from ckptstore.codecs.plane_layout import Layout
 from ckptstore.format import commit, skeleton, skeleton_check
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.pack import (

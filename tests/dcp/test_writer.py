@@ -16,7 +16,7 @@ from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
 from ckptstore.model import Version
 from ckptstore.repo import open_on
-from ckptstore.store import Store, restarts
+from ckptstore.store import Store, resume_check
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -41,7 +41,7 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a store with a version of step 10, of which this process knows nothing."""
     with ckptstore.open(tmp_path / "store", create=True) as store:
         save({"w": torch.arange(1e5)}, storage_writer=CkptStoreWriter(store.run("gpt"), step=10))
-    monkeypatch.setattr(restarts, "_chosen", {})
+    monkeypatch.setattr(resume_check, "_chosen", {})
     return str(tmp_path / "store")
 
 
@@ -85,7 +85,7 @@ def test_one_that_has_loaded_is_told_nothing(url: str, caplog: pytest.LogCapture
         run = store.run("gpt")
         load({"w": torch.zeros(100_000)}, storage_reader=CkptStoreReader(run))
         sent = pickle.dumps(CkptStoreWriter(run, step=1))
-        restarts._chosen.clear()
+        resume_check._chosen.clear()
         writer = pickle.loads(sent)  # noqa: S301 - between processes, by torch
         save({"w": torch.ones(3)}, storage_writer=writer)
         writer._store.close()

@@ -11,12 +11,12 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.codecs.base import CodecError
+from ckptstore.codecs.codec import CodecError
+from ckptstore.codecs.codec_table import BaseData, decode, encode_delta
 from ckptstore.codecs.delta import BASE_ID_BYTES, sampled
 from ckptstore.codecs.differences import FLOATS as ORDERED
 from ckptstore.codecs.differences import PLAIN, RUN, TURN_MAX, Form
-from ckptstore.codecs.layout import ITEM_BYTES, Layout, layout_of
-from ckptstore.codecs.registry import BaseData, decode, encode_delta
+from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout, layout_of
 from ckptstore.hashing import blake3_digest
 
 FLOATS: dict[Layout, Any] = {

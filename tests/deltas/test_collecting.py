@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CkptStoreError, StorageError
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
-from ckptstore.ops.gc import GcReport
-from ckptstore.ops.reach import live_versions
+from ckptstore.maintenance.collect.gc import GcReport
+from ckptstore.maintenance.core.live_set import live_versions
 from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 

@@ -21,7 +21,7 @@ from ckptstore.format.bases import NO_BASE
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.reader import Want, read_pieces
+from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.store import Store
 
 Backends = Callable[[], MemoryBackend]

@@ -13,7 +13,7 @@ from deltakit import deltas_of, manifest_of, open_store, packs_of, same, state_o
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import Meter, MeteredBackend
-from ckptstore.codecs.registry import DELTAS
+from ckptstore.codecs.codec_table import DELTAS
 from ckptstore.errors import NotFoundError, StorageError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header

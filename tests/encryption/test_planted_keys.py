@@ -26,7 +26,7 @@ from ckptstore.errors import (
 from ckptstore.format.encryption import KeyRecord, decode_key_record, wrapping_context
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import key_record_key
-from ckptstore.ops.mend_keys import mend_keys
+from ckptstore.maintenance.repair.fix_keys import mend_keys
 from ckptstore.repo import Finding, create_on, open_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 

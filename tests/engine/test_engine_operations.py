@@ -22,13 +22,14 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.engine.engine import open_engine
 from ckptstore.errors import InvalidInputError, WorkerDiedError
 from ckptstore.events import Progress
+from ckptstore.maintenance.check import verify_tasks
+from ckptstore.maintenance.check.verify import VerifyReport
 from ckptstore.objects import copy_tasks
-from ckptstore.ops import verify_tasks
-from ckptstore.ops.verify import VerifyReport
 from ckptstore.repo import create_on
 
 CHUNK = 1 << 16
 ENGINES = ("own threads", "processes", "dask")
+_PLACES = {"verify": "check.verify", "replicate": "replicas.replicate"}
 Spec = Callable[[str], Any]
 
 
@@ -284,7 +285,7 @@ def test_workers_may_be_killed_in_the_middle(
             return _Noting(opened(*arguments, **options), engines)
 
         monkeypatch.setattr(module, "cut_rows", cut)
-        monkeypatch.setattr(f"ckptstore.ops.{operation}.open_engine", opening)
+        monkeypatch.setattr(f"ckptstore.maintenance.{_PLACES[operation]}.open_engine", opening)
         if operation == "verify":
             assert same(source.verify(executor=spec(name), workers=2)) == wanted
         else:

@@ -22,9 +22,9 @@ from hypothesis import HealthCheck, given, settings
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import read_content
-from ckptstore.codecs import registry
-from ckptstore.codecs.base import CodecError
-from ckptstore.codecs.layout import Layout
+from ckptstore.codecs import codec_table
+from ckptstore.codecs.codec import CodecError
+from ckptstore.codecs.plane_layout import Layout
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CkptStoreError
 from ckptstore.format import manifest, pack, skeleton
@@ -370,13 +370,13 @@ def test_codecs_fill_or_refuse(
     codec: int, layout: int, raw_bytes: int, stored: bytes, *, keep: bool
 ) -> None:
     """A codec raises CodecError or fills its output, for any stored bytes and any length."""
-    if keep and layout in [*Layout] and codec in registry.CODECS and raw_bytes % 8 == 0:
+    if keep and layout in [*Layout] and codec in codec_table.CODECS and raw_bytes % 8 == 0:
         source = memoryview(bytes(range(256)) * 16)[:raw_bytes]
-        whole = b"".join(registry.CODECS[codec].encode(source, Layout(layout)))
+        whole = b"".join(codec_table.CODECS[codec].encode(source, Layout(layout)))
         stored = whole[: len(stored)] + stored[:4] + whole[len(stored) + 4 :]
     base = None
-    if codec in registry.DELTAS and keep:
-        base = registry.BaseData(piece_id=stored[:32], data=memoryview(bytes(raw_bytes)))
+    if codec in codec_table.DELTAS and keep:
+        base = codec_table.BaseData(piece_id=stored[:32], data=memoryview(bytes(raw_bytes)))
     out = memoryview(bytearray(raw_bytes))
     with suppress(CodecError):
-        registry.decode(codec, layout, memoryview(stored), out, base=base)
+        codec_table.decode(codec, layout, memoryview(stored), out, base=base)

@@ -14,8 +14,8 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import InvalidInputError, InvalidUrlError, ReplicaChangedError
 from ckptstore.format.commit import Op
-from ckptstore.format.tiers import NameReplica
-from ckptstore.store.replica_places import same_place
+from ckptstore.format.tier_ops import NameReplica
+from ckptstore.store.replica_options import same_place
 from ckptstore.store.replicating import open_target_of
 
 

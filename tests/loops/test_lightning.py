@@ -21,7 +21,7 @@ from ckptstore.errors import (
     StateError,
     VersionNotFoundError,
 )
-from ckptstore.format.lifecycle import Delete
+from ckptstore.format.lifecycle_ops import Delete
 from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.integrations.preemption import Preemption
 from ckptstore.store import Store

@@ -18,14 +18,14 @@ from ckptstore.checkpoint import write
 from ckptstore.checkpoint.encode import Draft, EncodedDraft
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
-from ckptstore.checkpoint.save import draft_of
 from ckptstore.encodings.codebooks import BOOKS
-from ckptstore.encodings.rules import EncodingRules
+from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import path_text
 from ckptstore.format.recipes import Recipe
 from ckptstore.hashing import blake3_digest
 from ckptstore.model import Version
+from ckptstore.states.save import draft_of
 from ckptstore.store import Store
 from ckptstore.tensors.flatten import flatten
 

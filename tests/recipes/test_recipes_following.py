@@ -17,15 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.checkpoint import following, load, ranges
-from ckptstore.checkpoint.following import Following
+from ckptstore.checkpoint import derived_decode, ranges
+from ckptstore.checkpoint.derived_decode import Following
 from ckptstore.encodings import casts
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CorruptTensorError
 from ckptstore.events import Progress
 from ckptstore.hashing import blake3_digest
+from ckptstore.states import load
 from ckptstore.store import Store
-from ckptstore.tensors.rounding import to_bfloat16
+from ckptstore.tensors.bfloat16 import to_bfloat16
 
 State = dict[str, torch.Tensor]
 CHUNK = 1 << 20
@@ -128,7 +129,7 @@ def test_arithmetic_that_differs_is_noticed(store: Store, made: str) -> None:
             np.frombuffer(args[8], np.uint8)[-1] ^= 1
 
     with (
-        patch.object(following, "decode_elements", wrong),
+        patch.object(derived_decode, "decode_elements", wrong),
         patch.object(casts, "_offered", []),
         patch.object(load, "offer_rounding", lambda _: None),
         pytest.raises(CorruptTensorError, match=r"another digest"),
@@ -166,7 +167,7 @@ def test_rough_arithmetic_is_followed_by_the_exact_one(store: Store, what: Any) 
     with (
         patch.object(casts, "_offered", [rough]),
         patch.object(load, "offer_rounding", lambda _: None),
-        patch.object(following, "decode_elements", lambda *_: None),
+        patch.object(derived_decode, "decode_elements", lambda *_: None),
         pytest.raises(CorruptTensorError, match="another digest"),
     ):
         store.load("gpt@0")

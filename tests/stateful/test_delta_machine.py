@@ -17,10 +17,10 @@ import test_store_machine as machine
 import torch
 
 from ckptstore import limits
-from ckptstore.codecs import registry
+from ckptstore.codecs import codec_table
 from ckptstore.config import Options
+from ckptstore.maintenance.collect import gc, inline_deltas
 from ckptstore.objects import deltas
-from ckptstore.ops import gc, rebase
 
 Values = tuple[int, int, int]
 ELEMENTS = 512
@@ -67,7 +67,7 @@ def check_state(
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let clients save deltas of small tensors; count these, and pieces that were rebased."""
     found: Counter[str] = Counter()
-    encode, whole = registry.encode_delta, rebase.rebase
+    encode, whole = codec_table.encode_delta, inline_deltas.rebase
 
     def counted(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         found["deltas"] += 1

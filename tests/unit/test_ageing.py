@@ -20,8 +20,8 @@ from ckptstore.errors import (
     StorageError,
     VersionNotFoundError,
 )
-from ckptstore.format.lifecycle import Condemn, Relocate
-from ckptstore.ops import ageing
+from ckptstore.format.lifecycle_ops import Condemn, Relocate
+from ckptstore.maintenance.retention import ageing
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend
 

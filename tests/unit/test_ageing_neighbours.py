@@ -17,9 +17,9 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CommitConflictError, VersionNotFoundError
-from ckptstore.format.lifecycle import Relocate
+from ckptstore.format.lifecycle_ops import Relocate
 from ckptstore.format.snapshot import VersionRow, decode_snapshot, encode_snapshot
-from ckptstore.ops import ageing
+from ckptstore.maintenance.retention import ageing
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import FaultyBackend
 

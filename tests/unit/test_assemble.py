@@ -23,13 +23,13 @@ from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.nesting import nest
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.checkpoint.request import WriteRequest
-from ckptstore.checkpoint.shards import Shard, write_part
 from ckptstore.checkpoint.write import shareable
 from ckptstore.errors import CondemnedError, CorruptTensorError, InvalidInputError, StateError
 from ckptstore.integrations.files import export_safetensors
 from ckptstore.repo import create_on, open_on
+from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
-from ckptstore.tensors.memory import as_elements
+from ckptstore.tensors.tensor_bytes import as_elements
 from ckptstore.testing.environment import SimulatedEnvironment
 
 Cuts = Sequence[Sequence[int]]

@@ -10,7 +10,7 @@ import pytest
 
 from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.ops.at_once import at_once
+from ckptstore.maintenance.core.parallel_map import at_once
 
 WAIT_S = 30.0
 

@@ -10,9 +10,9 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.codecs.base import CodecError
-from ckptstore.codecs.layout import Layout, join, layout_of, plane_bytes, split
-from ckptstore.codecs.registry import CODEC_CHOICES, CODECS, check_choice, decode, encode
+from ckptstore.codecs.codec import CodecError
+from ckptstore.codecs.codec_table import CODEC_CHOICES, CODECS, check_choice, decode, encode
+from ckptstore.codecs.plane_layout import Layout, join, layout_of, plane_bytes, split
 from ckptstore.errors import InvalidInputError
 
 ITEM_BYTES = {

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.checkpoint.coded import CodedSource
-from ckptstore.checkpoint.proofs import KnownCasts, prove
+from ckptstore.checkpoint.derived_check import KnownCasts, prove
+from ckptstore.checkpoint.encoded_sources import CodedSource
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.derive import Candidate, derived_pairs, is_cast_of
 from ckptstore.format.manifest import TensorRecord

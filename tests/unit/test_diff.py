@@ -12,10 +12,10 @@ import torch
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
-from ckptstore.checkpoint import compare
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.limits import KIB
 from ckptstore.repo import create_on
+from ckptstore.states import compare
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options, SystemEnvironment
 from ckptstore.format.keys import pack_key
 from ckptstore.jobs import read_job, run_job
-from ckptstore.ops.early import Early, Leaving, leaving_early
+from ckptstore.maintenance.retention.early_deletion import Early, Leaving, leaving_early
 from ckptstore.repo import Finding, create_on
 from ckptstore.store import Store
 

@@ -18,11 +18,10 @@ import ckptstore
 from ckptstore.checkpoint import encode, write
 from ckptstore.checkpoint.content import TensorInfo, read_content
 from ckptstore.checkpoint.encode import Draft, encode_draft
-from ckptstore.checkpoint.measure import measure
-from ckptstore.checkpoint.save import draft_of
-from ckptstore.codecs.registry import CODEC_CHOICES
+from ckptstore.checkpoint.encoding_trial import measure
+from ckptstore.codecs.codec_table import CODEC_CHOICES
 from ckptstore.encodings.encoding import Encoding
-from ckptstore.encodings.rules import EncodingRules
+from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.errors import (
     InvalidInputError,
     OperationCancelledError,
@@ -34,10 +33,11 @@ from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
 from ckptstore.objects.index import KnownPieces
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.gate import Gate
-from ckptstore.saver.job import write_job
+from ckptstore.saver.cancellation import Gate
+from ckptstore.saver.save_job import write_job
 from ckptstore.saver.staged import sources_in
 from ckptstore.saver.staging import Staging, lay_out
+from ckptstore.states.save import draft_of
 from ckptstore.store import Store
 from ckptstore.tensors.flatten import flatten
 

@@ -20,8 +20,8 @@ from ckptstore.encodings.codebooks import BOOKS, CODE_DTYPES
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import NAMES, Encoding, form_name
+from ckptstore.encodings.encoding_rules import EncodingRules, Target, is_second_moment
 from ckptstore.encodings.measuring import Difference, Range
-from ckptstore.encodings.rules import EncodingRules, Target, is_second_moment
 from ckptstore.encodings.scaling import codes_of, scales_of
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.paths import Path

@@ -15,8 +15,8 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.errors import StorageError
 from ckptstore.jobs import read_job, run_job
+from ckptstore.maintenance.replicas.evict import EvictReport, evict
 from ckptstore.model import Version
-from ckptstore.ops.evict import EvictReport, evict
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend
 

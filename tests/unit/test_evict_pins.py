@@ -28,8 +28,8 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.format.commit import Op, decode_commit
-from ckptstore.format.lifecycle import Delete, Pin, Unpin
-from ckptstore.ops.evict import evict
+from ckptstore.format.lifecycle_ops import Delete, Pin, Unpin
+from ckptstore.maintenance.replicas.evict import evict
 from ckptstore.repo import create_on, open_on
 
 STEPS = (1, 2, 3, 4)

@@ -17,7 +17,7 @@ from ckptstore.encodings import casts
 from ckptstore.encodings.casts import FLOATS, Rounding, raw_dtype, recast, to_float64
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.recipes import CASTS
-from ckptstore.tensors.rounding import to_bfloat16
+from ckptstore.tensors.bfloat16 import to_bfloat16
 
 PAIRS = list(permutations(FLOATS, 2))
 _TORCH_RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}

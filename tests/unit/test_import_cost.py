@@ -35,7 +35,12 @@ def test_modules_of_the_command_line_load_nothing_heavy(module: str) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["ckptstore.catalog.catalog", "ckptstore.ops", "ckptstore.repo", "ckptstore.saver.child"],
+    [
+        "ckptstore.catalog.catalog",
+        "ckptstore.maintenance",
+        "ckptstore.repo",
+        "ckptstore.saver.child",
+    ],
 )
 def test_lower_layers_do_not_load_torch(module: str) -> None:
     """Torch comes in with tensors and what stands on them, never below."""

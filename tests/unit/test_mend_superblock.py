@@ -25,7 +25,7 @@ from ckptstore.errors import (
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import STORE_KEY, commit_key
 from ckptstore.format.superblock import decode_superblock, encode_superblock
-from ckptstore.ops.mend_superblock import mend_superblock
+from ckptstore.maintenance.repair.fix_superblock import mend_superblock
 from ckptstore.repo import Finding, create_on, open_on
 
 CHUNK_BYTES = 1 << 17

@@ -18,17 +18,17 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import CodecChoice, encode
+from ckptstore.codecs.codec_table import CodecChoice, encode
+from ckptstore.codecs.plane_layout import Layout
 from ckptstore.config import SYSTEM, Options
 from ckptstore.errors import CorruptTensorError, OperationCancelledError, StorageError
 from ckptstore.events import Progress, silent
-from ckptstore.objects import reader
+from ckptstore.objects import piece_reader
 from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
-from ckptstore.objects.reader import Want, read_pieces
-from ckptstore.objects.writer import Written, write_pieces
+from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 CHUNK_BYTES = 1 << 16
@@ -192,7 +192,7 @@ def test_a_decoder_never_sees_bytes_that_do_not_match_their_check_sum(
     backend.delete(key)
     backend.put(key, torn)
     decoded: list[object] = []
-    monkeypatch.setattr(reader, "decode", lambda *words: decoded.append(words))
+    monkeypatch.setattr(piece_reader, "decode", lambda *words: decoded.append(words))
 
     with pytest.raises(CorruptTensorError, match="checksum"):
         read_pieces(

@@ -11,7 +11,7 @@ from hypothesis import given
 from ckptstore.backends.base import Capabilities, PutIfAbsent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.reader import Span, Want, plan_spans
+from ckptstore.objects.piece_reader import Span, Want, plan_spans
 
 
 def capabilities_of(gap: int, size: int) -> Capabilities:

@@ -13,7 +13,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix_settings import SETTINGS
 from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.config import SYSTEM, Options
-from ckptstore.objects.pace import Pace, Rates, Sample, verdict
+from ckptstore.objects.auto_codec import Pace, Rates, Sample, verdict
 from ckptstore.repo import create_on
 from ckptstore.store.store import Store
 from ckptstore.testing.environment import SimulatedEnvironment

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckptstore
-from ckptstore.checkpoint import encode, proofs, write
-from ckptstore.checkpoint.proofs import KnownCasts
+from ckptstore.checkpoint import derived_check, encode, write
+from ckptstore.checkpoint.derived_check import KnownCasts
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import blake3_digest
 from ckptstore.model import Version
-from ckptstore.objects import writer
+from ckptstore.objects import piece_writer
 from ckptstore.objects.index import KnownPieces
-from ckptstore.saver.job import write_job
+from ckptstore.saver.save_job import write_job
 from ckptstore.store import Store
 
 State = dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ def _no_casts() -> Iterator[None]:
     def refuse(*_: object) -> None:
         pytest.fail("a cast was made")
 
-    with patch.object(proofs, "decode_elements", refuse):
+    with patch.object(derived_check, "decode_elements", refuse):
         yield
 
 
@@ -122,8 +122,8 @@ def test_each_byte_is_read_once(store: Store) -> None:
 
     with (
         _no_casts(),
-        patch.object(proofs, "blake3_digest", counted),
-        patch.object(writer, "blake3_digest", counted),
+        patch.object(derived_check, "blake3_digest", counted),
+        patch.object(piece_writer, "blake3_digest", counted),
     ):
         _save(store, state, 1)
     assert sum(seen) == sum(tensor.nbytes for tensor in state.values())
@@ -135,7 +135,7 @@ def test_a_new_process_proves_anew(tmp_path: Path) -> None:
     for step in range(2):
         with ckptstore.open(tmp_path / "s", create=True, chunk_bytes=CHUNK) as store:
             if step:
-                with patch.object(proofs, "decode_elements", side_effect=ZeroDivisionError):  # noqa: SIM117
+                with patch.object(derived_check, "decode_elements", side_effect=ZeroDivisionError):  # noqa: SIM117
                     with pytest.raises(ZeroDivisionError):
                         _save(store, state, step)
             version = _save(store, state, step)
@@ -188,7 +188,7 @@ def test_a_change_is_seen(store: Store, name: str) -> None:
     assert _derived(version) == follows
     assert _checks_out(store, state)
     assert _checks_out(store, before, "gpt@0")
-    with _no_casts() if follows else patch.object(proofs, "_STEP", 1 << 16):
+    with _no_casts() if follows else patch.object(derived_check, "_STEP", 1 << 16):
         assert _derived(_save(store, state, 2)) == follows
     assert _derived(_save(store, before, 3)) == 1  # what an older version proved is proved anew
     assert _checks_out(store, before)
@@ -288,7 +288,7 @@ def test_a_version_with_another_rounding_proves_nothing(tmp_path: Path) -> None:
     state["low"] = bits.to(torch.int16).view(torch.bfloat16)
     path = tmp_path / "s"
     with (
-        patch.object(proofs, "decode_elements", _truncate),
+        patch.object(derived_check, "decode_elements", _truncate),
         patch("ckptstore.encodings.derive.decode_elements", _truncate),
         ckptstore.open(path, create=True, chunk_bytes=CHUNK) as store,
     ):
@@ -338,7 +338,7 @@ def _before(module: object, name: str, change: Callable[[], object]) -> Abstract
 
 
 @pytest.mark.parametrize("name", ["low", "master"])
-@pytest.mark.parametrize("place", [(proofs, "_piece_ids"), (write, "write_pieces")])
+@pytest.mark.parametrize("place", [(derived_check, "_piece_ids"), (write, "write_pieces")])
 def test_a_change_after_the_proof_is_not_in_the_version(
     store: Store, name: str, place: tuple[object, str]
 ) -> None:
@@ -398,7 +398,7 @@ def test_a_master_that_changes_between_two_proofs_is_refused(tmp_path: Path, kno
             _bits(state["half"])[5] ^= 2 - known
             _save(store, state, 0)
             _bits(state["half"])[5] ^= 2 - known
-        real, found = proofs.prove, list[object]()
+        real, found = derived_check.prove, list[object]()
 
         def late(*args: Any) -> Any:  # noqa: ANN401 - as the function
             found.append(real(*args))

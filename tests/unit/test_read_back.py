@@ -14,8 +14,8 @@ import ckptstore
 from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.codecs.layout import Layout
-from ckptstore.codecs.registry import encode
+from ckptstore.codecs.codec_table import encode
+from ckptstore.codecs.plane_layout import Layout
 from ckptstore.config import SYSTEM, Options
 from ckptstore.errors import (
     ColdObjectError,
@@ -32,8 +32,8 @@ from ckptstore.objects import read_back
 from ckptstore.objects.copying import copy_chunks
 from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
+from ckptstore.objects.piece_reader import Want
 from ckptstore.objects.read_back import ReadBack
-from ckptstore.objects.reader import Want
 
 Rows = dict[str, Sequence[IndexRow]]
 

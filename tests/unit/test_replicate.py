@@ -17,9 +17,9 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.errors import CkptStoreError, ConflictError, InvalidInputError, ReadOnlyError
 from ckptstore.limits import KIB
+from ckptstore.maintenance.replicas import replicate_version as module
+from ckptstore.maintenance.replicas.evict import evict
 from ckptstore.model import Version
-from ckptstore.ops import replicate_version as module
-from ckptstore.ops.evict import evict
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.store import Run, Store, restarts
+from ckptstore.store import Run, Store, resume_check
 
 SAYS = "was it started again without being resumed?"
 
@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with ckptstore.open(tmp_path / "ckpts", create=True) as store:
         for step in (10, 20, 30):
             store.run("gpt").save(_state(step), step=step)
-    monkeypatch.setattr(restarts, "_chosen", {})
+    monkeypatch.setattr(resume_check, "_chosen", {})
     return tmp_path / "ckpts"
 
 

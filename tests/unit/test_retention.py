@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import changes, lifecycle_changes
-from ckptstore.catalog.lifecycle import LEVELS
+from ckptstore.catalog.fold_lifecycle import LEVELS
 from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.catalog.log import Log
 from ckptstore.catalog.policy import Policy
@@ -22,7 +22,7 @@ from ckptstore.catalog.retention import RunPlan, plan, plan_run
 from ckptstore.errors import RunNotFoundError
 from ckptstore.format.commit import ManifestPointer
 from ckptstore.format.keys import manifest_key
-from ckptstore.format.lifecycle import Level
+from ckptstore.format.lifecycle_ops import Level
 from ckptstore.model import RoleBytes
 from ckptstore.testing.environment import SimulatedEnvironment
 

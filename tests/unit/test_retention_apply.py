@@ -13,8 +13,8 @@ import torch
 import ckptstore
 from ckptstore.catalog import retention
 from ckptstore.errors import InvalidInputError, PolicyError, ReadOnlyError, RunNotFoundError
-from ckptstore.ops import ageing
-from ckptstore.ops.retain import RetainReport
+from ckptstore.maintenance.retention import ageing
+from ckptstore.maintenance.retention.retain import RetainReport
 
 
 @pytest.fixture
@@ -184,7 +184,7 @@ def test_retention_that_fails_after_a_save_is_logged(
         msg = "not now"
         raise PolicyError(msg)
 
-    monkeypatch.setattr("ckptstore.ops.retain.retain", retain)
+    monkeypatch.setattr("ckptstore.maintenance.retention.retain.retain", retain)
     with caplog.at_level(logging.WARNING, "ckptstore"):
         version = run.save(_state(60), step=60, retain=True)
     assert run.head == version

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.rules import (
+from ckptstore.catalog.retention_rules import (
     Abandoned,
     All,
     Best,

@@ -11,7 +11,7 @@ import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, ReadOnlyError, VersionNotFoundError
-from ckptstore.ops.rollback import rollback
+from ckptstore.maintenance.retention.rollback import rollback
 from ckptstore.repo import create_on, open_on
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckptstore.tensors import rounding
-from ckptstore.tensors.rounding import to_bfloat16
+from ckptstore.tensors import bfloat16
+from ckptstore.tensors.bfloat16 import to_bfloat16
 
 Functions = tuple[Callable[[], int], Callable[[int], None]]
 
@@ -38,7 +38,7 @@ def test_it_gives_what_torch_gives(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_no_openmp_changes_nothing(size: int, functions: Functions | None) -> None:
     """Where torch's threads cannot be set from outside, the result is the same."""
-    with patch.object(rounding, "_openmp", lambda: functions):
+    with patch.object(bfloat16, "_openmp", lambda: functions):
         assert _cast(size)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import ckptstore
 from ckptstore.checkpoint.content import read_content
-from ckptstore.encodings.rules import Encodings
+from ckptstore.encodings.encoding_rules import Encodings
 
 _RULES: Encodings = {
     "*.exp_avg": "int8:rel_l2=0.03",

@@ -18,11 +18,11 @@ from ckptstore.errors import LimitError, OperationCancelledError, SaverDiedError
 from ckptstore.events import Progress, silent
 from ckptstore.saver.arena import Arena
 from ckptstore.saver.channel import Channel
-from ckptstore.saver.flight import Flight
-from ckptstore.saver.job import Job
 from ckptstore.saver.messages import Close, Compare, Lend, Setup
 from ckptstore.saver.pending import PendingSave
 from ckptstore.saver.process_engine import ProcessEngine
+from ckptstore.saver.save_job import Job
+from ckptstore.saver.save_state import Flight
 from ckptstore.saver.thread_engine import ThreadEngine
 
 ENGINES = ("thread", "process")

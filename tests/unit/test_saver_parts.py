@@ -27,11 +27,11 @@ from ckptstore.errors import (
 from ckptstore.events import Events, SaveEvent
 from ckptstore.hashing import xxh3_64
 from ckptstore.integrations.receipt_plots import plot_receipts
+from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 from ckptstore.model import Receipt
-from ckptstore.ops.exposition import ProcessFigures, exposition
 from ckptstore.saver.arena import Arena, Pool
+from ckptstore.saver.cancellation import Gate
 from ckptstore.saver.channel import Channel
-from ckptstore.saver.gate import Gate
 from ckptstore.saver.staged import Digests, StagedTensor, sources_in
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.tensors.flatten import flatten

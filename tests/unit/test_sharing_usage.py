@@ -9,7 +9,7 @@ import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CorruptObjectError
 from ckptstore.limits import KIB
-from ckptstore.ops import sharing
+from ckptstore.maintenance.reports import sharing
 from ckptstore.repo import create_on, open_on
 
 EACH = 64 + 48

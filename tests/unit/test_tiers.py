@@ -590,7 +590,7 @@ def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None
 def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
     """Of threads that wait for a replica that cannot be opened only one tries."""
     from ckptstore.model import ReplicaInfo
-    from ckptstore.store.opened import OpenedReplicas
+    from ckptstore.store.replica_pool import OpenedReplicas
 
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
         opened = OpenedReplicas(hot.repo)

@@ -14,7 +14,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.tier_changes import name_replica
 from ckptstore.errors import ColdObjectError, TransientStorageError, VersionNotFoundError
-from ckptstore.ops.transplant import ORIGIN_KEY
+from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
 from ckptstore.repo import create_on
 
 ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}

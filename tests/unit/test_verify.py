@@ -13,8 +13,8 @@ from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.errors import CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback
-from ckptstore.ops.survey import Sample
-from ckptstore.ops.verify import VerifyReport, sample_of
+from ckptstore.maintenance.check.integrity_scan import Sample
+from ckptstore.maintenance.check.verify import VerifyReport, sample_of
 
 DAY_MS = 24 * 3600 * 1000
 

@@ -24,9 +24,8 @@ from ckptstore.backends.oserrors import translate
 from ckptstore.checkpoint.assemble import RankPart
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
-from ckptstore.checkpoint.shards import Shard, write_part
 from ckptstore.checkpoint.write import shareable
-from ckptstore.codecs.registry import check_choice
+from ckptstore.codecs.codec_table import check_choice
 from ckptstore.errors import FormatError, LimitError, ObjectNotFoundError, PolicyError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import Box
@@ -36,8 +35,9 @@ from ckptstore.format.paths import Pattern
 from ckptstore.integrations.dcp.metadata_pickle import Described, Place, read_metadata
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
-from ckptstore.tensors.memory import dtype_text
+from ckptstore.tensors.tensor_bytes import dtype_text
 
 __all__ = ["METADATA_FILE", "import_directory"]
 

@@ -15,18 +15,18 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ckptstore.checkpoint.content import Content
-from ckptstore.checkpoint.load import LoadRequest, load_state
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.skeleton import iter_leaves
 from ckptstore.integrations.arguments import check_run
-from ckptstore.integrations.dcp.layout import Entry, entries_of, metadata_of
-from ckptstore.integrations.dcp.plain import pickled
+from ckptstore.integrations.dcp.flat_version import Entry, entries_of, metadata_of
+from ckptstore.integrations.dcp.plain_bytes import pickled
 from ckptstore.model import Version
-from ckptstore.store import Run, Store, restarts
+from ckptstore.states.load import LoadRequest, load_state
+from ckptstore.store import Run, Store, resume_check
 from ckptstore.tensors.adapters import TypeAdapter
-from ckptstore.tensors.memory import as_elements, dtype_named
+from ckptstore.tensors.tensor_bytes import as_elements, dtype_named
 
 __all__ = ["CkptStoreReader"]
 
@@ -143,7 +143,7 @@ class CkptStoreReader(StorageReader):
         return metadata_of(version, self._opened.entries)
 
     def _open(self, version: Version) -> _Opened:
-        restarts.chosen(self._store.repo, version.run)
+        resume_check.chosen(self._store.repo, version.run)
         content = self._store._content(version)
         return _Opened(version=version, content=content, entries=entries_of(content))
 

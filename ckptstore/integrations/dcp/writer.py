@@ -19,20 +19,20 @@ from ckptstore.catalog.refs import parse_ref
 from ckptstore.checkpoint.assemble import RankPart
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
-from ckptstore.checkpoint.shards import Shard, check_shard, write_part
 from ckptstore.checkpoint.write import shareable
-from ckptstore.codecs.registry import check_choice
+from ckptstore.codecs.codec_table import check_choice
 from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, InvalidRefError, ReadOnlyError, StateError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.paths import Path, Pattern
 from ckptstore.integrations.arguments import check_run
-from ckptstore.integrations.dcp.plain import from_planner
+from ckptstore.integrations.dcp.plain_bytes import from_planner
 from ckptstore.integrations.dcp.plans import balance, offers
 from ckptstore.model import Version
 from ckptstore.repo import open_on
-from ckptstore.store import Run, Store, restarts
+from ckptstore.states.shards import Shard, check_shard, write_part
+from ckptstore.store import Run, Store, resume_check
 from ckptstore.tensors.adapters import TypeAdapter
 
 __all__ = ["CkptStoreWriter"]
@@ -125,7 +125,7 @@ class CkptStoreWriter(StorageWriter):
         }
         store = (self._repo.backend, self._repo.options)
         run = (self._run.name, dict(self._run._directions))
-        resumed = restarts.is_chosen(self._repo, self._run.name)
+        resumed = resume_check.is_chosen(self._repo, self._run.name)
         return _in_another_process, (*store, *run, resumed, words)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -276,7 +276,7 @@ class CkptStoreWriter(StorageWriter):
             roles=self._roles,
             receipt={"ranks_s": waited},
         )
-        restarts.saved(self._repo, self.version.run, self.version.step, self.version.id)
+        resume_check.saved(self._repo, self.version.run, self.version.step, self.version.id)
         self._store._committed(self.version)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=f"{self.version.run}@{self.version.step}", save_id=self.version.id
@@ -308,7 +308,7 @@ def _in_another_process(
     """Return a writer on a store that is opened here; it is closed with the process."""
     store = Store(open_on(backend, options=options))
     if resumed:
-        restarts.chosen(store.repo, run)
+        resume_check.chosen(store.repo, run)
     return CkptStoreWriter(store.run(run, metrics=directions), **words)
 
 

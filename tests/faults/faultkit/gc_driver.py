@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 import ckptstore
-import ckptstore.checkpoint.lazy
-import ckptstore.checkpoint.save
-import ckptstore.ops.fork
-import ckptstore.ops.gc
-import ckptstore.ops.remove
+import ckptstore.maintenance.collect.gc
+import ckptstore.maintenance.replicas.fork
+import ckptstore.maintenance.retention.remove
+import ckptstore.states.lazy
+import ckptstore.states.save
 from ckptstore.errors import CkptStoreError, IntegrityError, NotFoundError
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.model import Version

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-import ckptstore.checkpoint.lazy
-import ckptstore.checkpoint.save  # noqa: F401 - needed after the fork, so imported before it
+import ckptstore.states.lazy
+import ckptstore.states.save  # noqa: F401 - needed after the fork, so imported before it
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import Options
 from ckptstore.repo import create_on, open_on

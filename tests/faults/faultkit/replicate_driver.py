@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import ckptstore
-import ckptstore.checkpoint.lazy
-import ckptstore.checkpoint.save
+import ckptstore.states.lazy
+import ckptstore.states.save
 from ckptstore.cli.main import main as cli
 from faultkit.kill_driver import Tripwire, finish, fork, names
 from faultkit.states import differences, state_of

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-import ckptstore.checkpoint.lazy
-import ckptstore.checkpoint.save  # noqa: F401 - needed after the fork, so imported before it
+import ckptstore.states.lazy
+import ckptstore.states.save  # noqa: F401 - needed after the fork, so imported before it
 from faultkit.kill_driver import finish, fork, open_folder
 from faultkit.states import differences, state_of
 

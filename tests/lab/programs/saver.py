@@ -33,8 +33,8 @@ import torch
 import ckptstore
 import ckptstore.backends.posix
 import ckptstore.backends.probe
-import ckptstore.checkpoint.lazy
-import ckptstore.checkpoint.save
+import ckptstore.states.lazy
+import ckptstore.states.save
 from ckptstore.errors import CkptStoreError, StoreNotFoundError
 
 Words = dict[str, Any]

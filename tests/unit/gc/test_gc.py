@@ -20,8 +20,8 @@ from ckptstore.errors import (
     StorageError,
     VersionNotFoundError,
 )
+from ckptstore.maintenance.collect.gc import GcReport
 from ckptstore.model import Version
-from ckptstore.ops.gc import GcReport
 from ckptstore.store import Store
 from ckptstore.testing.faulty import WRITES, Fault, FaultyBackend, When
 

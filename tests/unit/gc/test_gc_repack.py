@@ -17,11 +17,11 @@ from ckptstore.backends.registry import open_backend
 from ckptstore.checkpoint.content import read_content
 from ckptstore.errors import ReadOnlyError
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
+from ckptstore.maintenance.collect.gc import GcReport
+from ckptstore.maintenance.core.live_set import Footprint, live_versions
+from ckptstore.maintenance.retention.ageing import prepare, relocating
+from ckptstore.maintenance.retention.reduce import Target
 from ckptstore.model import Version
-from ckptstore.ops.ageing import prepare, relocating
-from ckptstore.ops.gc import GcReport
-from ckptstore.ops.lowering import Target
-from ckptstore.ops.reach import Footprint, live_versions
 from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 

@@ -15,9 +15,9 @@ import torch
 from ckptstore.format.skeleton import Node, decode, encode, prune
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.flatten import flatten
-from ckptstore.tensors.memory import as_integers
 from ckptstore.tensors.restore import Restorer
 from ckptstore.tensors.source import SourceTensor
+from ckptstore.tensors.tensor_bytes import as_integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

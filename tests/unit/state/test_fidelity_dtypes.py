@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckptstore.format.dtypes import ITEM_BYTES, QUANTIZED_PER_BYTE, bytes_of
-from ckptstore.tensors.memory import dtype_named, dtype_text, tensor_over
+from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text, tensor_over
 
 Same = Callable[[object, object], None]
 Make = Callable[..., Any]

@@ -1,0 +1,137 @@
+"""Reading a tensor that is to be stored in fewer bytes: what it is, and what comes back of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, torn
+from ckptstore.chunking import cut
+from ckptstore.encodings.casts import raw_dtype
+from ckptstore.encodings.coding import Coded, Form
+from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.measuring import Difference, Range
+from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
+from ckptstore.objects.sources import Payload, Source
+
+__all__ = ["Looked", "Measured", "look", "measure"]
+
+# Elements that are looked at together. Source: as the step of the encodings, in cache.
+_STEP: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Looked:
+    """What a tensor is."""
+
+    given: bytes
+    """BLAKE3-256 of its bytes."""
+    seen: Range
+    steps: Sequence[int]
+    """XXH3-64 of each step: what :func:`measure` must find again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What comes back of a tensor in a form, and what is stored of it."""
+
+    digest: bytes
+    """BLAKE3-256 of what comes back."""
+    difference: Difference
+    codes: Sequence[int]
+    """XXH3-64 of each piece of the codes."""
+    scales: Sequence[int]
+    """The same of the scales; empty for a cast."""
+
+
+def look(source: Source, step: int) -> Looked:
+    """Read a float tensor once, and say what it is.
+
+    Parameters
+    ----------
+    step
+        Elements per checksum.
+
+    Raises
+    ------
+    TornStateError
+        It is not what was staged.
+    """
+    hasher = Hasher()
+    seen = Range()
+    steps = PieceChecksums(step * source.itemsize)
+    kind = raw_dtype(source.dtype)
+    for part in _parts(source):
+        hasher.update(part)
+        steps.update(part)
+        raw = np.frombuffer(part, kind)
+        for at in range(0, len(raw), _STEP):
+            seen.add(source.dtype, raw[at : at + _STEP])
+    return Looked(given=hasher.digest(), seen=seen, steps=steps.checksums())
+
+
+def measure(
+    elements: Elements, form: Form, looked: Looked, grids: tuple[int, int], name: str
+) -> Measured:
+    """Encode a tensor and restore it, keeping nothing of either.
+
+    Parameters
+    ----------
+    grids
+        Bytes of a piece of the codes, and of the scales.
+    name
+        Of the tensor, for errors.
+
+    Raises
+    ------
+    TornStateError
+        The tensor is not what was looked at.
+    """
+    difference = Difference()
+    hasher = Hasher()
+    codes, scales = PieceChecksums(grids[0]), PieceChecksums(grids[1])
+    for number, at in enumerate(range(0, elements.count, form.step)):
+        raw = elements.read(at, min(at + form.step, elements.count), copy=True)
+        if xxh3_64(raw.data.cast("B")) != looked.steps[number]:
+            raise torn(name)
+        coded = form.encode(elements.dtype, raw)
+        restored = np.empty_like(raw)
+        _restore(form, elements.dtype, coded, restored.data.cast("B"))
+        hasher.update(restored.data.cast("B"))
+        codes.update(np.ascontiguousarray(coded.codes).data.cast("B"))
+        if coded.scales is not None:
+            scales.update(coded.scales.data.cast("B"))
+        difference.add(elements.dtype, raw, restored)
+    return Measured(
+        digest=hasher.digest(),
+        difference=difference,
+        codes=codes.checksums(),
+        scales=scales.checksums(),
+    )
+
+
+def _restore(form: Form, dtype: str, coded: Coded, out: memoryview) -> None:
+    scales = None if coded.scales is None else coded.scales.data.cast("B")
+    codes = np.ascontiguousarray(coded.codes).data.cast("B")
+    decode_elements(form.kind, form.code, form.block, dtype, form.dtype, 0, codes, scales, out)
+
+
+def _parts(source: Source) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order, each part a copy that is valid until the next."""
+    payload: Payload = source.payload
+    length, view = _STEP * source.itemsize, None
+    if is_guarded(payload):
+        length = payload.piece_bytes
+    else:
+        view = payload.view()
+    buffer = memoryview(bytearray(min(length, source.nbytes)))
+    for start, size in cut(source.nbytes, length):
+        part = buffer[:size]
+        if view is None:
+            payload.copy_into(start, part)
+        else:
+            part[:] = view[start : start + size]
+        yield part

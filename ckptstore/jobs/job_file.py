@@ -1,0 +1,349 @@
+"""Job files: TOML that says what of a store is to be in another, and what either is to keep.
+
+::
+
+    [source]
+    url = "/nvme/ckpts"
+
+    [target]
+    url = "s3://archive/ckpts"
+
+    [select]
+    keep = ["tagged", "best 3 val_loss", "every 10000 steps"]
+    older_than = "1h"
+
+    [retain]
+    source = { full = "last 5" }
+
+    [alert]
+    not_replicated_after = "24h"
+
+Everything but ``source`` and ``target`` may be left out. What is not known is refused: a word
+that is misspelt must not turn a rule off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from inspect import isclass
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias, get_args, get_origin
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.backends.storage_classes import check_class
+from ckptstore.catalog.policy import Policy
+from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
+from ckptstore.catalog.suggestions import did_you_mean
+from ckptstore.engine.engine import THREADS, check_spec
+from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
+from ckptstore.store import open_store
+from ckptstore.store.replica_options import PLACE
+from ckptstore.store.tiers import PREFIX
+
+__all__ = [
+    "Alert",
+    "Archive",
+    "ClassPrices",
+    "Collect",
+    "Copy",
+    "Job",
+    "Place",
+    "Prices",
+    "Retain",
+    "Scrub",
+    "Select",
+    "read_job",
+]
+
+_Texts: TypeAlias = str | list[str]
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the two stores."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1)]
+    """Of the target, ``replica:NAME`` too: one that the source has a name for."""
+    options: dict[str, Any] = {}
+    """For the storage library, such as ``endpoint_url``. Credentials belong into their chains. With
+    ``replica:NAME`` also ``url``, the place that they are for."""
+    single_writer: bool = False
+    """Nobody else writes while the job runs."""
+    key: str | None = None
+    """Opens an encrypted store, and makes a new target such: ``file:PATH``, ``env:NAME`` or
+    ``command:CMD``; never a key itself."""
+
+
+class Select(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which versions of the source; what is given narrows it down. All, if nothing is."""
+
+    refs: list[str] = []
+    """Versions that count in any case."""
+    runs: list[str] = []
+    keep: _Texts | None = None
+    """Rules as in a retention policy."""
+    older_than: str | None = None
+    """Only what was saved at least so long ago: what is younger may still be replaced."""
+    since: str | None = None
+    """Only what was saved within this time."""
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How versions travel."""
+
+    check: bool = True
+    """Read back what was written."""
+    rate: str | int = 0
+    """Bytes a second, such as ``50MiB``; 0: no limit."""
+    workers: Annotated[int, msgspec.Meta(ge=1, le=limits.WORKERS_MAX)] | None = None
+    """Threads on either side; by default the usable processors."""
+    engine: str = THREADS
+    """Who copies, reads for ``scrub``, and collects: ``threads`` of the job, ``processes``,
+    ``dask:local`` or ``dask://HOST:PORT``."""
+    tasks: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    """How many tasks run at once, where the engine is not ``threads``; by default as many as the
+    engine has workers."""
+
+
+class Retain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What either store is to keep; ``true``: what its own policies say."""
+
+    source: dict[str, Any] | bool = False
+    target: dict[str, Any] | bool = False
+    evict: _Texts | None = None
+    """Rules for versions of the source whose content stays; of others that the target has, every
+    byte read back, only the record stays."""
+    pin_evicted: bool = True
+    """Pin those in the target, so that no rules there take what may be the only copy; ``false``:
+    the rules of the target say how long it keeps them."""
+
+
+class Collect(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where space is reclaimed afterwards."""
+
+    source: bool = False
+    target: bool = False
+    grace: str | None = None
+
+
+class Scrub(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which share of either store's chunks a run reads, another part each day, all in turn.
+
+    What is damaged is brought back from the other store.
+    """
+
+    source: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    target: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+
+
+class Alert(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is worth a message to people."""
+
+    not_replicated_after: str | None = None
+    """A version of the selection that is older than this, and that the target does not have."""
+
+
+class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What of the target moves to a colder storage class."""
+
+    storage_class: str = msgspec.field(name="class")
+    """As the storage calls it: ``GLACIER``, ``DEEP_ARCHIVE``, ``STANDARD_IA``, ``COLDLINE`` ..."""
+    min_age: str | None = None
+    """Only versions that were saved so long ago, such as ``30d``."""
+    keep_hot: _Texts | None = None
+    """Rules for versions that stay as they are; heads of runs do in any case."""
+
+
+class ClassPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one storage class of the target costs."""
+
+    put_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Of packs that move there."""
+    stored_per_gb_month: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+
+
+class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the target's provider charges, in one currency; for estimates only."""
+
+    put_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    get_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    stored_per_gb_month: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """For 10^9 bytes."""
+    moved_per_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    currency: str = "USD"
+    classes: dict[str, ClassPrices] = {}
+    """By the name of a storage class."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file, checked."""
+
+    source: Place
+    target: Place
+    name: str = ""
+    """For reports and metrics; the file's name by default."""
+    select: Select = Select()
+    copy: Copy = Copy()
+    retain: Retain = Retain()
+    gc: Collect = Collect()
+    scrub: Scrub = Scrub()
+    alert: Alert = Alert()
+    archive: Archive | None = None
+    prices: Prices | None = None
+
+
+def read_job(path: str | os.PathLike[str]) -> Job:
+    """Return the job in a file.
+
+    Raises
+    ------
+    NotFoundError
+        There is no such file.
+    InvalidInputError
+        It is no TOML, too large, has a word that is not known, or a rule or time that is none; the
+        message names the place.
+    """
+    where = Path(path)
+    try:
+        with where.open("rb") as file:
+            data = file.read(limits.JOB_BYTES_MAX + 1)
+    except FileNotFoundError as error:
+        msg = f"there is no job file {str(where)!r}"
+        raise NotFoundError(
+            msg, hint="see docs/howto/archival-jobs.md for one to begin with"
+        ) from error
+    except OSError as error:
+        msg = f"the job file {str(where)!r} cannot be read: {error.strerror}"
+        raise InvalidInputError(msg) from error
+    if len(data) > limits.JOB_BYTES_MAX:
+        msg = f"{where}: more than {limits.JOB_BYTES_MAX} bytes"
+        raise InvalidInputError(msg)
+    try:
+        tables = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # of the text, of TOML, of numbers
+        msg = f"{where}: {str(error)[:_SHOWN]}"
+        raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
+    try:
+        _check_words(tables, Job)
+        job = msgspec.convert(tables, Job)
+        _check(job)
+    except msgspec.ValidationError as error:
+        msg = f"{where}: {str(error)[:_SHOWN]}"
+        raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
+    except InvalidInputError as error:
+        msg = f"{where}: {error.message}"
+        raise InvalidInputError(msg, hint=error.hint) from error
+    return job if job.name else msgspec.structs.replace(job, name=where.stem)
+
+
+# Characters of what a parser says that are repeated.
+_SHOWN: Final = 200
+_OWN_OPTIONS: Final = frozenset(inspect.signature(open_store).parameters)
+
+
+def _check_words(table: Mapping[str, object], kind: type[msgspec.Struct], place: str = "") -> None:
+    """Raise for the first word that a table of the file may not have; with its place."""
+    known = {one.encode_name: one.type for one in msgspec.structs.fields(kind)}
+    for word, value in table.items():
+        if word not in known:
+            msg = f"{place}{word[:_SHOWN]}: a job has no such word"
+            raise InvalidInputError(msg, hint=did_you_mean(word, known))
+        _check_inner(value, known[word], f"{place}{word}")
+
+
+def _check_inner(value: object, kind: object, place: str) -> None:
+    """Do the same for what is below a word, if that is one table, or tables by names."""
+    if not isinstance(value, dict):
+        return
+    if get_origin(kind) is dict:
+        for name, each in value.items():
+            _check_inner(each, get_args(kind)[1], f"{place}.{name}")
+        return
+    for one in get_args(kind) or (kind,):
+        if isclass(one) and issubclass(one, msgspec.Struct):
+            _check_words(value, one, f"{place}.")
+
+
+def _check(job: Job) -> None:
+    """Raise for rules and times that are none, before anything is opened; with their place."""
+    for name, place in (("source", job.source), ("target", job.target)):
+        meant = {PLACE} if place.url.startswith(PREFIX) else set()
+        with _named(f"{name}.options"):
+            if own := sorted(_OWN_OPTIONS & place.options.keys() - meant):
+                msg = f"{own[0]!r} is not an option of the storage library"
+                raise InvalidInputError(msg)
+    archive = job.archive
+    for name, text in (
+        ("select.older_than", job.select.older_than),
+        ("select.since", job.select.since),
+        ("alert.not_replicated_after", job.alert.not_replicated_after),
+        ("gc.grace", job.gc.grace),
+        ("archive.min_age", None if archive is None else archive.min_age),
+    ):
+        with _named(name):
+            if text is not None:
+                parse_duration(text)
+    _check_numbers(job)
+    if archive is not None:
+        with _named("archive.class"):
+            check_class(archive.storage_class)
+    for name, rules in (
+        ("select.keep", job.select.keep),
+        ("retain.evict", job.retain.evict),
+        ("archive.keep_hot", None if archive is None else archive.keep_hot),
+    ):
+        with _named(name):
+            if rules is not None:
+                _check_rules(rules)
+    for name, policy in (
+        ("retain.source", job.retain.source),
+        ("retain.target", job.retain.target),
+    ):
+        with _named(name):
+            if isinstance(policy, Mapping):
+                Policy.from_json(policy).check()
+
+
+def _check_numbers(job: Job) -> None:
+    with _named("copy.rate"):
+        if parse_bytes(str(job.copy.rate)) > limits.RATE_BYTES_PER_S_MAX:
+            msg = f"no link is faster than {limits.RATE_BYTES_PER_S_MAX} bytes a second"
+            raise InvalidInputError(msg, hint="0, or no rate, for no limit")
+    with _named("copy"):
+        if check_spec(job.copy.engine) == THREADS and job.copy.tasks is not None:
+            msg = "tasks are for an engine other than threads"
+            raise InvalidInputError(msg, hint="name one in [copy], or say workers for threads")
+    for name, share in (("scrub.source", job.scrub.source), ("scrub.target", job.scrub.target)):
+        with _named(name):
+            if 0 < share < 1 / limits.SAMPLE_PARTS_MAX:
+                msg = f"a share is 0, or from {1 / limits.SAMPLE_PARTS_MAX:g} to 1, not {share:g}"
+                raise InvalidInputError(msg)
+    prices = [] if job.prices is None else [job.prices, *job.prices.classes.values()]
+    for table in prices:
+        for name, value in msgspec.structs.asdict(table).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                msg = f"prices: {name} is {value!r}"
+                raise InvalidInputError(msg, hint="a price is a number")
+
+
+def _check_rules(rules: _Texts) -> None:
+    if not rules:
+        msg = "no rule is in it"
+        raise InvalidInputError(msg, hint="leave it out, or name some: 'last 5, tagged'")
+    Policy.from_json({"full": rules}).check()
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Have an error say which word of the file it is about."""
+    try:
+        yield
+    except (InvalidInputError, PolicyError) as error:
+        msg = f"{place}: {error.message}"
+        raise InvalidInputError(msg, hint=error.hint) from error

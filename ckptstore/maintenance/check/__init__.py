@@ -1,0 +1,1 @@
+"""Checks: finding damage, lost commits, and the newest version that is sound."""

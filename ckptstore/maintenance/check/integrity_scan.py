@@ -1,0 +1,400 @@
+"""Looks at versions one after another and notes, piece by piece, what is damaged.
+
+The ground of both ``verify``, which reports it, and ``repair``, which mends it. Where every byte is
+read, tensors that follow from others are made, too, and compared with their digests.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from ckptstore import limits
+from ckptstore.backends.base import ObjectInfo
+from ckptstore.checkpoint.content import Content, read_content
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format import pack as packs
+from ckptstore.format.keys import PACKS_PREFIX, pack_key
+from ckptstore.format.manifest import PieceTable
+from ckptstore.maintenance.check.piece_checks import (
+    PieceKey,
+    Sample,
+    batches,
+    frame_problem,
+    piece_key,
+    why_lost,
+)
+from ckptstore.maintenance.check.recipe_checks import problems_of, recipe_key, row_of_recipe
+from ckptstore.maintenance.core.cold_packs import cold_packs, cold_rows
+from ckptstore.model import Version
+from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.repo import Repo
+
+__all__ = ["Loaded", "PieceKey", "Problem", "Sample", "Survey", "piece_key"]
+
+# Manifests read ahead. Source: hides the latency of an object store (20 ms) behind the reading of
+# data; a manifest of 1 TB takes some 16 MB.
+_AHEAD = 8
+
+Known = Callable[[Version, range], Mapping[int, str] | None]
+"""Tells what an earlier, interrupted check found of some rows of a version: what is wrong with
+which row; None if it did not come so far."""
+Told = Callable[[Version, range, Mapping[int, str]], None]
+"""Is told what was found of some rows, as soon as they were read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is not as it should be."""
+
+    kind: str
+    """Code of the error, as in ``CkptStoreError.kind``."""
+    message: str
+    version: str
+    """Id of the version that it touches; empty for an object that no version needs to load."""
+    run: str
+    step: int
+    """-1 without a version."""
+    tensor: str
+    """Path of the tensor that it touches; empty if it is the whole version."""
+
+
+Loaded = Content | CkptStoreError
+"""What a version holds, or why that cannot be known."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """What was looked at and what was found; owned by one thread.
+
+    Parameters
+    ----------
+    full
+        Read every byte; otherwise only records, and the sizes of packs.
+    sample
+        Of the chunks, at `full`; None for all.
+    """
+
+    repo: Repo
+    cache: Manifests
+    full: bool
+    sample: Sample | None = None
+    progress: ProgressCallback = silent
+    known: Known = lambda _version, _rows: None
+    told: Told = lambda _version, _rows, _wrong: None
+    problems: list[Problem] = field(default_factory=list)
+    read: set[PieceKey] = field(default_factory=set)
+    """Pieces whose bytes were read."""
+    bad: dict[PieceKey, str] = field(default_factory=dict)
+    """Pieces that cannot be had, and why."""
+    followed: set[bytes] = field(default_factory=set)
+    """Keys of the recipes that were followed."""
+    unlike: dict[bytes, str] = field(default_factory=dict)
+    """Those of which something else came than there should, and what is wrong with it."""
+    broken_packs: dict[str, str] = field(default_factory=dict)
+    """Packs whose header, index or trailer is damaged; pieces may be sound."""
+    unread: dict[str, CkptStoreError] = field(default_factory=dict)
+    """Ids of versions whose manifest cannot be had, and why."""
+    sound: dict[str, str] = field(default_factory=dict)
+    """Ids of versions of which every byte was read and is right, with their manifest's digest."""
+    seen: set[str] = field(default_factory=set)
+    """Ids of versions that were checked."""
+    packs: set[str] = field(default_factory=set)
+    """Packs that are needed."""
+    cold_packs: set[str] = field(default_factory=set)
+    """Those of them that cannot be read unless they are restored, and so were not, at `full`."""
+    cold_pieces: set[PieceKey] = field(default_factory=set)
+    """Pieces that lie there, or refer to what does."""
+    cold_versions: set[str] = field(default_factory=set)
+    """Ids of versions that need such packs: of those it is not known whether they are sound."""
+    read_bytes: int = 0
+    total_bytes: int = 0
+    """What all versions hold, for the progress."""
+    _done_bytes: int = 0
+    _sizes: dict[str, ObjectInfo] | None = None
+
+    @property
+    def sizes(self) -> dict[str, ObjectInfo]:
+        """Every pack that is there, by its key; listed once."""
+        if self._sizes is None:
+            self._sizes = {info.key: info for info in self.repo.backend.list(PACKS_PREFIX)}
+        return self._sizes
+
+    def found(self, error: CkptStoreError, version: Version | None, tensor: str = "") -> None:
+        """Note a problem."""
+        self.problems.append(
+            Problem(
+                kind=error.kind,
+                message=error.message,
+                version=version.id if version else "",
+                run=version.run if version else "",
+                step=version.step if version else -1,
+                tensor=tensor,
+            )
+        )
+
+    def check(self, version: Version) -> Content | None:
+        """Check one version; return its content, None if its manifest cannot be had.
+
+        Raises
+        ------
+        StorageError
+            The storage failed: nothing is known of this version.
+        """
+        return self._check(version, self._load(version))
+
+    def check_all(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Content | None]]:
+        """Check versions in their order; manifests are read a little ahead, in parallel.
+
+        Raises
+        ------
+        StorageError
+            As :meth:`check`.
+        """
+        for version, loaded in self.loaded(versions):
+            yield version, self._check(version, loaded)
+
+    def loaded(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Loaded]]:
+        """Yield versions with their content, or with the reason why it cannot be had.
+
+        Raises
+        ------
+        StorageError
+            As :meth:`check`.
+        """
+        workers = max(1, min(self.repo.backend.capabilities.concurrency, _AHEAD, len(versions)))
+        ahead = iter(versions)
+        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-verify") as pool:
+            coming = deque((v, pool.submit(self._load, v)) for v in islice(ahead, workers))
+            try:
+                while coming:
+                    version, loading = coming.popleft()
+                    found = loading.result()
+                    coming.extend((v, pool.submit(self._load, v)) for v in islice(ahead, 1))
+                    yield version, found
+            finally:
+                pool.shutdown(wait=True, cancel_futures=True)
+
+    def _load(self, version: Version) -> Loaded:
+        try:
+            return read_content(self.cache.read(version))
+        except (IntegrityError, FormatError) as error:
+            return error
+
+    def _check(self, version: Version, loaded: Loaded) -> Content | None:
+        began = self._done_bytes
+        sound = isinstance(loaded, Content) and self.check_content(version, loaded)
+        counted = self._done_bytes - began
+        return self.conclude(version, loaded, sound=sound, counted_bytes=counted)
+
+    def conclude(
+        self, version: Version, loaded: Loaded, *, sound: bool, counted_bytes: int
+    ) -> Content | None:
+        """Note that a version was checked, and whether every piece that was looked at is right.
+
+        In all it counts for what it holds, of which `counted_bytes` were counted before.
+        """
+        self.seen.add(version.id)
+        if isinstance(loaded, CkptStoreError):
+            self.unread[version.id] = loaded
+            self.found(loaded, version)
+        elif sound and self.full and self.sample is None and version.id not in self.cold_versions:
+            self.sound[version.id] = version.manifest_digest
+        self.advance(sum(part.logical for part in version.roles.values()) - counted_bytes)
+        return None if isinstance(loaded, CkptStoreError) else loaded
+
+    def check_content(self, version: Version, content: Content) -> bool:
+        """Check the pieces that a manifest names; return whether all of them are right."""
+        for pack, info in self.check_sizes(content):
+            if self.full:
+                problem = frame_problem(self.repo.backend, pack, info.size_bytes)
+                self.found_frame(version, pack, problem)
+        if self.full:
+            for rows in batches(content.manifest.pieces):
+                self._check_rows(version, content, rows)
+            self._check_recipes(version, content)
+        return self.report(version, content)
+
+    def check_sizes(self, content: Content) -> list[tuple[str, ObjectInfo]]:
+        """Check that packs are there and long enough; return those that no version had before.
+
+        Without those that cannot be read since they lie in an archive class.
+        """
+        table = content.manifest.pieces
+        infos = [self.sizes.get(pack_key(pack)) for pack in table.packs]
+        sizes = np.array([0 if info is None else info.size_bytes for info in infos], np.uint64)
+        ends = table.offset + table.stored + np.uint64(packs.CHUNK_HEADER_BYTES)
+        for row in np.nonzero(ends > sizes[table.pack])[0].tolist() if len(table) else ():
+            info = infos[int(table.pack[row])]
+            what = f"ends at {info.size_bytes}, before the chunk does" if info else "is gone"
+            key = piece_key(table, row)
+            msg = f"pack {key[0]}, chunk at byte {key[1]}: the pack {what}"
+            self.bad.setdefault(key, msg)
+        there = zip(table.packs, infos, strict=True)
+        fresh = [(pack, info) for pack, info in there if info and pack not in self.packs]
+        self.packs.update(table.packs)
+        if self.full:
+            self.cold_packs |= cold_packs(self.repo.backend, fresh)
+            self._note_cold(content)
+        return [(pack, info) for pack, info in fresh if pack not in self.cold_packs]
+
+    def _note_cold(self, content: Content) -> None:
+        """Note the pieces of a version that cannot be read, for themselves or for their bases."""
+        table = content.manifest.pieces
+        if rows := cold_rows(table, self.cold_packs):
+            self.cold_versions.add(content.manifest.version)
+            self.cold_pieces.update(piece_key(table, row) for row in rows)
+
+    def found_frame(self, version: Version, pack: str, problem: CkptStoreError | None) -> None:
+        """Note what is wrong with header, index or trailer of a pack, if anything is."""
+        if problem is not None:
+            self.broken_packs[pack] = problem.message
+            msg = f"{problem.message} (needed to rebuild, not to load {version.run}@{version.step})"
+            self.found(type(problem)(msg), None)
+
+    def _check_rows(self, version: Version, content: Content, rows: range) -> None:
+        """Read some pieces, those that were read before left out."""
+        table = content.manifest.pieces
+        keys = {row: piece_key(table, row) for row in rows}
+        chosen = self.choose(version, rows, keys)
+        if chosen is None:
+            return
+        wants = [Want(row=row, out=None, label="") for row in chosen]
+
+        def failed(want: Want, error: CkptStoreError) -> None:
+            self.bad[keys[want.row]] = why_lost(keys[want.row], error)
+
+        base = self._done_bytes
+        read_pieces(
+            table,
+            wants,
+            backend=self.repo.backend,
+            options=self.repo.options,
+            progress=lambda step: self._tell(base + step.done),
+            on_failure=failed,
+        )
+        self.read_bytes += sum(int(table.raw[row]) for row in chosen)
+        self.advance(int(table.raw[rows.start : rows.stop].sum()))
+        self.told(version, rows, {row: self.bad[k] for row, k in keys.items() if k in self.bad})
+
+    def choose(
+        self, version: Version, rows: range, keys: Mapping[int, PieceKey]
+    ) -> list[int] | None:
+        """Return the rows that are to be read; None if an interrupted check has done so."""
+        earlier = self.known(version, rows)
+        if earlier is not None:
+            self.read.update(keys.values())
+            self.bad.update((keys[row], text) for row, text in earlier.items() if row in keys)
+            return None
+        chosen = []
+        for row, key in keys.items():
+            if key in self.read or key in self.bad or key in self.cold_pieces:
+                continue
+            if self.sample is not None and not self.sample.holds(key[0], key[1]):
+                continue
+            self.read.add(key)
+            chosen.append(row)
+        return chosen
+
+    def _check_recipes(self, version: Version, content: Content) -> None:
+        """Make the tensors that follow from others, but those that another version has too."""
+        batch: dict[int, bytes] = {}
+        size = 0
+        for index, key in self.choose_recipes(version, content):
+            nbytes = content.manifest.tensors[index].nbytes
+            if batch and size + nbytes > limits.VERIFY_BATCH_BYTES:
+                self._follow(version, content, batch)
+                batch, size = {}, 0
+            batch[index] = key
+            size += nbytes
+        self._follow(version, content, batch)
+
+    def choose_recipes(self, version: Version, content: Content) -> Iterator[tuple[int, bytes]]:
+        """Yield tensors that are to be made, with the keys of their recipes, which count as done.
+
+        Those of which a piece is lost or cold are left out, and those that an interrupted check has
+        made.
+        """
+        table = content.manifest.pieces
+        for index, record in enumerate(content.manifest.tensors):
+            if record.recipe is None:
+                continue
+            key = recipe_key(content, index)
+            if key in self.followed or (self.sample and not self.sample.holds(key.hex(), 0)):
+                continue
+            if self.bad and any(self.why(table, row) for row in content.rows(index)):
+                continue
+            if self.cold_pieces and self.is_cold(content, index):
+                continue
+            self.followed.add(key)
+            if (earlier := self.known(version, row_of_recipe(content, index))) is None:
+                yield index, key
+            else:
+                self.unlike.update((key, text) for text in earlier.values())
+
+    def is_cold(self, content: Content, index: int) -> bool:
+        """Say whether a tensor cannot be made since a piece of it is in an archive class."""
+        table = content.manifest.pieces
+        return any(piece_key(table, row) in self.cold_pieces for row in content.rows(index))
+
+    def _follow(self, version: Version, content: Content, batch: Mapping[int, bytes]) -> None:
+        """Make some tensors; one by one, if something else comes than there should."""
+        backend, options = self.repo.backend, self.repo.options
+        found = problems_of(content, list(batch), backend=backend, options=options)
+        for index, key in batch.items():
+            self.followed_as(version, content, index, key, found.get(index, ""))
+
+    def followed_as(
+        self, version: Version, content: Content, index: int, key: bytes, text: str
+    ) -> None:
+        """Note what came of the recipe of a tensor: empty if it was what it should be."""
+        self.followed.add(key)
+        if text:
+            self.unlike[key] = text
+        row = row_of_recipe(content, index)
+        self.told(version, row, {row.start: text} if text else {})
+
+    def why(self, table: PieceTable, row: int) -> str:
+        """Return why a piece cannot be had: for its own bytes, or those that it refers to."""
+        found = self.bad.get(piece_key(table, row), "")
+        if not found and (base := table.base_of(row)) is not None:
+            found = self.bad.get(piece_key(table, base), "")
+            found = found and f"its base is lost: {found}"
+        return found
+
+    def wrong(self, content: Content, index: int) -> list[str]:
+        """Return what is wrong with a tensor: with its pieces, or with what follows from them."""
+        table = content.manifest.pieces
+        rows = content.rows(index) if self.bad else ()
+        found = [why for row in rows if (why := self.why(table, row))]
+        if self.unlike and content.manifest.tensors[index].recipe is not None:
+            found += filter(None, [self.unlike.get(recipe_key(content, index))])
+        return found
+
+    def report(self, version: Version, content: Content) -> bool:
+        """Report each tensor that has a damaged piece, whoever met it first."""
+        sound = True
+        if not self.bad and not self.unlike:
+            return sound
+        for index, label in enumerate(content.labels):
+            wrong = [] if index in content.hidden else self.wrong(content, index)
+            if wrong:
+                sound = False
+                more = f" (and {len(wrong) - 1} more pieces)" if len(wrong) > 1 else ""
+                self.found(IntegrityError(f"tensor {label}: {wrong[0]}{more}"), version, label)
+        return sound
+
+    def advance(self, size_bytes: int) -> None:
+        """Count bytes of tensors as done, and tell."""
+        self._done_bytes += size_bytes
+        self._tell(self._done_bytes)
+
+    def _tell(self, done: int) -> None:
+        self.progress(Progress(stage="verify", done=done, total=max(self.total_bytes, done)))

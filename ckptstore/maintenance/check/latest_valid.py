@@ -1,0 +1,132 @@
+"""The newest version of a run that is sound: what ``latest-valid`` means.
+
+From the head back along the line of the run, within the run. What does not verify is skipped, with
+a warning each; what is skipped is never changed. Nothing is taken for sound that was not read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.cold_reads import thaw_command
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import (
+    ColdObjectError,
+    CorruptObjectError,
+    IntegrityError,
+    VersionNotFoundError,
+)
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.maintenance.check.integrity_scan import Survey
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["LatestValid", "Skipped", "first_sound", "latest_valid"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A version that does not verify."""
+
+    version: Version
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatestValid:
+    """The newest sound version of a run, and the newer ones that are not."""
+
+    version: Version
+    skipped: tuple[Skipped, ...]
+
+
+def latest_valid(
+    repo: Repo, cache: Manifests, run: str, *, progress: ProgressCallback = silent
+) -> LatestValid:
+    """Return the newest version of a run of which every byte is right; reads every byte of it.
+
+    Raises
+    ------
+    RunNotFoundError, VersionNotFoundError
+        There is no such run, or it has no version that could be loaded.
+    CorruptObjectError
+        None is sound; the message has the whole list. Or the log is damaged.
+    ColdObjectError
+        The newest that may be sound lies in an archive class: whether it is cannot be known.
+    StorageError
+        The storage failed.
+    """
+
+    def attempt(version: Version) -> Version:
+        """Return a version of which every byte is right; raise what is wrong with another."""
+        survey = Survey(repo=repo, cache=cache, full=True, progress=progress)
+        survey.total_bytes = sum(part.logical for part in version.roles.values())
+        survey.check(version)
+        touching = [problem for problem in survey.problems if problem.version]
+        if touching:
+            more = f" (and {len(touching) - 1} more)" if len(touching) > 1 else ""
+            raise CorruptObjectError(touching[0].message + more)
+        if version.id in survey.cold_versions:
+            msg = f"{version.run}@{version.step} lies in an archive class: it cannot be checked"
+            raise ColdObjectError(msg, hint=thaw_command(version.id, repo.url))
+        return version
+
+    skipped: list[Skipped] = []
+    version = first_sound(repo, run, attempt, skipped=skipped)
+    return LatestValid(version=version, skipped=tuple(skipped))
+
+
+def first_sound(
+    repo: Repo,
+    run: str,
+    attempt: Callable[[Version], T],
+    *,
+    skipped: list[Skipped] | None = None,
+) -> T:
+    """Return what `attempt` makes of the newest version for which it finds no damage.
+
+    Parameters
+    ----------
+    attempt
+        Reads a version; raises IntegrityError where that is damaged. Other errors go through.
+    skipped
+        Gets what was skipped.
+
+    Raises
+    ------
+    RunNotFoundError, VersionNotFoundError, CorruptObjectError, StorageError
+        As :func:`latest_valid`.
+    """
+    catalog = repo.refresh()
+    found = [] if skipped is None else skipped
+    for version in _line(catalog, run):
+        try:
+            return attempt(version)
+        except IntegrityError as error:
+            found.append(Skipped(version=version, why=error.message))
+            named = f"{version.run}@{version.step} (#{version.id[:8]})"
+            _log.warning("skipped %s, which is damaged: %s", named, error.message)
+    if not found:
+        msg = f"run {run!r} has no version that could be loaded"
+        raise VersionNotFoundError(msg)
+    lines = "; ".join(f"@{s.version.step} (#{s.version.id[:8]}): {s.why}" for s in found)
+    msg = f"no version of run {run!r} is sound: {lines}"
+    raise CorruptObjectError(msg, hint="ckptstore repair --from another store that holds them")
+
+
+def _line(catalog: Catalog, run: str) -> Iterator[Version]:
+    """Yield the versions on the line of a run that can be loaded, newest first."""
+    head = catalog.run(run).head
+    for version in catalog.ancestors(head) if head else ():
+        if version.run != run:
+            return
+        if not version.deleted and version.level != "record":
+            yield version

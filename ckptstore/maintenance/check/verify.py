@@ -1,0 +1,271 @@
+"""Verify that everything the catalog names is there, and is what was written.
+
+``records`` reads the log, every manifest and the size of every pack that a version needs;
+``full`` reads every byte besides, or a sample of it. A chunk that several versions share is read
+once. Damage to one object never stops the check of the others. Nothing is changed, but that
+``record`` writes into the log which versions were found sound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ckptstore import limits
+from ckptstore.catalog import lifecycle_changes, snapshots
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
+from ckptstore.errors import (
+    CorruptObjectError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+)
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
+from ckptstore.maintenance.check.integrity_scan import Problem, Sample, Survey
+from ckptstore.maintenance.check.leftovers import Notice, cut_short, find_leftovers
+from ckptstore.maintenance.check.verify_state import VerifyState
+from ckptstore.maintenance.check.verify_tasks import check_spread
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["Level", "Notice", "Problem", "Sample", "VerifyReport", "sample_of", "verify"]
+
+Level = Literal["records", "full"]
+
+_DAY_MS = 24 * 3600 * 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyReport:
+    """What was checked and what was found."""
+
+    level: Level
+    versions_count: int
+    packs_count: int
+    chunks_count: int
+    """Chunks that were read, by this check or the one that it resumed; 0 at level ``records``."""
+    read_bytes: int
+    """Bytes of tensors that were decoded and compared."""
+    seconds: float
+    problems: tuple[Problem, ...] = ()
+    notices: tuple[Notice, ...] = ()
+    """Objects that no version needs; no damage."""
+    recorded: tuple[str, ...] = ()
+    """Ids of versions that this check recorded as sound."""
+    cold_packs_count: int = 0
+    """Packs that were not read since they lie in an archive class; at level ``full``."""
+    cold_versions: tuple[str, ...] = ()
+    """Ids of versions that need such packs: no damage was found, and not all was looked at."""
+    sample: Sample | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Return whether nothing was found."""
+        return not self.problems
+
+    @property
+    def damaged_versions(self) -> tuple[str, ...]:
+        """Return the ids of versions that do not load whole, each once."""
+        return tuple(dict.fromkeys(p.version for p in self.problems if p.version))
+
+
+def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | None:
+    """Return the part of all chunks that is to be read; None for all of them.
+
+    Parameters
+    ----------
+    fraction
+        Above 0, at most 1. The chunks are split into ``round(1 / fraction)`` parts.
+    part
+        Which of them, modulo their number; None for that of the day, so that a check a day reads
+        every chunk within so many days.
+    now_ms
+        The time, in milliseconds since 1970.
+
+    Raises
+    ------
+    InvalidInputError
+        The fraction is not of this range.
+    """
+    if not 1 / limits.SAMPLE_PARTS_MAX <= fraction <= 1:
+        msg = f"a sample is a fraction from {1 / limits.SAMPLE_PARTS_MAX} to 1, not {fraction!r}"
+        raise InvalidInputError(msg, hint="such as 0.05, or 5% on the command line")
+    parts = round(1 / fraction)
+    if parts == 1:
+        return None
+    return Sample(parts=parts, part=(now_ms // _DAY_MS if part is None else part) % parts)
+
+
+def verify(
+    repo: Repo,
+    cache: Manifests,
+    *,
+    versions: Sequence[Version] | None = None,
+    level: Level = "full",
+    sample: Sample | None = None,
+    record: bool = False,
+    resume: Path | None = None,
+    executor: EngineSpec | None = None,
+    workers: int | None = None,
+    progress: ProgressCallback = silent,
+) -> VerifyReport:
+    """Check versions and report every problem.
+
+    Parameters
+    ----------
+    versions
+        All that are not deleted, the log and the snapshots, if None. Versions of which only the
+        record is kept have nothing to check.
+    sample
+        Read only these chunks, at level ``full``.
+    record
+        Write into the log which versions are sound in every byte; not with a sample.
+    resume
+        A file that keeps how far the check has come: if it is there, the check goes on where it
+        stopped. It is removed when the check is complete.
+    executor
+        Who reads; the report is the same. None, or ``threads`` without `workers`: this process,
+        without tasks.
+    workers
+        Tasks at once; None for what the engine has.
+
+    Raises
+    ------
+    StorageError
+        The storage itself failed (permissions, retries used up): the check is not complete.
+    CorruptObjectError
+        The log is damaged; nothing above it can be trusted. The message names the commit.
+    InvalidInputError
+        The arguments exclude each other, or the file is of another check.
+    ReadOnlyError, UnsafeBackendError
+        It is to be recorded, and cannot be.
+    """
+    if level != "full" and (sample is not None or record or resume is not None):
+        msg = "a sample, a record or a check to be resumed needs the level full"
+        raise InvalidInputError(msg)
+    if record and sample is not None:
+        msg = "a version of which a sample was read cannot be recorded as sound"
+        raise InvalidInputError(msg, hint="leave out one of the two")
+    if record:
+        repo.check_writable()
+    began = repo.environment.monotonic()
+    repo.refresh()
+    survey = Survey(repo=repo, cache=cache, full=level == "full", sample=sample, progress=progress)
+    if executor is None or (executor == THREADS and workers is None):
+        return _verify(survey, versions, began, None, record=record, resume=resume)
+    with open_engine(executor, workers=workers, environment=repo.environment) as engine:
+        return _verify(survey, versions, began, engine, record=record, resume=resume)
+
+
+def _verify(
+    survey: Survey,
+    versions: Sequence[Version] | None,
+    began: float,
+    engine: Engine | None,
+    *,
+    record: bool,
+    resume: Path | None,
+) -> VerifyReport:
+    """Check what is to be checked, and report it; without an engine, in this process."""
+    repo = survey.repo
+    everything = versions is None
+    if versions is None:
+        _check_log(survey)
+        versions = list(repo.catalog.versions())
+    recorded = _check_versions(survey, versions, engine, record=record, resume=resume)
+    notices = find_leftovers(survey) if everything else ()
+    if everything and (cut := cut_short(survey, notices)) is not None:
+        survey.found(cut, None)
+    return VerifyReport(
+        level="full" if survey.full else "records",
+        versions_count=len(versions),
+        packs_count=len(survey.packs),
+        chunks_count=len({key[:2] for key in survey.read}),
+        read_bytes=survey.read_bytes,
+        seconds=repo.environment.monotonic() - began,
+        problems=tuple(survey.problems),
+        notices=notices,
+        recorded=recorded,
+        cold_packs_count=len(survey.cold_packs),
+        cold_versions=tuple(v.id for v in versions if v.id in survey.cold_versions),
+        sample=survey.sample,
+    )
+
+
+def _check_versions(
+    survey: Survey,
+    versions: Sequence[Version],
+    engine: Engine | None,
+    *,
+    record: bool,
+    resume: Path | None,
+) -> tuple[str, ...]:
+    """Check version after version; return the ids of those recorded as sound."""
+    survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
+    if resume is None:
+        return _check_each(survey, versions, engine, record=record)
+    state = VerifyState.begin(
+        resume, store_id=survey.repo.superblock.store_id, sample=survey.sample
+    )
+    with state:
+        survey.known = state.known
+
+        def told(version: Version, rows: range, wrong: Mapping[int, str]) -> None:
+            if version.id not in survey.cold_versions:  # may be thawed when the check goes on
+                state.told(version, rows, wrong)
+
+        survey.told = told
+        recorded = _check_each(survey, versions, engine, record=record)
+    state.remove()
+    return recorded
+
+
+def _check_each(
+    survey: Survey, versions: Sequence[Version], engine: Engine | None, *, record: bool
+) -> tuple[str, ...]:
+    repo = survey.repo
+    recorded: set[str] = set()
+    waiting: dict[str, str] = {}
+
+    def write() -> None:
+        """Record what was found sound since the last time."""
+        fresh = {v.id for v in repo.refresh().versions() if v.id in waiting and not v.verified}
+        repo.log.append_any(lambda now: lifecycle_changes.verified(now, waiting))
+        recorded.update(fresh)
+        waiting.clear()
+
+    last = repo.environment.monotonic()
+    kept = [version for version in versions if version.level != "record"]
+    checked = survey.check_all(kept) if engine is None else check_spread(survey, kept, engine)
+    for version, _ in checked:
+        if record and version.id in survey.sound:
+            waiting[version.id] = survey.sound[version.id]
+            if repo.environment.monotonic() - last >= limits.VERIFY_RECORD_S:
+                write()
+                last = repo.environment.monotonic()
+    if waiting:
+        write()
+    return tuple(version.id for version in versions if version.id in recorded)
+
+
+def _check_log(survey: Survey) -> None:
+    """Read every commit again, not only those since the last snapshot; and the snapshots."""
+    backend = survey.repo.backend
+    infos = backend.list(SNAPSHOTS_PREFIX)
+    numbers = {number for info in infos if (number := snapshot_number(info.key)) is not None}
+    commits = survey.repo.log.commits()
+    digests = {c.number: c.digest for c in commits if c.number in numbers}
+    for number in sorted(numbers):
+        try:
+            catalog = snapshots.read_one(backend, number)
+            if catalog.digest != digests.get(number):
+                what = "is not of this log" if number in digests else "is of a commit that is gone"
+                msg = f"the catalog snapshot {number} {what}"
+                raise CorruptObjectError(msg, hint="ckptstore repair writes it anew")
+        except (IntegrityError, FormatError, NotFoundError) as error:
+            survey.found(error, None)

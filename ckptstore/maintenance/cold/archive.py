@@ -1,0 +1,395 @@
+"""Packs move to a colder storage class: exactly those that nothing but the named versions needs.
+
+Stateless: where a pack lies is what the storage says, nothing of it is in the log. So a call that
+was killed is finished by the next one, a repetition finds nothing left to do, and two at once do
+each other no harm. Only packs move; ``store.json``, commits, manifests and snapshots never do, so
+that a store opens and lists as fast as ever.
+
+A pack that a version needs which is not named stays where it is, whatever else is in it. A version
+that appears while packs are moved is looked at before each batch; one that is committed in the
+moment between may come to share a pack that has just moved, and is then named in the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptstore import limits
+from ckptstore.backends.base import ObjectInfo
+from ckptstore.backends.cold import ColdStorage, cold_storage
+from ckptstore.backends.storage_classes import (
+    STANDARD,
+    StorageClass,
+    check_class,
+    class_named,
+)
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import (
+    CkptStoreError,
+    ColdObjectError,
+    FormatError,
+    IntegrityError,
+    InvalidInputError,
+    LimitError,
+    ObjectNotFoundError,
+    ReadOnlyError,
+)
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.keys import PACKS_PREFIX, pack_key
+from ckptstore.maintenance.core.cold_packs import early, states_of
+from ckptstore.maintenance.core.live_set import Footprint, Reach
+from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.select_versions import select_versions
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = [
+    "ArchiveReport",
+    "LeftPack",
+    "PackTally",
+    "SkippedPack",
+    "archivable",
+    "archive",
+    "cold_storage_of",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackTally:
+    """Some packs."""
+
+    count: int = 0
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftPack:
+    """A pack that stays, since versions need it that are not named."""
+
+    pack: str
+    size_bytes: int
+    versions: tuple[str, ...]
+    """Their ids, some of them if there are many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedPack:
+    """A pack that could not be moved."""
+
+    pack: str
+    size_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArchiveReport:
+    """What was moved, or would be."""
+
+    dry_run: bool
+    storage_class: str
+    versions: tuple[str, ...] = ()
+    """Ids of the versions that were named, without those of which there is a record only."""
+    moved: PackTally = PackTally()
+    """With `dry_run`, what would be."""
+    there: PackTally = PackTally()
+    """In the class already."""
+    left: tuple[LeftPack, ...] = ()
+    skipped: tuple[SkippedPack, ...] = ()
+    cooled: tuple[str, ...] = ()
+    """Ids of versions that appeared meanwhile, and share a pack that has just moved."""
+    warnings: tuple[str, ...] = ()
+    """What costs more than it seems, a sentence each."""
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Return whether everything was moved that could be."""
+        return not self.skipped
+
+
+def cold_storage_of(repo: Repo) -> ColdStorage:
+    """Return what reaches the classes of a store's storage.
+
+    Raises
+    ------
+    InvalidInputError
+        It has none.
+    """
+    cold = cold_storage(repo.backend)
+    if cold is None:
+        msg = f"the storage of {repo.url} has no storage classes"
+        raise InvalidInputError(
+            msg, hint="S3 and GCS have; ckptstore replicate --to s3://BUCKET/PREFIX brings it there"
+        )
+    return cold
+
+
+def archivable(
+    repo: Repo,
+    *,
+    runs: Sequence[str] = (),
+    keep_hot: str | Sequence[str] | None = None,
+    min_age_s: float = 0.0,
+) -> list[Version]:
+    """Return the versions that may get cold: old enough, no head of a run, kept by no rule.
+
+    Parameters
+    ----------
+    runs
+        Of these runs; all if none is named.
+    keep_hot
+        Rules as in a retention policy, for versions that stay as they are.
+    min_age_s
+        Since they were saved, in seconds.
+
+    Raises
+    ------
+    RunNotFoundError, InvalidInputError
+        A run or a rule is none.
+    """
+    chosen = select_versions(repo, runs=runs)
+    hot = {info.head for info in repo.catalog.runs()}
+    if keep_hot is not None:
+        hot |= {version.id for version in select_versions(repo, runs=runs, rules=keep_hot)}
+    latest = repo.environment.now_ms() / 1000 - min_age_s
+    return [v for v in chosen if v.id not in hot and v.created_at.timestamp() <= latest]
+
+
+def archive(
+    repo: Repo,
+    cache: Manifests,
+    versions: Sequence[Version],
+    storage_class: str,
+    *,
+    dry_run: bool = False,
+    progress: ProgressCallback = silent,
+) -> ArchiveReport:
+    """Move what only these versions need to a storage class; return what was done.
+
+    With ``STANDARD`` everything that they need comes back, whoever needs it besides: what was
+    restored for some days stays readable for good.
+
+    Raises
+    ------
+    InvalidInputError
+        The storage has no classes, or none may be called so.
+    ReadOnlyError
+        The store was opened read-only.
+    CorruptObjectError, UnsupportedFeatureError
+        The manifest of a version cannot be read, so that it is not known what it needs.
+    StorageError
+        The storage failed; what was moved stays so, and a repetition goes on.
+    """
+    began = repo.environment.monotonic()
+    found = class_named(check_class(storage_class))
+    cold = cold_storage_of(repo)
+    if repo.options.read_only and not dry_run:
+        msg = f"{repo.url} was opened read-only"
+        raise ReadOnlyError(msg)
+    work = _Archiving(
+        repo=repo,
+        cold=cold,
+        reach=Reach(repo, cache, progress=progress),
+        target=found,
+        named={version.id for version in versions},
+        dry_run=dry_run,
+        progress=progress,
+    )
+    work.plan()
+    work.look()
+    if not dry_run:
+        work.move()
+    return work.report(repo.environment.monotonic() - began)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Archiving:
+    """One call; owned by the calling thread."""
+
+    repo: Repo
+    cold: ColdStorage
+    reach: Reach
+    target: StorageClass
+    named: set[str]
+    dry_run: bool
+    progress: ProgressCallback
+    catalog: Catalog = field(init=False)
+    planned: int = 0
+    """Number of the commit that the plan follows."""
+    needs: Mapping[str, Footprint] = field(default_factory=dict)
+    wanted: set[str] = field(default_factory=set)
+    """Packs that the named versions need."""
+    hot: set[str] = field(default_factory=set)
+    """Packs that stay, since versions need them that are not named."""
+    infos: dict[str, ObjectInfo] = field(default_factory=dict)
+    """Of those of `wanted` that are there."""
+    moving: list[str] = field(default_factory=list)
+    there: list[str] = field(default_factory=list)
+    moved: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    cooled: list[str] = field(default_factory=list)
+
+    def plan(self) -> None:
+        """Find out what the versions of this moment need."""
+        self._refresh()
+        self.planned = self.catalog.number
+        self.wanted = set(self._packs(lambda version: version in self.named))
+
+    def _refresh(self) -> None:
+        self.catalog = self.repo.refresh()
+        try:
+            self.needs = self.reach.of(self.catalog)
+        except (IntegrityError, FormatError) as error:
+            cause = error.__cause__
+            why = cause.message if isinstance(cause, CkptStoreError) else error.message
+            msg = f"nothing is moved, since it is not known what every version needs: {why}"
+            raise type(error)(msg, hint=error.hint) from error
+        if self.target.name != STANDARD:
+            self.hot = set(self._packs(lambda version: version not in self.named))
+
+    def _packs(self, wanted: Callable[[str], bool]) -> Iterator[str]:
+        """Yield the packs that some versions need; those of many are yielded again."""
+        for version, need in self.needs.items():
+            if wanted(version):
+                yield from need.packs
+
+    def look(self) -> None:
+        """Find out where the packs lie."""
+        self.infos = _infos(self.repo, self.cold, sorted(self.wanted))
+        for pack in sorted(self.wanted):
+            info = self.infos.get(pack)
+            if info is None:
+                self.skipped[pack] = "it is gone; see ckptstore verify"
+            elif info.storage_class == self.target.name:
+                self.there.append(pack)
+            elif pack not in self.hot:
+                self.moving.append(pack)
+
+    def move(self) -> None:
+        """Move pack after pack, some at once; look between batches whether somebody needs one."""
+        total = sum(map(self._size, self.moving))
+        done = 0
+        for start in range(0, len(self.moving), limits.ARCHIVE_BATCH_PACKS):
+            self._look_again()
+            part = self.moving[start : start + limits.ARCHIVE_BATCH_PACKS]
+            batch = [pack for pack in part if pack not in self.hot]
+            results = at_once(self.repo.backend, self._move, batch)
+            for pack, why in zip(batch, results, strict=True):
+                if why:
+                    self.skipped[pack] = why
+                else:
+                    self.moved.append(pack)
+                done += self._size(pack)
+                self.progress(Progress(stage="archive", done=done, total=total))
+        self._look_again()
+        if self.catalog.number != self.planned:  # a collection may have deleted what nobody needs
+            needed = set(self._packs(lambda _: True))
+            self.skipped = {pack: why for pack, why in self.skipped.items() if pack in needed}
+        if self.catalog.number != self.planned and self.target.name != STANDARD:
+            moved = set(self.moved)
+            self.cooled = [
+                version
+                for version, need in self.needs.items()
+                if version not in self.named and not moved.isdisjoint(need.packs)
+            ]
+
+    def _look_again(self) -> None:
+        """Take into account what was committed meanwhile."""
+        if self.repo.refresh().number != self.catalog.number:
+            self._refresh()
+
+    def _move(self, pack: str) -> str:
+        """Move a pack; return why that cannot be, empty if it was done."""
+        try:
+            self.cold.set_class(pack_key(pack), self.target.name)
+        except ObjectNotFoundError:
+            return "it is gone; see ckptstore verify"
+        except (ColdObjectError, LimitError) as error:
+            return str(error)
+        return ""
+
+    def report(self, seconds: float) -> ArchiveReport:
+        """Return what was done, or would be."""
+        moved = self.moving if self.dry_run else self.moved
+        return ArchiveReport(
+            dry_run=self.dry_run,
+            storage_class=self.target.name,
+            versions=tuple(version for version in self.needs if version in self.named),
+            moved=self._tally(moved),
+            there=self._tally(self.there),
+            left=tuple(self._left({*moved, *self.there, *self.skipped})),
+            skipped=tuple(
+                SkippedPack(pack=pack, size_bytes=self._size(pack), why=why)
+                for pack, why in sorted(self.skipped.items())
+            ),
+            cooled=tuple(self.cooled),
+            warnings=tuple(self._warnings(moved)),
+            seconds=seconds,
+        )
+
+    def _size(self, pack: str) -> int:
+        info = self.infos.get(pack)
+        return 0 if info is None else info.size_bytes
+
+    def _tally(self, packs: Sequence[str]) -> PackTally:
+        return PackTally(count=len(packs), size_bytes=sum(map(self._size, packs)))
+
+    def _left(self, done: set[str]) -> Iterator[LeftPack]:
+        """Yield the packs that stay, with the versions that keep them."""
+        left = self.wanted - done
+        keepers: dict[str, list[str]] = {pack: [] for pack in left}
+        for version, need in self.needs.items():
+            if version in self.named:
+                continue
+            for pack in left.intersection(need.packs):
+                if len(keepers[pack]) < limits.KEEPERS_LISTED_MAX:
+                    keepers[pack].append(version)
+        for pack in sorted(left):
+            yield LeftPack(pack=pack, size_bytes=self._size(pack), versions=tuple(keepers[pack]))
+
+    def _warnings(self, moved: Sequence[str]) -> Iterator[str]:
+        """Say what costs more than it seems."""
+        infos = [self.infos[pack] for pack in moved]
+        yield from early(infos, now_s=self.repo.environment.now_ms() / 1000)
+        small = [info for info in infos if info.size_bytes < self.target.min_bytes]
+        if small:
+            yield (
+                f"{len(small)} packs are smaller than {self.target.min_bytes} bytes, and are"
+                f" charged in {self.target.name} as if they were not"
+            )
+        if moved and self.target.min_days:
+            yield (
+                f"what leaves {self.target.name} within {self.target.min_days} days, deleted or"
+                " moved, is charged for all of them"
+            )
+        if not self.target.is_archive:
+            return
+        for info in self.catalog.runs():
+            if info.head in self.named:
+                yield (
+                    f"a head is among them, that of {info.name}: what is saved after it may share"
+                    " its packs, and is then cold from the beginning"
+                )
+
+
+def _infos(repo: Repo, cold: ColdStorage, packs: Sequence[str]) -> dict[str, ObjectInfo]:
+    """Return size, time and class of the packs that are there.
+
+    By one request each; of many, from a listing, which tells a thousand at once.
+    """
+    if len(packs) > limits.LIST_PAGE_OBJECTS:
+        keys = {pack_key(pack): pack for pack in packs}
+        listed = repo.backend.list(PACKS_PREFIX)
+        return {keys[info.key]: info for info in listed if info.key in keys}
+    found = {}
+    for pack, state in states_of(repo.backend, cold, packs).items():
+        if state is not None:
+            found[pack] = ObjectInfo(
+                key=pack_key(pack),
+                size_bytes=state.size_bytes,
+                modified_at=state.modified_at,
+                storage_class=state.storage_class,
+            )
+    return found

@@ -1,0 +1,289 @@
+"""Packs in an archive class are restored: exactly those that a version, or a part of it, needs.
+
+Stateless, as archiving is: which packs are cold, asked for, or readable is what the storage says.
+A wait that was interrupted goes on with the next call, which asks for nothing twice.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptstore import limits
+from ckptstore.backends.cold import Access, ColdStorage, ObjectState, cold_storage
+from ckptstore.backends.storage_classes import class_named
+from ckptstore.checkpoint.cold_reads import thaw_command
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.selection import Selection, select
+from ckptstore.errors import (
+    InvalidInputError,
+    ObjectNotFoundError,
+    StorageError,
+    VersionNotFoundError,
+)
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.keys import pack_key
+from ckptstore.maintenance.cold.archive import PackTally
+from ckptstore.maintenance.core.cold_packs import states_of
+from ckptstore.maintenance.core.live_set import Footprint
+from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["ThawReport", "ThawRequest", "thaw"]
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThawRequest:
+    """What the user asks for, besides the version."""
+
+    selection: Selection = field(default_factory=Selection)
+    """The part of it that is to be loaded."""
+    days: int = limits.THAW_DAYS
+    """How long it is to be readable."""
+    tier: str = "Standard"
+    """How fast and how dear: what the storage calls ``Expedited``, ``Standard`` or ``Bulk``."""
+    wait: bool = False
+    """Return when everything can be read."""
+    poll_s: float | None = None
+    """How often to look meanwhile, in seconds; None for what fits the tier."""
+    dry_run: bool = False
+    """Ask for nothing."""
+    progress: ProgressCallback = silent
+    """Told the bytes that can be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThawReport:
+    """What a version, or the part of it that is asked for, lies in."""
+
+    version: str
+    """Its id."""
+    dry_run: bool
+    packs: PackTally
+    """All that are needed."""
+    readable: PackTally
+    """Those of them that can be read now."""
+    requested: PackTally
+    """Those that this call has asked for; with `dry_run`, would have."""
+    restoring: PackTally
+    """Those that were asked for, by this call or before, and cannot be read yet."""
+    tier: str
+    days: int
+    expected_s: tuple[float, float] | None = None
+    """What the tier usually takes from the request on, in seconds, from and to; None if nothing
+    was asked for, or it is not known."""
+    restored_until: float | None = None
+    """When the first of the restored packs is cold again, in seconds since 1970."""
+    seconds: float = 0.0
+
+    @property
+    def ready(self) -> bool:
+        """Return whether everything can be read."""
+        return self.readable.count == self.packs.count
+
+
+def thaw(repo: Repo, cache: Manifests, version: Version, request: ThawRequest) -> ThawReport:
+    """Ask for the restore of what a version needs; return how far that is.
+
+    On storage that needs no restore, everything is readable.
+
+    Raises
+    ------
+    VersionNotFoundError
+        Only the record of the version is kept.
+    TensorNotFoundError, InvalidInputError
+        A pattern, a role, the days or the tier is none.
+    CorruptObjectError
+        The manifest is damaged.
+    ObjectNotFoundError
+        A pack is gone.
+    StorageError
+        The storage failed, or does not restore what it was asked for.
+    """
+    began = repo.environment.monotonic()
+    _check(request)
+    if version.level == "record":
+        msg = f"only the record of {version.run}@{version.step} is kept"
+        raise VersionNotFoundError(msg, hint=_elsewhere(repo, version))
+    part = select(cache.load(version), request.selection, version=version.id)
+    packs = sorted(Footprint.of(part).packs)
+    cold = cold_storage(repo.backend)
+    if cold is None:
+        sizes = (repo.backend.stat(pack_key(pack)).size_bytes for pack in packs)
+        tally = PackTally(count=len(packs), size_bytes=sum(sizes))
+        nothing = PackTally()
+        return ThawReport(
+            version=version.id,
+            dry_run=request.dry_run,
+            packs=tally,
+            readable=tally,
+            requested=nothing,
+            restoring=nothing,
+            tier=request.tier,
+            days=request.days,
+            seconds=repo.environment.monotonic() - began,
+        )
+    work = _Thawing(repo=repo, cold=cold, version=version, request=request)
+    work.look(packs)
+    work.ask()
+    if request.wait and not request.dry_run:
+        work.wait()
+    return work.report(repo.environment.monotonic() - began)
+
+
+def _check(request: ThawRequest) -> None:
+    if not 1 <= request.days <= limits.THAW_DAYS_MAX:
+        msg = f"days are 1 to {limits.THAW_DAYS_MAX}, not {request.days}"
+        raise InvalidInputError(msg)
+    if request.poll_s is not None and not request.poll_s > 0:
+        msg = f"poll_s={request.poll_s} must be positive"
+        raise InvalidInputError(msg)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Thawing:
+    """One call; owned by the calling thread."""
+
+    repo: Repo
+    cold: ColdStorage
+    version: Version
+    request: ThawRequest
+    states: dict[str, ObjectState] = field(default_factory=dict)
+    """By pack."""
+    asked: dict[str, int] = field(default_factory=dict)
+    """How often this call asked for a pack."""
+    expected_s: tuple[float, float] | None = None
+
+    def look(self, packs: Sequence[str]) -> None:
+        """Find out where some packs are and whether they can be read."""
+        for pack, state in states_of(self.repo.backend, self.cold, packs).items():
+            if state is None:
+                where = f"{self.version.run}@{self.version.step}"
+                msg = f"{pack_key(pack)}, which {where} needs, is gone"
+                raise ObjectNotFoundError(msg, hint="run ckptstore verify")
+            self.states[pack] = state
+
+    def ask(self) -> None:
+        """Ask for what is cold, and for more days of what is restored for fewer than wanted."""
+        enough = self.repo.environment.now_ms() / 1000 + (self.request.days - 1) * _DAY_S
+        cold = self._packs("cold")
+        short = [
+            pack
+            for pack in self._packs("restored")
+            if (until := self.states[pack].restored_until) is not None and until < enough
+        ]
+        for pack in cold:
+            self._expect(self.states[pack].storage_class)
+        if not self.request.dry_run:
+            self._ask([*cold, *short])
+        self.asked.update(dict.fromkeys(cold, 1))
+        self._tell()
+
+    def _expect(self, name: str) -> None:
+        """Take a class into account in what the tier usually takes."""
+        tiers = class_named(name).tiers
+        if tiers and self.request.tier not in tiers:
+            msg = f"{name} is not restored by tier {self.request.tier!r}"
+            raise InvalidInputError(msg, hint="one of " + ", ".join(tiers))
+        if tiers:
+            low, high = tiers[self.request.tier]
+            before = self.expected_s or (0.0, 0.0)
+            self.expected_s = (max(low, before[0]), max(high, before[1]))
+
+    def _ask(self, packs: Sequence[str]) -> None:
+        """Request restores; what is not asked for when this is interrupted, the next call does."""
+
+        def request(pack: str) -> bool:
+            return self.cold.request_restore(
+                pack_key(pack), days=self.request.days, tier=self.request.tier
+            )
+
+        for pack, _ in zip(packs, at_once(self.repo.backend, request, packs), strict=True):
+            if self.states[pack].access == "cold":
+                self.states[pack] = _restoring(self.states[pack])
+
+    def wait(self) -> None:
+        """Look again and again until everything can be read, at a part of the packs each time."""
+        poll_s = self.request.poll_s or self._poll_s()
+        while waiting := self._unreadable():
+            part = waiting[: limits.THAW_POLL_PACKS]
+            self.look(part)
+            lapsed = [pack for pack in part if self.states[pack].access == "cold"]
+            for pack in lapsed:
+                self.asked[pack] = self.asked.get(pack, 0) + 1
+                if self.asked[pack] > limits.THAW_REQUESTS_MAX:
+                    msg = f"{pack_key(pack)} was asked for again and again, and is cold still"
+                    raise StorageError(msg, hint="look at the bucket's policies, or try later")
+            self._ask(lapsed)
+            self._tell()
+            if any(not self.states[pack].is_readable for pack in part):
+                self.repo.environment.sleep(poll_s)
+
+    def _poll_s(self) -> float:
+        low = self.expected_s[0] if self.expected_s else limits.THAW_POLL_MAX_S
+        return min(max(low / 20, limits.THAW_POLL_MIN_S), limits.THAW_POLL_MAX_S)
+
+    def _packs(self, *access: Access) -> list[str]:
+        return [pack for pack, state in self.states.items() if state.access in access]
+
+    def _unreadable(self) -> list[str]:
+        return self._packs("cold", "restoring")
+
+    def _tell(self) -> None:
+        sizes: Mapping[bool, int] = {
+            readable: sum(s.size_bytes for s in self.states.values() if s.is_readable is readable)
+            for readable in (True, False)
+        }
+        detail = ""
+        if self.expected_s and sizes[False]:
+            low, high = (f"{seconds / 3600:.2g}" for seconds in self.expected_s)
+            detail = f"{self.request.tier} takes {low} to {high} h"
+        self.request.progress(
+            Progress(
+                stage="thaw", done=sizes[True], total=sizes[True] + sizes[False], detail=detail
+            )
+        )
+
+    def report(self, seconds: float) -> ThawReport:
+        """Return how far it is."""
+        until = [s.restored_until for s in self.states.values() if s.restored_until is not None]
+        return ThawReport(
+            version=self.version.id,
+            dry_run=self.request.dry_run,
+            packs=self._tally(list(self.states)),
+            readable=self._tally(self._packs("readable", "restored")),
+            requested=self._tally(list(self.asked)),
+            restoring=self._tally(self._packs("restoring")),
+            tier=self.request.tier,
+            days=self.request.days,
+            expected_s=self.expected_s,
+            restored_until=min(until, default=None),
+            seconds=seconds,
+        )
+
+    def _tally(self, packs: Sequence[str]) -> PackTally:
+        size = sum(self.states[pack].size_bytes for pack in packs)
+        return PackTally(count=len(packs), size_bytes=size)
+
+
+def _elsewhere(repo: Repo, version: Version) -> str:
+    """Return what to do about a version of which this store keeps the record alone."""
+    for replica in repo.catalog.replicas.values():
+        if replica.store in version.replicas:
+            return thaw_command(version.id, replica.url)
+    here = shlex.join(["ckptstore", "replicate", version.id[:12], "--to", repo.backend.url])
+    return f"bring it back from a store that has it: {here} --store URL"
+
+
+def _restoring(state: ObjectState) -> ObjectState:
+    """Return the state of an object that was asked for a moment ago."""
+    return ObjectState(
+        storage_class=state.storage_class,
+        size_bytes=state.size_bytes,
+        modified_at=state.modified_at,
+        access="restoring",
+    )

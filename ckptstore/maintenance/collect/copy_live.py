@@ -1,0 +1,204 @@
+"""Live chunks of packs, copied into new packs: the part of a repack that can be done anywhere.
+
+A task holds all that it needs and commits nothing: it writes packs under names that nobody knows,
+and tells where the chunks lie now. So it may run in another process, on another machine, twice, or
+die; what it leaves behind are orphans.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend, Capabilities
+from ckptstore.config import Environment
+from ckptstore.engine.calls import Shared
+from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
+from ckptstore.format.keys import pack_key
+from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.maintenance.core.live_set import ChunkTable
+from ckptstore.objects.copying import Room, StoredChunk, broken, take_chunk
+from ckptstore.objects.pack_plan import PackPlan
+from ckptstore.objects.packs import PackSink
+from ckptstore.objects.threads import in_threads
+
+__all__ = ["Moved", "Recopied", "Recopy", "Victim", "recopy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A pack that is to be written anew."""
+
+    pack: str
+    size_bytes: int
+    live: ChunkTable
+
+    @property
+    def live_bytes(self) -> int:
+        """Return what its live chunks take."""
+        return self.live.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """Where the chunks of one old pack lie now, in the order of their old offsets."""
+
+    old: npt.NDArray[np.uint64]
+    packs: tuple[str, ...]
+    """New pack per chunk."""
+    new: npt.NDArray[np.uint64]
+    """New offset per chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recopied:
+    """What became of the packs of a task."""
+
+    places: Mapping[str, Moved]
+    """By pack, of those whose live chunks are all elsewhere now."""
+    skipped: tuple[str, ...]
+    """Why a pack was left as it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recopy:
+    """A task: some packs of one storage, with what it may use."""
+
+    storage: Shared[Backend]
+    environment: Environment
+    host_bytes: int
+    """Memory for chunks in flight."""
+    workers: int
+    """Threads at most."""
+    victims: tuple[Victim, ...]
+
+
+def recopy(task: Recopy, tell: Callable[[int], None] = lambda _: None) -> Recopied:
+    """Copy the live chunks of packs; return when the new packs are durable.
+
+    Each chunk is copied as it is stored, checked by its checksum and by its id on the way (deltas
+    by their checksums: see :mod:`ckptstore.objects.copying`).
+
+    Parameters
+    ----------
+    tell
+        Told the live bytes of the task that are done so far, by one thread at a time.
+
+    Raises
+    ------
+    StorageError
+        The storage failed; what was written is left as orphans.
+    """
+    run = _Copying(task=task, tell=tell)
+    run.run()
+    return Recopied(places=run.places, skipped=tuple(run.skipped))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copying:
+    """One task while its threads run."""
+
+    task: Recopy
+    tell: Callable[[int], None]
+    done: int = 0
+    places: dict[str, Moved] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Copy; return when the new packs are durable."""
+        task = self.task
+        capabilities = task.storage.value.capabilities
+        each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
+        room = max(1, task.host_bytes // each)
+        workers = max(1, min(task.workers, room, len(task.victims)))
+        size = capabilities.pack_bytes
+        plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
+        sink = PackSink(task.storage.value, task.environment, plan)
+        waiting = iter(task.victims)
+
+        def work(turn: int) -> None:
+            """Copy victim after victim until none is left, or another thread has failed."""
+            room = Room()
+            while not self.stop.is_set():
+                with self.lock:
+                    victim = next(waiting, None)
+                if victim is None:
+                    return
+                self._copy(turn, victim, sink, room)
+
+        try:
+            if workers == 1:
+                work(0)
+            else:
+                in_threads(workers, work, self.stop, name="ckptstore-gc")
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+
+    def _copy(self, turn: int, victim: Victim, sink: PackSink, room: Room) -> None:
+        packs: list[str] = []
+        offsets: list[int] = []
+        try:
+            for first, last in _spans(victim.live, self.task.storage.value.capabilities):
+                for found in self._read(victim, first, last, room):
+                    placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
+                    packs.append(placed.pack)
+                    offsets.append(placed.offset)
+                self._advance(victim, first, last)
+        except (ColdObjectError, IntegrityError, FormatError, NotFoundError) as error:
+            with self.lock:
+                self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
+            return
+        moved = Moved(old=victim.live.offset, packs=tuple(packs), new=np.array(offsets, np.uint64))
+        with self.lock:
+            self.places[victim.pack] = moved
+
+    def _read(self, victim: Victim, first: int, last: int, room: Room) -> Iterator[StoredChunk]:
+        """Read neighbouring chunks with one request; yield each, checked as far as it can be."""
+        live = victim.live
+        start = int(live.offset[first])
+        end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
+        memory = room.bytes(end - start)
+        self.task.storage.value.read_into(pack_key(victim.pack), start, [memory])
+        for row in range(first, last):
+            at = int(live.offset[row]) - start
+            stored = int(live.stored[row])
+            where = f"{victim.pack} at {int(live.offset[row])}"
+            found = take_chunk(
+                memory[at : at + CHUNK_HEADER_BYTES + stored],
+                stored_bytes=stored,
+                raw_bytes=int(live.raw[row]),
+                where=where,
+                room=room,
+            )
+            if found.piece_id(0, found.raw_bytes) != found.chunk_id:
+                raise broken(where, "content does not match its chunk id")
+            yield found
+
+    def _advance(self, victim: Victim, first: int, last: int) -> None:
+        size = int(victim.live.stored[first:last].sum(dtype=np.uint64))
+        with self.lock:
+            self.done += size
+            self.tell(self.done)
+
+
+def _spans(live: ChunkTable, capabilities: Capabilities) -> Iterator[tuple[int, int]]:
+    """Yield ranges of rows that are read with one request each."""
+    first = 0
+    for row in range(1, len(live.offset) + 1):
+        if row < len(live.offset):
+            end = int(live.offset[row - 1]) + CHUNK_HEADER_BYTES + int(live.stored[row - 1])
+            near = int(live.offset[row]) - end <= capabilities.read_gap_bytes
+            after = int(live.offset[row]) + CHUNK_HEADER_BYTES + int(live.stored[row])
+            if near and after - int(live.offset[first]) <= capabilities.read_bytes_max:
+                continue
+        yield first, row
+        first = row

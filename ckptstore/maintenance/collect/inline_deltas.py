@@ -1,0 +1,241 @@
+"""Bases that nothing else needs any more: their deltas are stored by themselves where that is less.
+
+When the versions go that a keyframe belongs to, it stays for the deltas to it that are still
+needed. With one of them left, keyframe and delta take more than the piece itself would: it is
+written anew without the base, the versions that hold it are relocated, and the keyframe is dead.
+With several, what they would take by themselves is estimated from what their base does. No delta
+is ever taken to another piece here, so that every delta stays one step from a piece that is stored
+by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import ColdObjectError, IntegrityError, NotFoundError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
+from ckptstore.maintenance.collect.repack import relocate
+from ckptstore.maintenance.core.live_set import Reach
+from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
+from ckptstore.objects.index import Location
+from ckptstore.repo import Repo
+
+__all__ = ["Rebased", "dead_keys", "rebase"]
+
+# Pieces are written anew only if that takes less than this share of what they and their base take.
+# Source: the estimate is within 3% (docs/design/0012-deltas.md), and a relocation costs a manifest.
+_WORTH = 0.95
+
+_EACH = CHUNK_HEADER_BYTES + INDEX_ROW_BYTES
+
+_Chunk = tuple[str, int]
+"""Pack and offset."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebased:
+    """What became of deltas whose bases nothing else needs, or would."""
+
+    pieces_count: int = 0
+    """Deltas that are stored by themselves now."""
+    written_bytes: int = 0
+    """Bytes of the packs that they are in; in a dry run, an estimate."""
+    dead_bytes: int = 0
+    """What they and their bases took, for this or the next collection to free."""
+    versions_count: int = 0
+    """Versions that lie elsewhere now."""
+    packs: tuple[str, ...] = ()
+    """Ids of packs that the deltas and their bases were in."""
+
+
+@dataclass(slots=True)
+class _Child:
+    """A delta, in one of the manifests that name it."""
+
+    manifest: Manifest
+    row: int
+    stored_bytes: int
+    raw_bytes: int
+
+
+@dataclass(slots=True)
+class _Family:
+    """A base and the deltas to it."""
+
+    stored_bytes: int
+    raw_bytes: int
+    whole: bool
+    """It is a chunk of its own."""
+    children: dict[_Chunk, _Child] = field(default_factory=dict)
+
+    @property
+    def held_bytes(self) -> int:
+        sizes = (self.stored_bytes, *(child.stored_bytes for child in self.children.values()))
+        return sum(_EACH + size for size in sizes)
+
+    @property
+    def alone_bytes(self) -> int:
+        """Return what the children would take by themselves, if they compress as their base."""
+        share = self.stored_bytes / self.raw_bytes
+        return sum(_EACH + int(share * child.raw_bytes) for child in self.children.values())
+
+
+def rebase(
+    repo: Repo,
+    cache: Manifests,
+    reach: Reach,
+    *,
+    dry_run: bool = False,
+    progress: ProgressCallback = silent,
+) -> Rebased:
+    """Store deltas by themselves where that takes less, and relocate the versions that hold them.
+
+    Reads the manifests of live versions that hold deltas. A crash anywhere leaves new packs and
+    manifests that nobody names: orphans. Deltas that cannot be read stay as they are.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.append`.
+    """
+    families = _families(repo, cache, reach)
+    if not families:
+        return Rebased()
+    chosen: dict[_Chunk, _Child] = {}
+    for family in families.values():
+        chosen |= family.children
+    packs = tuple(sorted({pack for pack, _ in (*families, *chosen)}))
+    dead = sum(family.held_bytes for family in families.values())
+    if dry_run:
+        return Rebased(
+            pieces_count=len(chosen),
+            written_bytes=sum(family.alone_bytes for family in families.values()),
+            dead_bytes=dead,
+            packs=packs,
+        )
+    rescue = Rescue(repo=repo, dry_run=False, codec="auto")
+    for child in chosen.values():
+        rescue.need(child.manifest.pieces, child.row, _dtype(child))
+    for manifest, rows in _by_manifest(chosen.values()):
+        with contextlib.suppress(ColdObjectError):  # what is in an archive class stays there
+            rescue.fetch(manifest.pieces, rows, repo, "moved")
+        done, total = len(rescue.rescued), len(chosen)
+        progress(Progress(stage="rebase", done=done, total=total, unit="pieces"))
+    rescue.flush()
+    versions = relocate(repo, cache, reach, packs, _change(chosen, rescue.placed))
+    return Rebased(
+        pieces_count=len(rescue.placed),
+        written_bytes=rescue.written_bytes,
+        dead_bytes=dead,
+        versions_count=versions,
+        packs=packs,
+    )
+
+
+def _families(repo: Repo, cache: Manifests, reach: Reach) -> dict[_Chunk, _Family]:
+    """Return the bases that are needed as bases only and whose children take less without them."""
+    catalog = repo.refresh()
+    needs = reach.of(catalog)
+    families: dict[_Chunk, _Family] = {}
+    needed: list[tuple[str, npt.NDArray[np.uint64]]] = []
+    """Chunks that are needed as they are, whatever becomes of deltas: packs and offsets."""
+    for version, need in needs.items():
+        found = catalog.version(version)
+        manifest = None
+        if need.deltas and not found.damaged:  # one that has lost parts stays as it is
+            with contextlib.suppress(IntegrityError, NotFoundError):  # the next collection sees it
+                manifest = cache.load(found)
+        if manifest is None:
+            offsets = (table.offset for table in need.chunks)
+            needed += zip(need.packs, offsets, strict=True)
+            continue
+        _collect(manifest, families)
+        table, own = manifest.pieces, manifest.first[-1]
+        for place in np.unique(table.pack[:own]):
+            rows = table.pack[:own] == place
+            needed.append((table.packs[int(place)], table.offset[:own][rows]))
+    by_pack: dict[str, set[int]] = {}
+    for pack, offset in families:
+        by_pack.setdefault(pack, set()).add(offset)
+    for pack, there in needed:
+        bases = by_pack.get(pack, set())
+        for offset in bases.intersection(there.tolist()) if bases else ():
+            families.pop((pack, offset), None)
+    return {
+        chunk: family
+        for chunk, family in families.items()
+        if family.whole and family.alone_bytes < _WORTH * family.held_bytes
+    }
+
+
+def _collect(manifest: Manifest, families: dict[_Chunk, _Family]) -> None:
+    """Add the deltas of a manifest to their families."""
+    table = manifest.pieces
+    assert table.base is not None  # noqa: S101  # for the type checker: it holds deltas
+    for row in np.flatnonzero(table.base < len(table)).tolist():
+        base = int(table.base[row])
+        family = families.setdefault(
+            _chunk(table, base),
+            _Family(
+                stored_bytes=int(table.stored[base]),
+                raw_bytes=int(table.slab[base]),
+                whole=int(table.slab[base]) == int(table.raw[base]),
+            ),
+        )
+        family.children.setdefault(
+            _chunk(table, row),
+            _Child(manifest, row, int(table.stored[row]), int(table.raw[row])),
+        )
+
+
+def _chunk(table: PieceTable, row: int) -> _Chunk:
+    return table.packs[int(table.pack[row])], int(table.offset[row])
+
+
+def _dtype(child: _Child) -> str:
+    first = np.asarray(child.manifest.first)
+    return child.manifest.tensors[int(np.searchsorted(first, child.row, "right")) - 1].dtype
+
+
+def _by_manifest(children: Iterable[_Child]) -> list[tuple[Manifest, list[int]]]:
+    found: dict[int, tuple[Manifest, list[int]]] = {}
+    for child in children:
+        found.setdefault(id(child.manifest), (child.manifest, []))[1].append(child.row)
+    return list(found.values())
+
+
+def _change(
+    chosen: Mapping[_Chunk, _Child], placed: Mapping[bytes, Location]
+) -> Callable[[Manifest], PieceTable | None]:
+    """Return what makes the table of a manifest one without the deltas that were written anew."""
+
+    def change(manifest: Manifest) -> PieceTable | None:
+        """Return the table of a manifest over the new places; None if none concerns it."""
+        table = manifest.pieces
+        if table.base is None:
+            return None
+        places: dict[int, Location] = {}
+        rows: Sequence[int] = np.flatnonzero(table.base < len(table)).tolist()
+        for row in rows:
+            place = placed.get(table.ids[row].tobytes())
+            if place is not None and _chunk(table, row) in chosen:
+                places[row] = place
+        return replaced(table, manifest.first[-1], places) if places else None
+
+    return change
+
+
+def dead_keys(rebased: Rebased) -> set[str]:
+    """Return the keys of the packs that may be needed no more."""
+    return {pack_key(pack) for pack in rebased.packs}

@@ -1,0 +1,330 @@
+"""Repack: copies the live chunks of mostly dead packs into new packs.
+
+:mod:`ckptstore.maintenance.collect.copy_live` copies, in tasks where there is an engine. Every live
+version that needs one of the packs gets a new manifest; one commit for many versions relocates them
+and condemns their old manifests. The old packs are then dead, and condemned like any other. A crash
+leaves new packs and manifests that no commit names: orphans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptstore import limits
+from ckptstore.backends.base import ObjectInfo
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
+from ckptstore.engine.calls import Shared
+from ckptstore.errors import IntegrityError, NotFoundError
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.format.commit import Op
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
+from ckptstore.maintenance.collect.copy_live import Moved, Recopy, Victim, recopy
+from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
+from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["Repacked", "choose", "relocate", "repack"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repacked:
+    """What a repack did, or would do."""
+
+    packs_count: int = 0
+    """Packs that were written anew."""
+    packs_bytes: int = 0
+    copied_bytes: int = 0
+    """The live part of them."""
+    versions_count: int = 0
+    """Versions that lie elsewhere now."""
+    skipped: tuple[str, ...] = ()
+    """Why a pack was left as it is: a chunk of it is damaged, say."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Return the difference."""
+        return self.packs_bytes - self.copied_bytes
+
+
+def choose(
+    chunks: Iterable[tuple[str, ChunkTable]], objects: Mapping[str, ObjectInfo], *, below: float
+) -> tuple[list[Victim], int]:
+    """Return the packs of which less than the share `below` is live; those wholly dead not.
+
+    With them the bytes of all live chunks.
+    """
+    victims = []
+    live_bytes = 0
+    for pack, live in chunks:
+        size = live.size_bytes
+        live_bytes += size
+        info = objects.get(pack_key(pack))
+        if info is None:
+            continue
+        room = info.size_bytes - HEADER_BYTES - TRAILER_BYTES
+        if size < below * room:
+            victims.append(Victim(pack=pack, size_bytes=info.size_bytes, live=live))
+    return sorted(victims, key=lambda victim: victim.pack), live_bytes
+
+
+def repack(
+    repo: Repo,
+    cache: Manifests,
+    reach: Reach,
+    victims: Sequence[Victim],
+    *,
+    progress: ProgressCallback,
+    spread: Spread | None = None,
+) -> Repacked:
+    """Copy the live chunks of packs elsewhere, and relocate every live version that needs them.
+
+    Host memory stays within ``options.host_bytes``, plus 100 bytes a copied chunk. Versions that
+    were deleted, relocated or condemned in part meanwhile are left out: the next collection sees
+    them. So are damaged ones, until they are mended: their packs stay.
+
+    Raises
+    ------
+    StorageError
+        The storage failed; what was written is left as orphans.
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.append`.
+    """
+    total = sum(victim.live_bytes for victim in victims)
+    done = Repacked()
+    for batch in _batches(victims):
+
+        def tell(size: int, before: int = done.copied_bytes) -> None:
+            progress(Progress(stage="repack", done=before + size, total=total))
+
+        places, skipped = _copied(repo, batch, tell, spread)
+        moved = relocate(
+            repo,
+            cache,
+            reach,
+            places,
+            lambda manifest, places=places: _elsewhere(manifest.pieces, places),  # type: ignore[misc]
+        )
+        whole = [victim for victim in batch if victim.pack in places]
+        done = Repacked(
+            packs_count=done.packs_count + len(whole),
+            packs_bytes=done.packs_bytes + sum(victim.size_bytes for victim in whole),
+            copied_bytes=done.copied_bytes + sum(victim.live_bytes for victim in whole),
+            versions_count=done.versions_count + moved,
+            skipped=(*done.skipped, *skipped),
+        )
+    return done
+
+
+def _copied(
+    repo: Repo, batch: Sequence[Victim], tell: Callable[[int], None], spread: Spread | None
+) -> tuple[Mapping[str, Moved], tuple[str, ...]]:
+    """Copy one batch; return where the chunks of which packs are now, and why not of the others."""
+    options = repo.options
+    if spread is None:
+        task = Recopy(
+            storage=Shared(repo.backend),
+            host_bytes=options.host_bytes,
+            workers=options.workers,
+            environment=repo.environment,
+            victims=tuple(batch),
+        )
+        found = recopy(task, tell)
+        return found.places, found.skipped
+    engine = spread.engine
+    sizes = [victim.live_bytes for victim in batch]
+    size = min(sum(sizes) // (2 * engine.workers), limits.GC_TASK_COPY_BYTES_MAX)
+    groups = grouped(
+        batch,
+        sizes,
+        size=max(size, limits.GC_TASK_COPY_BYTES_MIN),
+        count=limits.GC_TASK_VICTIMS,
+    )
+    tasks = (
+        Recopy(
+            storage=spread.storage,
+            host_bytes=options.host_bytes // engine.sharing,
+            workers=max(1, options.workers // engine.sharing),
+            environment=repo.environment,
+            victims=tuple(group),
+        )
+        for group in groups
+    )
+    places: dict[str, Moved] = {}
+    skipped: list[str] = []
+    done = 0
+    for task, part in engine.map_unordered(recopy, tasks):
+        places |= part.places
+        skipped += part.skipped
+        done += sum(victim.live_bytes for victim in task.victims)
+        tell(done)
+    return places, tuple(sorted(skipped))
+
+
+def _batches(victims: Sequence[Victim]) -> Iterator[list[Victim]]:
+    batch: list[Victim] = []
+    size = 0
+    for victim in victims:
+        batch.append(victim)
+        size += victim.live_bytes
+        if size >= limits.GC_REPACK_BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# --- versions -----------------------------------------------------------------------------------
+
+
+def relocate(
+    repo: Repo,
+    cache: Manifests,
+    reach: Reach,
+    packs: Container[str],
+    change: Callable[[Manifest], PieceTable | None],
+) -> int:
+    """Write manifests and commit; return how many versions lie elsewhere now.
+
+    Parameters
+    ----------
+    packs
+        Live versions that need one of these are asked for.
+    change
+        Returns the table that a version is to have, over other places of the same pieces; None if
+        it stays as it is.
+
+    Raises
+    ------
+    StorageError
+        The storage failed; what was written is left as orphans.
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.append`.
+    """
+    catalog = repo.refresh()
+    needs = reach.of(catalog)
+    concerned = [
+        catalog.version(version)
+        for version, need in needs.items()
+        if any(pack in packs for pack in need.packs)
+    ]
+    # Of a version that has lost parts, a relocation would say that it is mended.
+    concerned = [version for version in concerned if not version.damaged]
+    moved = 0
+    for start in range(0, len(concerned), limits.GC_MOVES_PER_COMMIT):
+        part = concerned[start : start + limits.GC_MOVES_PER_COMMIT]
+        moves = list(_moves(repo, cache, reach, part, change))
+        old = {version.id: version.manifest_key for version in part}
+        taken: list[int] = []
+
+        def build(
+            now: Catalog,
+            moves: Sequence[Move] = moves,
+            old: Mapping[str, str] = old,
+            taken: list[int] = taken,
+        ) -> Sequence[Op]:
+            """Move what is as it was, and condemn the manifests that this leaves behind."""
+            good = [move for move in moves if _still(now, move, old[move.version])]
+            taken[:] = [len(good)]
+            return [
+                *lifecycle_changes.relocate(now, good),
+                *lifecycle_changes.condemn(now, [old[move.version] for move in good]),
+            ]
+
+        if repo.log.append_any(build) is not None:
+            moved += taken[0]
+    return moved
+
+
+def _still(now: Catalog, move: Move, key: str) -> bool:
+    """Say whether a version is what it was, and nothing that its new manifest names condemned."""
+    version = now.version(move.version)
+    same = not version.deleted and version.manifest_key == key
+    return (
+        same
+        and not version.damaged
+        and version.level == move.level
+        and not now.gone(move.relies_on)
+    )
+
+
+def _moves(
+    repo: Repo,
+    cache: Manifests,
+    reach: Reach,
+    versions: Sequence[Version],
+    change: Callable[[Manifest], PieceTable | None],
+) -> Iterator[Move]:
+    """Write the new manifests of versions; those that changed meanwhile are left out."""
+
+    def one(version: Version) -> tuple[Move, Manifest] | None:
+        """Write the new manifest of a version; None if it stays, or is another by now."""
+        try:
+            manifest = cache.load(version)
+        except (IntegrityError, NotFoundError):
+            if not changed(repo, version):
+                raise
+            return None
+        pieces = change(manifest)
+        return None if pieces is None else _move(repo, version, replace(manifest, pieces=pieces))
+
+    for pair in list(at_once(repo.backend, one, versions)):  # all are written, or one raises
+        if pair is not None and pair[0].manifest is not None:
+            reach.note(pair[0].manifest.digest, pair[1])
+            yield pair[0]
+
+
+def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manifest]:
+    pointer = put_manifest(repo, manifest)
+    move = Move(
+        version=version.id,
+        based_on=version.manifest_digest,
+        level=version.level,
+        manifest=pointer,
+        content=version.content,
+        roles=version.roles,
+        relies_on=relied_on(pointer, manifest),
+    )
+    return move, manifest
+
+
+def _elsewhere(table: PieceTable, places: Mapping[str, Moved]) -> PieceTable | None:
+    """Return a table whose pieces lie where their chunks were copied to.
+
+    None if a chunk was not copied: a version that came after the copying was planned needs it.
+    """
+    packs: dict[str, int] = {}
+    pack = table.pack.copy()
+    offset = table.offset.copy()
+    for place in np.unique(table.pack):
+        rows = np.nonzero(table.pack == place)[0]
+        name = table.packs[int(place)]
+        moved = places.get(name)
+        if moved is None:
+            pack[rows] = packs.setdefault(name, len(packs))
+            continue
+        at = np.minimum(np.searchsorted(moved.old, table.offset[rows]), len(moved.old) - 1)
+        if not np.array_equal(moved.old[at], table.offset[rows]):
+            return None
+        pack[rows] = [packs.setdefault(moved.packs[row], len(packs)) for row in at]
+        offset[rows] = moved.new[at]
+    return PieceTable(
+        ids=table.ids,
+        raw=table.raw,
+        pack=pack,
+        offset=offset,
+        stored=table.stored,
+        inner=table.inner,
+        slab=table.slab,
+        packs=list(packs),
+        base=table.base,
+    )

@@ -1,0 +1,1 @@
+"""Building blocks of all maintenance: live sets, tasks, selection of versions."""

@@ -1,0 +1,290 @@
+"""What live versions need: their manifests, and the packs and chunks that those name.
+
+A version is live unless it was deleted or only its record is kept. What live versions reach may
+never be condemned; so a manifest of a live version that cannot be read stops every collection.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from sys import intern
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.manifests import Manifests, read_manifest
+from ckptstore.engine.calls import Shared
+from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import Manifest
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
+from ckptstore.format.snapshot import Details
+from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = [
+    "ChunkTable",
+    "Footprint",
+    "FootprintPart",
+    "Reach",
+    "changed",
+    "footprint_part",
+    "live_versions",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkTable:
+    """Chunks of one pack, each once, in the order of their offsets."""
+
+    offset: npt.NDArray[np.uint64]
+    """Of the chunk's header, in bytes."""
+    stored: npt.NDArray[np.uint32]
+    """Stored bytes, without the header."""
+    raw: npt.NDArray[np.uint32]
+    """Bytes of the decoded chunk."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return what the chunks take in a pack, with their headers and rows of the index."""
+        each = CHUNK_HEADER_BYTES + INDEX_ROW_BYTES
+        return int(self.stored.sum(dtype=np.uint64)) + each * len(self.stored)
+
+    def joined(self, other: ChunkTable) -> ChunkTable:
+        """Return the chunks of both."""
+        if np.array_equal(self.offset, other.offset):
+            return self
+        offset = np.concatenate((self.offset, other.offset))
+        offset, first = np.unique(offset, return_index=True)
+        return ChunkTable(
+            offset=offset,
+            stored=np.concatenate((self.stored, other.stored))[first],
+            raw=np.concatenate((self.raw, other.raw))[first],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """What one manifest needs; one table for all its packs, since there may be thousands."""
+
+    packs: tuple[str, ...]
+    """Ids of the packs that hold a chunk of it."""
+    starts: npt.NDArray[np.uint32]
+    """Where the chunks of each pack begin in `table`, and where the last ones end."""
+    table: ChunkTable
+    """Chunks of all packs, each once, by pack and offset."""
+    deltas: bool = False
+    """Whether it names pieces that are differences to others, which it needs too."""
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Footprint:
+        """Return the footprint of a manifest."""
+        table = manifest.pieces
+        # Offsets have at most 33 bits (PACK_BYTES_MAX), places of packs at most 22 (PACKS_MAX).
+        where = (table.pack.astype(np.uint64) << np.uint64(34)) | table.offset
+        _, rows = np.unique(where, return_index=True)
+        places, starts = np.unique(table.pack[rows], return_index=True)
+        return cls(
+            packs=tuple(intern(table.packs[int(place)]) for place in places),
+            starts=np.append(starts, len(rows)).astype(np.uint32),
+            table=ChunkTable(
+                offset=table.offset[rows], stored=table.stored[rows], raw=table.slab[rows]
+            ),
+            deltas=table.base is not None,
+        )
+
+    @property
+    def chunks(self) -> Iterator[ChunkTable]:
+        """The chunks of each pack, in the order of `packs`."""
+        table = self.table
+        for start, end in itertools.pairwise(self.starts.tolist()):
+            yield ChunkTable(
+                offset=table.offset[start:end],
+                stored=table.stored[start:end],
+                raw=table.raw[start:end],
+            )
+
+
+class Reach:
+    """Reads what live versions need, each manifest once. Owned by one thread.
+
+    Memory: 16 bytes for each chunk of each manifest, and 100 for each pack, as long as it is held.
+    """
+
+    def __init__(
+        self,
+        repo: Repo,
+        cache: Manifests,
+        *,
+        progress: ProgressCallback = silent,
+        spread: Spread | None = None,
+    ) -> None:
+        self._repo = repo
+        self._cache = cache
+        self._progress = progress
+        self._spread = spread
+        self._known: dict[bytes, Footprint] = {}
+        """By digest of the manifest."""
+        self._details: dict[bytes, Details] = {}
+
+    def of(self, catalog: Catalog) -> dict[str, Footprint]:
+        """Return what each version needs that is live in `catalog`: version id to footprint.
+
+        Reads the manifests that were not read before. A version that changed while they were
+        read, so that its manifest is gone, is left out: then `catalog` is not the newest, and
+        nothing that follows from it can be committed.
+
+        Raises
+        ------
+        CorruptObjectError, UnsupportedFeatureError
+            The manifest of a live version cannot be read; the message names it.
+        StorageError
+            The storage failed.
+        """
+        live = list(catalog.contents(known=self._details))
+        new = [version for version, details in live if details.manifest_digest not in self._known]
+        self._read([catalog.version(version) for version in new])
+        return {
+            version: self._known[details.manifest_digest]
+            for version, details in live
+            if details.manifest_digest in self._known
+        }
+
+    def keys(self, catalog: Catalog) -> set[str]:
+        """Return the keys of all objects that versions live in `catalog` need; as :meth:`of`."""
+        packs = {pack for need in self.of(catalog).values() for pack in need.packs}
+        found = {details.manifest_key for _, details in catalog.contents(known=self._details)}
+        return found.union(map(pack_key, packs))
+
+    def chunks(self, catalog: Catalog) -> Iterator[tuple[str, ChunkTable]]:
+        """Yield each pack that is needed, once, with its live chunks; as :meth:`of`.
+
+        Of packs that several manifests name, which come last, the chunks are put together.
+        """
+        needs = list(self.of(catalog).values())
+        seen: set[str] = set()
+        several: set[str] = set()
+        for need in needs:
+            several.update(seen.intersection(need.packs))
+            seen.update(need.packs)
+        joined: dict[str, ChunkTable] = {}
+        for need in needs:
+            for pack, chunks in zip(need.packs, need.chunks, strict=True):
+                if pack not in several:
+                    yield pack, chunks
+                elif pack in joined:
+                    joined[pack] = joined[pack].joined(chunks)
+                else:
+                    joined[pack] = chunks
+        yield from joined.items()
+
+    def note(self, digest: str, manifest: Manifest) -> None:
+        """Take over a manifest that was just written, so that it need not be read."""
+        self._known[bytes.fromhex(digest)] = Footprint.of(manifest)
+
+    def _read(self, versions: Sequence[Version]) -> None:
+        for done, (version, found) in enumerate(self._footprints(versions), 1):
+            if isinstance(found, Footprint):
+                self._known[bytes.fromhex(version.manifest_digest)] = found
+            else:
+                self._explain(version, found)
+            self._progress(
+                Progress(stage="manifests", done=done, total=len(versions), unit="versions")
+            )
+
+    def _footprints(
+        self, versions: Sequence[Version]
+    ) -> Iterator[tuple[Version, Footprint | CkptStoreError]]:
+        if self._spread is not None and len(versions) > limits.GC_TASK_MANIFESTS:
+            yield from _spread_footprints(self._spread, versions)
+            return
+        footprints = at_once(self._repo.backend, self._footprint, versions)
+        yield from zip(versions, footprints, strict=True)
+
+    def _footprint(self, version: Version) -> Footprint | CkptStoreError:
+        try:
+            return Footprint.of(self._cache.load(version))
+        except (IntegrityError, FormatError, NotFoundError) as error:
+            return error
+
+    def _explain(self, version: Version, error: CkptStoreError) -> None:
+        """Return if the version changed meanwhile; raise what stops the collection if not."""
+        if changed(self._repo, version):
+            return
+        named = f"{version.run}@{version.step} (#{version.id[:8]})"
+        msg = f"nothing is collected, since it is not known what {named} needs: {error.message}"
+        hint = "mend it: ckptstore verify, then repair; or give it up: ckptstore rm"
+        raise type(error)(msg, hint=hint) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FootprintPart:
+    """A task: versions whose manifests are to be read."""
+
+    storage: Shared[Backend]
+    versions: tuple[Version, ...]
+
+
+def footprint_part(task: FootprintPart) -> list[Footprint | CkptStoreError]:
+    """Return what each version needs, or why its manifest cannot be had.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    found: list[Footprint | CkptStoreError] = []
+    for version in task.versions:
+        try:
+            found.append(Footprint.of(read_manifest(task.storage.value, version)))
+        except (IntegrityError, FormatError, NotFoundError) as error:
+            found.append(error)
+    return found
+
+
+def _spread_footprints(
+    spread: Spread, versions: Sequence[Version]
+) -> Iterator[tuple[Version, Footprint | CkptStoreError]]:
+    """Have manifests read in tasks; yield what they say, in the order of the versions."""
+    tasks = (
+        FootprintPart(storage=spread.storage, versions=tuple(group))
+        for group in grouped(
+            versions,
+            [version.manifest_bytes for version in versions],
+            size=limits.GC_TASK_MANIFEST_BYTES,
+            count=limits.GC_TASK_MANIFESTS,
+        )
+    )
+    waiting = iter(versions)
+    for part in spread.engine.map(footprint_part, tasks):
+        for found in part:
+            if isinstance(found, Footprint):  # names that many manifests share are kept once
+                found = replace(found, packs=tuple(map(intern, found.packs)))
+            yield next(waiting), found
+
+
+def changed(repo: Repo, version: Version) -> bool:
+    """Say whether a version was deleted, or lies elsewhere, by now.
+
+    By the key of its manifest: one that was written anew may have the same bytes as before.
+
+    Raises
+    ------
+    CkptStoreError
+        As :meth:`ckptstore.catalog.log.Log.refresh`.
+    """
+    newest = repo.refresh().version(version.id)
+    return newest.deleted or newest.level == "record" or newest.manifest_key != version.manifest_key
+
+
+def live_versions(catalog: Catalog) -> Iterator[Version]:
+    """Yield the versions that have content: neither deleted nor kept as a record only."""
+    return (version for version in catalog.versions() if version.level != "record")

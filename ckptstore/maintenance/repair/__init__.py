@@ -1,0 +1,1 @@
+"""Repair: recovering damaged pieces, the log, the superblock and key records."""

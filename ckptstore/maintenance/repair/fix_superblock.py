@@ -1,0 +1,317 @@
+"""Brings ``store.json`` back, beside a log that can be read.
+
+Little in it is needed to read a store, and most of that can be found again: the log says that there
+is a store and since when, manifests of versions that were saved here say the size of chunks, and
+the storage is probed anew. A copy of the same log in a second store brings all of it back, with the
+store's own id.
+
+A ``store.json`` that is missing is put if absent. A damaged one occupies its name: as a damaged
+commit, it is only replaced for a caller who vouches that no one else writes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Final, Literal
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend, PutIfAbsent
+from ckptstore.backends.encrypted import EncryptedBackend
+from ckptstore.backends.sealing import DataKey, UserKey
+from ckptstore.catalog.reading import LogReader
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.config import SYSTEM, Environment, Options, writer_identity
+from ckptstore.errors import (
+    CorruptObjectError,
+    EncryptionKeyError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
+    ObjectExistsError,
+    ObjectNotFoundError,
+    ReadOnlyError,
+    StoreNotFoundError,
+    UnsupportedFeatureError,
+)
+from ckptstore.format.commit import Commit
+from ckptstore.format.encryption import KeyRecord
+from ckptstore.format.keys import COMMITS_PREFIX, OBJECT_PREFIXES, STORE_KEY, commit_number
+from ckptstore.format.segments import MAGIC
+from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+from ckptstore.keyring import missing_key, open_keys
+from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
+from ckptstore.repo import Finding, Prober, Repo, probe_backend, unsafe
+from ckptstore.superblocks import encrypted_superblock
+
+__all__ = ["SuperblockFinding", "mend_superblock"]
+
+_LOOKED_AT: Final = 20
+"""Commits, from either end, and manifests of the newest versions. Source: one that is sound is
+enough, and damage comes in stretches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SuperblockFinding:
+    """What was wrong with ``store.json``."""
+
+    key: str
+    what: Literal["missing", "damaged"]
+    mended: bool
+    """It is right again; in a dry run, it can be made so."""
+    why: str
+    """What is wrong, and what stands in the way of mending it."""
+    source: Literal["copy", "rebuilt", "keys"]
+    """From a copy of the same log, from what this store's objects say, or, of an encrypted store,
+    from its record of keys."""
+    new: tuple[str, ...] = ()
+    """Fields that could not be had, and are new: ``store_id``, say. ``chunk_bytes`` is one of
+    them if no version was saved here or those that were disagree; `why` says what they say."""
+
+
+def mend_superblock(
+    backend: Backend,
+    *,
+    source: Repo | None = None,
+    options: Options | None = None,
+    environment: Environment = SYSTEM,
+    prober: Prober = probe_backend,
+    dry_run: bool = False,
+    key: UserKey | None = None,
+) -> SuperblockFinding | None:
+    """Put ``store.json`` back if it is missing or damaged; None if it is sound.
+
+    Parameters
+    ----------
+    source
+        A second store; used if it has the same log.
+    dry_run
+        Say what would be done; write nothing, and do not probe.
+    key
+        Of an encrypted store: the newest record of keys says all that must be known.
+
+    Raises
+    ------
+    StoreNotFoundError
+        It is missing, and no commit says that there is a store.
+    CorruptObjectError
+        It is damaged, and no commit says what it was of.
+    UnsupportedFeatureError
+        A newer ckptstore made the store.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        The storage cannot be written to.
+    """
+    options = options if options is not None else Options()
+    damage = _damage(backend)
+    if damage is None:
+        return None
+    keys = _keys(backend, key)
+    reading = (
+        backend
+        if keys is None
+        else EncryptedBackend(backend, keys[1], segment_bytes=keys[0].encryption.segment_bytes)
+    )
+    commits = _commits(reading, environment)
+    if not commits:
+        _refuse(backend, damage)
+    copied = None if source is None or keys else _copy(source, commits, environment)
+    found, new, doubt = (copied, (), "") if copied else _rebuilt(reading, commits, environment)
+    if keys is not None:
+        found, new, doubt = encrypted_superblock(found, keys[0]), ("by",), ""
+    finding = SuperblockFinding(
+        key=STORE_KEY,
+        what="damaged" if damage else "missing",
+        mended=True,
+        why=(damage or f"{STORE_KEY} is missing") + doubt,
+        source="keys" if keys else "copy" if copied else "rebuilt",
+        new=new,
+    )
+    if damage and not options.single_writer:
+        why = (
+            f"{damage}{doubt}: its name is taken by the damaged object: open the store as a "
+            "single writer (ckptstore repair --single-writer) to have it replaced, or move it away"
+        )
+        return replace(finding, mended=False, why=why)
+    if not dry_run:
+        probed = _probed(backend, options, prober, environment)
+        _put(backend, _with(found, backend, probed), anew=bool(damage))
+    return finding
+
+
+def _damage(backend: Backend) -> str | None:
+    """Return what is wrong with the superblock: nothing (None), that it is missing (""), or what.
+
+    Listed, not probed: on NFS a failed lookup is remembered.
+    """
+    if not any(info.key == STORE_KEY for info in backend.list(STORE_KEY)):
+        return ""
+    try:
+        decode_superblock(
+            backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX), where=STORE_KEY
+        )
+    except UnsupportedFeatureError:
+        raise
+    except ObjectNotFoundError:
+        return ""
+    except (IntegrityError, FormatError) as error:
+        return error.message
+    return None
+
+
+def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | None:
+    """Return what opens the objects of a store, None if they are not encrypted.
+
+    Its first commit decides: a record of keys may be left from a creator that did not get far.
+    """
+    looked = False
+    for info in islice(backend.list(COMMITS_PREFIX), _LOOKED_AT):
+        with suppress(CorruptObjectError, ObjectNotFoundError):  # another may be sound
+            bytes_max = limits.COMMIT_BYTES_MAX * 2
+            data, looked = backend.get(info.key, bytes_max=bytes_max), True
+            if not data.startswith(MAGIC):
+                continue
+            if key is None:
+                raise missing_key(backend.url)
+            return open_keys(backend, key)
+    if key is not None and looked:
+        msg = f"nothing at {backend.url} is encrypted, but a key was given"
+        hint = "leave the key out: encryption_key=, --key, CKPTSTORE_KEY"
+        raise EncryptionKeyError(msg, hint=hint)
+    return None
+
+
+def _commits(backend: Backend, environment: Environment) -> list[Commit]:
+    """Return some sound commits from the beginning of the log, oldest first."""
+    reader = LogReader(backend, environment)
+    listed = (commit_number(info.key) for info in backend.list(COMMITS_PREFIX))
+    found = []
+    for number in islice(filter(None, listed), _LOOKED_AT):
+        try:
+            found.append(reader.read(number))
+        except UnsupportedFeatureError:
+            raise
+        except (IntegrityError, FormatError):
+            continue  # another may be sound
+    return found
+
+
+def _refuse(backend: Backend, damage: str) -> None:
+    if damage:
+        msg = f"{damage}; and no commit at {backend.url} can be read that says what it was of"
+        hint = f"if nothing is stored there, remove {STORE_KEY} and create the store anew"
+        raise CorruptObjectError(msg, hint=hint)
+    msg = f"there is no store at {backend.url}: neither {STORE_KEY} nor a commit that can be read"
+    left = any(True for prefix in OBJECT_PREFIXES for _ in backend.list(prefix))
+    hint = f"create one: ckptstore init {backend.url}"
+    raise StoreNotFoundError(msg, hint="restore commits/ from a backup" if left else hint)
+
+
+def _copy(source: Repo, commits: list[Commit], environment: Environment) -> Superblock | None:
+    """Return the superblock of a second store if its log is the same."""
+    reader = LogReader(source.backend, environment)
+    for commit in commits:
+        try:
+            same = reader.find(commit.number, wait=False)
+        except (IntegrityError, FormatError):
+            continue  # another may be sound
+        if same is not None:
+            return source.superblock if same.digest == commit.digest else None
+    return None
+
+
+def _rebuilt(
+    backend: Backend, commits: list[Commit], environment: Environment
+) -> tuple[Superblock, tuple[str, ...], str]:
+    """Return a superblock from what the store's objects say, the fields that are new, a doubt."""
+    new = ["store_id", "by"]
+    first = commits[0]
+    if first.number != 1:
+        new.append("created_at_ms")
+    provisional = Superblock(
+        store_id=environment.random_hex(16),
+        chunk_bytes=limits.CHUNK_BYTES_DEFAULT,
+        created_at_ms=first.body.at_ms,
+        by=writer_identity()[: limits.BY_CHARS_MAX],
+        backend=backend.name,
+        put_if_absent=PutIfAbsent.UNKNOWN.value,
+        single_writer=False,
+    )
+    own, foreign = _chunk_bytes(Repo(backend, provisional, environment=environment))
+    votes = own or foreign
+    if not votes:
+        return provisional, (*new, "chunk_bytes"), ""
+    # The most common; the newest of those as common, since Counter keeps the order of insertion.
+    chunk_bytes = votes.most_common(1)[0][0]
+    doubt = ""
+    if len(votes) > 1 or not own:
+        new.append("chunk_bytes")
+        said = ", ".join(f"{size} ({count})" for size, count in votes.most_common())
+        which = "saved here" if own else "that came from other stores, and there are no others,"
+        doubt = f"; chunk_bytes is uncertain: the versions {which} say {said}"
+    return msgspec.structs.replace(provisional, chunk_bytes=chunk_bytes), tuple(new), doubt
+
+
+def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
+    """Return which sizes of chunks the newest manifests name, and how many each, newest first.
+
+    Those of versions that were saved here, and of those that came from other stores: a fork keeps
+    the size that its own store had.
+    """
+    try:
+        catalog = repo.refresh()
+    except (IntegrityError, FormatError):
+        catalog = repo.log.catalog  # what came before the damage
+    cache = Manifests(repo)
+    own: Counter[int] = Counter()
+    foreign: Counter[int] = Counter()
+    looked = 0
+    for version in catalog.versions(newest_first=True):
+        votes = foreign if ORIGIN_KEY in version.metadata else own
+        if votes is foreign and foreign.total() >= _LOOKED_AT:
+            continue
+        with suppress(IntegrityError, FormatError, NotFoundError):  # another may be sound
+            votes[cache.load(version).chunk_bytes] += 1
+        looked += votes is own
+        if looked >= _LOOKED_AT:
+            break
+    return own, foreign
+
+
+def _probed(
+    backend: Backend, options: Options, prober: Prober, environment: Environment
+) -> Finding:
+    """Return what the probe finds; refuse to write where that is not wished, or not safe."""
+    if options.read_only:
+        msg = f"{backend.url} was opened read-only"
+        raise ReadOnlyError(msg)
+    probed = prober(backend, environment)
+    if probed.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
+        raise unsafe(backend.url, probed.put_if_absent)
+    return probed
+
+
+def _with(found: Superblock, backend: Backend, probed: Finding) -> Superblock:
+    """Return a superblock that says what the probe found here and now."""
+    return msgspec.structs.replace(
+        found,
+        backend=backend.name,
+        put_if_absent=probed.put_if_absent.value,
+        single_writer=probed.put_if_absent is not PutIfAbsent.ATOMIC,
+        probe=dict(probed.report),
+    )
+
+
+def _put(backend: Backend, superblock: Superblock, *, anew: bool) -> None:
+    data = encode_superblock(superblock)
+    if anew:
+        backend.delete(STORE_KEY)
+    try:
+        (backend.put if superblock.single_writer else backend.put_if_absent)(STORE_KEY, data)
+    except ObjectExistsError:
+        # Another repair was faster; what it wrote must be one that opens.
+        found = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
+        decode_superblock(found, where=STORE_KEY)

@@ -1,0 +1,331 @@
+"""Repair: bring back what is damaged, from the store itself or from other ones.
+
+Nothing is deleted, and no object is changed (catalog snapshots, which are caches, are written
+anew). What is brought back goes into new packs and new manifests under new names, and a commit
+``relocate`` makes the versions lie there; whatever nobody needs any more is left to the collector.
+Versions of which something stays lost are recorded (``quarantine``), so that no save shares with
+them. A repair may be stopped at any point, run again, and run twice at once: the log decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckptstore import limits
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
+from ckptstore.errors import CondemnedError, FormatError, IntegrityError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.commit import Op
+from ckptstore.format.keys import pack_id
+from ckptstore.format.manifest import Manifest
+from ckptstore.maintenance.check.integrity_scan import Survey
+from ckptstore.maintenance.check.leftovers import cut_short, find_leftovers
+from ckptstore.maintenance.check.verify import Level
+from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
+from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
+from ckptstore.maintenance.repair.repair_items import Item, RowDtype, is_unlike, lost_of, needed
+from ckptstore.maintenance.repair.repair_report import CommitFinding, Lost, Mended, RepairReport
+from ckptstore.maintenance.repair.repair_sources import Sources
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+
+__all__ = ["repair"]
+
+
+def repair(
+    repo: Repo,
+    cache: Manifests,
+    *,
+    sources: Sequence[Repo] = (),
+    level: Level = "full",
+    dry_run: bool = False,
+    progress: ProgressCallback = silent,
+) -> RepairReport:
+    """Bring back what is damaged as far as it can be had, and say exactly what is lost.
+
+    Parameters
+    ----------
+    sources
+        Other stores: copies of this one, replicas, or any that hold the same tensors. They are
+        asked in turn. What one has in an archive class is left to the next; see
+        :attr:`RepairReport.cold`.
+    level
+        ``full`` reads every byte of this store to find the damage; ``records`` finds objects that
+        are missing, short, or damaged records.
+    dry_run
+        Find out what would be done; write nothing.
+
+    Raises
+    ------
+    ReadOnlyError, UnsafeBackendError
+        The store cannot be written to.
+    CorruptObjectError
+        The log of one of the other stores is damaged.
+    StorageError
+        One of the storages failed; what was committed before stands.
+    """
+    if not dry_run:
+        repo.check_writable()
+    commits = _mend_log(repo, sources, dry_run=dry_run)
+    if not _log_is_whole(repo, commits, dry_run=dry_run):
+        return _unreadable(repo, commits, dry_run=dry_run)
+    snapshots = mend_snapshots(repo, dry_run=dry_run)
+    survey = Survey(repo=repo, cache=cache, full=level == "full", progress=progress)
+    rescue = Rescue(repo=repo, dry_run=dry_run, progress=progress)
+    found = Sources(repo=repo, cache=cache, others=sources, survey=survey, rescue=rescue)
+    work = _Repair(repo=repo, sources=found, survey=survey, rescue=rescue)
+    work.look()
+    cut = cut_short(survey, find_leftovers(survey))
+    if cut is not None:
+        survey.found(cut, None)
+    work.mend()
+    quarantined = () if dry_run else work.quarantine()
+    catalog = repo.catalog
+    return RepairReport(
+        dry_run=dry_run,
+        commits=commits,
+        commits_readable=catalog.number,
+        versions_readable=catalog.versions_count,
+        commits_lost="" if cut is None else f"{cut.message}; {cut.hint}",
+        snapshots=snapshots,
+        problems=tuple(work.survey.problems),
+        mended=tuple(work.mended),
+        lost=tuple(work.lost),
+        quarantined=quarantined,
+        relocated=tuple(work.relocated),
+        pieces=dict(work.rescue.origins),
+        written_bytes=work.rescue.written_bytes,
+        cold=tuple(found.cold()),
+    )
+
+
+def _mend_log(repo: Repo, sources: Sequence[Repo], *, dry_run: bool) -> tuple[CommitFinding, ...]:
+    """Mend the log from the first of the other stores that can, a part from each if need be."""
+    found = {one.number: one for one in mend_log(repo, next(iter(sources), None), dry_run=dry_run)}
+    for source in sources[1:]:
+        if all(one.mended for one in found.values()):
+            break
+        again = {one.number: one for one in mend_log(repo, source, dry_run=dry_run)}
+        found.update((n, one) for n, one in again.items() if n not in found or not found[n].mended)
+    return tuple(found[number] for number in sorted(found))
+
+
+def _log_is_whole(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> bool:
+    """Say whether the log can be read to its end: that its last commits are gone is no gap."""
+    if not commits:
+        repo.refresh()
+        return True
+    if dry_run and any(commit.mended for commit in commits):
+        return False
+    try:
+        repo.refresh()
+    except (IntegrityError, FormatError):
+        return False
+    return True
+
+
+def _unreadable(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> RepairReport:
+    """Report a log that stays damaged: nothing can be committed after that."""
+    try:
+        catalog = repo.refresh()
+    except (IntegrityError, FormatError):
+        catalog = repo.log.catalog
+    return RepairReport(
+        dry_run=dry_run,
+        commits=commits,
+        commits_readable=catalog.number,
+        versions_readable=catalog.versions_count,
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Repair:
+    """One repair while it runs."""
+
+    repo: Repo
+    sources: Sources
+    survey: Survey
+    rescue: Rescue
+    items: list[Item] = field(default_factory=list)
+    mended: list[Mended] = field(default_factory=list)
+    lost: list[Lost] = field(default_factory=list)
+    relocated: list[str] = field(default_factory=list)
+
+    # --- what is damaged ------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Survey every version, and collect those that are damaged."""
+        versions = [v for v in self.repo.catalog.versions() if v.level != "record"]
+        self.survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
+        unread: list[Version] = []
+        for version, content in self.survey.check_all(versions):
+            if content is None:
+                unread.append(version)
+            elif needed(self.survey, content) or is_unlike(self.survey, content):
+                self.items.append(Item(version=version, content=content, rebuilt=False))
+        for version in unread:
+            found = self.sources.rebuilt(version)
+            if found is None:
+                self.lost.append(lost_of(version, (), self.survey.unread[version.id].message))
+            else:
+                problems = len(self.survey.problems)
+                self.survey.check_content(version, found)
+                del self.survey.problems[problems:]  # its problem is its manifest, told already
+                self.items.append(Item(version=version, content=found, rebuilt=True))
+
+    def mend(self) -> None:
+        """Bring back what is needed and relocate the versions.
+
+        What a collection condemns meanwhile is written again, as a save does.
+        """
+        for item in self.items:
+            dtypes = RowDtype(item.content.manifest)
+            for row in needed(self.survey, item.content):
+                self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
+        left = list(self.items)
+        for attempt in range(limits.CONDEMNED_TRIES_MAX):
+            self.sources.obtain(self.items)
+            try:
+                left = self._relocate(left)
+                break
+            except CondemnedError as error:
+                if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
+                    raise
+                self._avoid({pack for key in error.keys if (pack := pack_id(key))})
+                left = [item for item in left if item.version.id not in self.relocated]
+        for item in self.items:
+            self._account(item)
+
+    def _avoid(self, packs: set[str]) -> None:
+        """Need again what was to lie in packs that were condemned meanwhile."""
+        self.rescue.forget(packs)
+        for pack in packs:
+            self.survey.broken_packs.setdefault(pack, "it was condemned")
+        for item in self.items:
+            dtypes = RowDtype(item.content.manifest)
+            for row in needed(self.survey, item.content):
+                self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
+
+    # --- what is done ---------------------------------------------------------------------------
+
+    def _relocate(self, items: list[Item]) -> list[Item]:
+        """Write new manifests and commit them, some versions at a time; return what is left."""
+        if self.rescue.dry_run:
+            return []
+        for start in range(0, len(items), limits.MOVES_PER_COMMIT):
+            part = items[start : start + limits.MOVES_PER_COMMIT]
+            moves = [move for item in part if (move := self._move(item)) is not None]
+            if not moves:
+                continue
+            self.repo.log.append_any(lambda now, moves=moves: _ops(now, moves))  # type: ignore[misc]
+            catalog = self.repo.catalog
+            for move in moves:
+                found = catalog.has_version(move.version) and catalog.version(move.version)
+                if found and move.manifest and found.manifest_key == move.manifest.key:
+                    self.relocated.append(move.version)
+        return []
+
+    def _move(self, item: Item) -> Move | None:
+        """Write the new manifest of a version; None where nothing changes."""
+        table = item.content.manifest.pieces
+        rows = needed(self.survey, item.content)
+        placed = self.rescue.placed
+        places = {
+            row: placed[piece_id]
+            for row in rows
+            if (piece_id := table.ids[row].tobytes()) in placed
+        }
+        if not places and not item.rebuilt:
+            return None
+        old = item.content.manifest
+        manifest = Manifest(
+            version=old.version,
+            chunk_bytes=old.chunk_bytes,
+            skeleton=old.skeleton,
+            tensors=old.tensors,
+            first=old.first,
+            pieces=replaced(table, old.first[-1], places),
+        )
+        # A name of its own: that of the manifest that is lost may be taken by what is left of it.
+        pointer = put_manifest(self.repo, manifest)
+        version = item.version
+        return Move(
+            version=version.id,
+            based_on=version.manifest_digest,
+            level=version.level,
+            manifest=pointer,
+            content=version.content,
+            roles=version.roles,
+            relies_on=relied_on(pointer, manifest),
+        )
+
+    def _account(self, item: Item) -> None:
+        """Say which tensors of a version are whole again, and which are lost."""
+        content, table = item.content, item.content.manifest.pieces
+        whole: list[str] = []
+        lost: dict[str, str] = {}
+        for index, label in enumerate(content.labels):
+            if index in content.hidden:  # whatever follows from it is named
+                continue
+            wrong = [(n, why) for n in content.rows(index) if (why := self.survey.why(table, n))]
+            back = self.rescue.rescued
+            gone = [why for row, why in wrong if table.ids[row].tobytes() not in back]
+            if not wrong:  # its pieces are sound, but what follows from them may be wrong
+                gone = self.survey.wrong(content, index)
+            if gone:
+                lost[label] = gone[0]
+            elif wrong:
+                whole.append(label)
+        version = item.version
+        if whole or item.rebuilt:
+            self.mended.append(
+                Mended(
+                    version=version.id,
+                    run=version.run,
+                    step=version.step,
+                    manifest=item.rebuilt,
+                    tensors=tuple(whole),
+                )
+            )
+        if lost:
+            self.lost.append(lost_of(version, tuple(lost), next(iter(lost.values()))))
+
+    def quarantine(self) -> tuple[str, ...]:
+        """Record the versions of which something is lost; return those that were not yet."""
+        catalog = self.repo.refresh()
+        digests = {}
+        for lost in self.lost:
+            version = catalog.version(lost.version)
+            if not version.deleted and not version.damaged:
+                digests[version.id] = version.manifest_digest
+        # Damage that a person mended, by putting the right object back, is no damage any more.
+        sound = {
+            version.id: digest
+            for version in catalog.versions()
+            if version.damaged and (digest := self.survey.sound.get(version.id))
+        }
+        if digests or sound:
+            self.repo.log.append_any(
+                lambda now: [
+                    *lifecycle_changes.quarantine(now, digests),
+                    *lifecycle_changes.verified(now, sound),
+                ]
+            )
+        return tuple(digests)
+
+
+def _ops(now: Catalog, moves: Sequence[Move]) -> list[Op]:
+    """Return what relocates those versions that are still as they were when this looked."""
+    live: list[Move] = []
+    superseded: list[str] = []
+    for move in moves:
+        version = now.version(move.version)
+        if not version.deleted and version.manifest_digest == move.based_on:
+            live.append(move)
+            superseded.append(version.manifest_key)
+    ops = lifecycle_changes.relocate(now, live)
+    return [*ops, *lifecycle_changes.condemn(now, superseded)]

@@ -1,0 +1,1 @@
+"""Work between stores: replication, eviction, fallback, forks."""

@@ -1,0 +1,345 @@
+"""A manifest of one store made into one of another: known chunks are shared, missing ones copied.
+
+Which chunks the other store has is looked up in the manifests of its versions: first of those that
+came from the same version or from its run, then of the heads of runs, then of all others, newest
+first, until everything is found or ``TRANSPLANT_PIECES_MAX`` pieces have been looked at. A chunk
+that is missed costs its bytes, nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.checkpoint.content import logical_bytes, read_content
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import IntegrityError
+from ckptstore.events import ProgressCallback
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.model import RoleBytes, Version
+from ckptstore.objects.copying import Copied, copy_chunks
+from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder
+from ckptstore.objects.packs import Placed
+from ckptstore.objects.piece_reader import Want
+from ckptstore.objects.read_back import ReadBack
+from ckptstore.repo import Repo
+
+__all__ = [
+    "ORIGIN_KEY",
+    "Copier",
+    "Foreseen",
+    "Landed",
+    "copier_between",
+    "foresee",
+    "transplant",
+]
+
+ORIGIN_KEY: Final = "forked_from"
+"""Where the metadata of a version that came from another store says which one it was."""
+
+
+Copier = Callable[[PieceTable, Sequence[Want], ProgressCallback], Copied]
+"""Copies the chunks of pieces into new packs of the target; see
+:func:`ckptstore.objects.copying.copy_chunks`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """A manifest whose pieces lie in the target store, durable."""
+
+    manifest: Manifest
+    roles: Mapping[str, RoleBytes]
+    receipt: Mapping[str, float]
+    rows: tuple[int, ...]
+    """Rows of its pieces that travelled, without what deltas refer to."""
+    owners: tuple[int, ...]
+    """For each of them the tensor's index."""
+    chunks_count: int
+    chunk_bytes: int
+    """Stored bytes of the chunks that travelled, headers included."""
+    read_back_s: float
+    """For how long their packs were read again, of all threads together."""
+    is_cold: bool
+    """Packs could not be read again, since they went to where they have to be thawed first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Foreseen:
+    """What would travel."""
+
+    chunks_count: int
+    chunk_bytes: int
+    """Stored bytes, headers included."""
+
+
+def transplant(
+    manifest: Manifest,
+    *,
+    source: Repo,
+    target: Repo,
+    target_cache: Manifests,
+    source_id: str,
+    without: Collection[str],
+    progress: ProgressCallback,
+    only: Sequence[str] | None = None,
+    copier: Copier | None = None,
+) -> Landed:
+    """Bring what `manifest` needs to `target`; return the manifest as it is to be written there.
+
+    Parameters
+    ----------
+    source_id
+        The version that it is taken from: its other descendants in `target` are looked at first.
+    without
+        Packs of `target` that may not be shared.
+    only
+        Versions of `target` that are looked at, in this order; None for all, the likeliest first.
+    copier
+        Who copies chunks, in place of threads of this process from one backend to the other.
+
+    Raises
+    ------
+    CorruptTensorError
+        A chunk of the source is damaged.
+    StorageError
+        One of the storages failed.
+    """
+    began = target.environment.monotonic()
+    own = manifest.first[-1]
+    found, bases = _located(manifest, target, target_cache, source_id, without, only)
+    missing = [row for row, place in found.items() if place is None]
+    labels = read_content(manifest).labels
+    owners = np.zeros(len(manifest.pieces), np.int64)
+    owners[:own] = np.repeat(np.arange(len(manifest.tensors)), np.diff(manifest.first))
+    owners[[*bases]] = owners[[*bases.values()]]
+    wants = [Want(row=row, out=None, label=labels[int(owners[row])]) for row in missing]
+    copier = copier or copier_between(source.backend, target.backend, target)
+    copied = copier(manifest.pieces, wants, progress)
+    arrived = [row for row in missing if row < own]
+    table = _placed(manifest.pieces, own, found, copied.places)
+    return Landed(
+        manifest=replace(manifest, pieces=table),
+        roles=_role_bytes(manifest, owners, missing),
+        receipt={
+            "copy_s": target.environment.monotonic() - began,
+            "pack_bytes": float(copied.pack_bytes),
+            "packs_count": float(copied.packs_count),
+        },
+        rows=tuple(arrived),
+        owners=tuple(owners[arrived].tolist()),
+        chunks_count=len(copied.places),
+        chunk_bytes=sum(
+            CHUNK_HEADER_BYTES + place.stored_bytes for place in copied.places.values()
+        ),
+        read_back_s=copied.read_back_s,
+        is_cold=copied.is_cold,
+    )
+
+
+def copier_between(source: Backend, target: Backend, repo: Repo, *, check: bool = False) -> Copier:
+    """Return who copies by threads of this process.
+
+    Parameters
+    ----------
+    target
+        What chunks are written through: the backend of `repo`, or one around it.
+    check
+        Read back what was written, but for what deltas decode to.
+    """
+
+    def copy(table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
+        """Copy what is wanted, and read it back if that was asked for."""
+        read_back = ReadBack(target, repo.environment) if check else None
+        copied = copy_chunks(
+            table,
+            wants,
+            source=source,
+            target=target,
+            environment=repo.environment,
+            options=repo.options,
+            progress=progress,
+            after=read_back,
+        )
+        if read_back is not None:
+            copied.read_back_s, copied.is_cold = read_back.seconds, read_back.is_cold
+        return copied
+
+    return copy
+
+
+def foresee(
+    manifest: Manifest,
+    *,
+    target: Repo,
+    target_cache: Manifests,
+    source_id: str,
+    only: Sequence[str],
+    planned: set[bytes],
+) -> Foreseen:
+    """Count what :func:`transplant` would copy; reads manifests of the target, nothing else.
+
+    Parameters
+    ----------
+    planned
+        Ids of pieces that travel before, for versions that are copied earlier; is added to.
+    """
+    table = manifest.pieces
+    found, _ = _located(manifest, target, target_cache, source_id, (), only)
+    chunks: dict[tuple[int, int], int] = {}
+    for row, place in found.items():
+        piece = table.ids[row].tobytes()
+        if place is None and piece not in planned:
+            planned.add(piece)
+            chunks[int(table.pack[row]), int(table.offset[row])] = int(table.stored[row])
+    total = sum(chunks.values()) + CHUNK_HEADER_BYTES * len(chunks)
+    return Foreseen(chunks_count=len(chunks), chunk_bytes=total)
+
+
+def _located(
+    manifest: Manifest,
+    target: Repo,
+    cache: Manifests,
+    source_id: str,
+    without: Collection[str],
+    only: Sequence[str] | None,
+) -> tuple[dict[int, Location | None], dict[int, int]]:
+    """Return where each piece lies in the target already, or None, by row.
+
+    With the pieces of tensors also what those refer to that are deltas and have to travel: these
+    bases are given as well, with the row of the first such delta.
+    """
+    table = manifest.pieces
+    catalog = target.catalog
+    if only is None:
+        candidates = list(_candidates(catalog, source_id))
+    else:
+        candidates = [version for version in map(catalog.version, only) if _is_at_hand(version)]
+    rows = range(manifest.first[-1])
+    found = _find(table, rows, target, cache, candidates, without, deltas=True)
+    bases: dict[int, int] = {}
+    for row in rows:
+        if found[row] is None and (base := table.base_of(row)) is not None:
+            bases.setdefault(base, row)
+    return found | _find(table, bases, target, cache, candidates, without, deltas=False), bases
+
+
+def _find(
+    table: PieceTable,
+    rows: Collection[int],
+    target: Repo,
+    cache: Manifests,
+    candidates: Sequence[Version],
+    without: Collection[str],
+    *,
+    deltas: bool,
+) -> dict[int, Location | None]:
+    """Return where some pieces lie in the target already, or None."""
+    found: dict[int, Location | None] = dict.fromkeys(rows)
+    left = list(rows)
+    catalog = target.catalog
+    looked = 0
+    for version in candidates:
+        if not left or looked > limits.TRANSPLANT_PIECES_MAX:
+            break
+        try:
+            there = cache.load(version).pieces
+        except IntegrityError:  # a damaged manifest: nothing can be shared with that one
+            continue
+        looked += len(there)
+        gone = catalog.gone(map(pack_key, there.packs))
+        avoid = {pack for pack in there.packs if pack_key(pack) in gone}.union(without)
+        known = KnownPieces([there], without=avoid, deltas=deltas)
+        for row in left:
+            found[row] = known.find(table.ids[row].tobytes(), int(table.raw[row]))
+        left = [row for row in left if found[row] is None]
+    return found
+
+
+def _is_at_hand(version: Version) -> bool:
+    return version.level != "record" and not version.damaged and not version.deleted
+
+
+def _candidates(catalog: Catalog, source_id: str) -> Iterator[Version]:
+    """Yield live versions whose pieces are at hand, the likeliest first."""
+    live = list(filter(_is_at_hand, catalog.versions(newest_first=True)))
+    heads = {info.head for info in catalog.runs()}
+
+    def rank(version: Version) -> tuple[bool, bool, bool]:
+        """Put descendants of the source first, then others that came from elsewhere, then heads."""
+        origin = version.metadata.get(ORIGIN_KEY)
+        lineage = isinstance(origin, Mapping)
+        same = isinstance(origin, Mapping) and origin.get("version") == source_id
+        return (not same, not lineage, version.id not in heads)
+
+    yield from sorted(live, key=rank)
+
+
+def _placed(
+    table: PieceTable,
+    own: int,
+    found: Mapping[int, Location | None],
+    places: Mapping[tuple[str, int], Placed],
+) -> PieceTable:
+    """Return the table with every piece where it lies in the target.
+
+    Parameters
+    ----------
+    own
+        Pieces of tensors; what deltas refer to comes behind them.
+    """
+    builder = TableBuilder(table.ids[:own], table.raw[:own])
+
+    def place(row: int) -> Location:
+        """Return where a piece lies in the target, and what it is a difference to."""
+        location = found[row]
+        if location is not None:
+            return location
+        placed = places[table.packs[int(table.pack[row])], int(table.offset[row])]
+        base = table.base_of(row)
+        refers = base is not None and Base(piece_id=table.ids[base].tobytes(), location=place(base))
+        return Location(
+            pack=placed.pack,
+            offset=placed.offset,
+            stored_bytes=placed.stored_bytes,
+            inner=int(table.inner[row]),
+            slab_bytes=int(table.slab[row]),
+            base=refers or None,
+        )
+
+    for row in range(own):
+        builder.put(row, place(row))
+    return builder.build()
+
+
+def _role_bytes(
+    manifest: Manifest, owners: npt.NDArray[np.int64], missing: Sequence[int]
+) -> dict[str, RoleBytes]:
+    """Return bytes by role; a chunk that travelled counts for the role of its first piece.
+
+    What deltas refer to counts for the role of the first of these, by what it takes.
+    """
+    table = manifest.pieces
+    sums = {role: [size, 0, 0] for role, size in logical_bytes(manifest).items()}
+    ids: set[bytes] = set()
+    chunks: set[tuple[int, int]] = set()
+    for row in missing:
+        part = sums[manifest.tensors[int(owners[row])].role]
+        if row < manifest.first[-1] and (piece := table.ids[row].tobytes()) not in ids:
+            ids.add(piece)
+            part[1] += int(table.raw[row])
+        if (chunk := (int(table.pack[row]), int(table.offset[row]))) not in chunks:
+            chunks.add(chunk)
+            part[2] += int(table.stored[row]) + CHUNK_HEADER_BYTES
+    return {
+        role: RoleBytes(logical=logical, new=new, stored=stored)
+        for role, (logical, new, stored) in sorted(sums.items())
+    }

@@ -1,0 +1,366 @@
+"""Loads that fall through: what a store does not have (any more) is read from its replicas.
+
+Two ways lead here. A version's content is not here: only its record is, or a part, or its manifest
+is damaged; then the manifest comes from a replica, and of its pieces those that other versions of
+this store share are read here, the others there, at the same time. Or some pieces are lost here;
+then these are read from a replica, after the others. Either way a manifest of a replica counts only
+if it describes the very state that this store's log names, and each piece only if it has its id.
+
+Nothing is written. Replicas are asked in their order, and only when they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+
+from ckptstore import limits
+from ckptstore.backends.base import Backend
+from ckptstore.backends.stoppable import StoppableBackend
+from ckptstore.checkpoint.cold_reads import thaw_command
+from ckptstore.checkpoint.content import Content, content_digest, read_content
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.config import Options
+from ckptstore.errors import (
+    CkptStoreError,
+    ColdObjectError,
+    CorruptObjectError,
+    EncryptionKeyError,
+    OperationCancelledError,
+    ReplicaChangedError,
+    StoreNotFoundError,
+    TransientStorageError,
+    VersionNotFoundError,
+)
+from ckptstore.events import ProgressCallback
+from ckptstore.format.commit import Save, decode_commit
+from ckptstore.format.keys import commit_key
+from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.format.replica_ops import Replicate
+from ckptstore.maintenance.replicas.known_near import Meter, known_here
+from ckptstore.model import ReplicaInfo, Version
+from ckptstore.objects.index import KnownPieces, TableBuilder
+from ckptstore.objects.piece_reader import read_pieces
+from ckptstore.objects.plan import Want
+from ckptstore.repo import Repo
+
+__all__ = ["FallThrough", "Found", "Tier", "read_lost"]
+
+_log = logging.getLogger("ckptstore")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tier:
+    """A replica that may be asked; is opened when it is."""
+
+    info: ReplicaInfo
+    open: Callable[[], tuple[Repo, Manifests]]
+    """Raises what opening a store raises, and ReplicaChangedError."""
+
+    def __str__(self) -> str:
+        """Return name and location."""
+        return f"replica {self.info.name!r} ({self.info.url})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A version as a replica has it."""
+
+    tier: Tier
+    repo: Repo
+    cache: Manifests
+    version: Version
+    manifest: Manifest
+
+
+@dataclass(slots=True, kw_only=True)
+class FallThrough:
+    """What a load of one version turns to. Any thread may use it.
+
+    Parameters
+    ----------
+    why
+        What is wrong here.
+    """
+
+    repo: Repo
+    version: Version
+    tiers: Sequence[Tier]
+    why: CkptStoreError
+    tell: Callable[[Tier, str], None]
+    """Told, each time, which replica is read from and why."""
+    whole: bool = False
+    """Only the state as it was first saved will do, not what of it is kept here."""
+    reasons: list[tuple[Tier, CkptStoreError]] = field(default_factory=list)
+    """Why replicas could not help."""
+
+    def content(self) -> Content:
+        """Return what a version holds whose content is not here; its pieces are read from both.
+
+        Raises
+        ------
+        CkptStoreError
+            Of the kind of what is wrong here: no replica can help either; has all reasons.
+        """
+        for found in self.candidates():
+            reading = _Split(owner=self, found=found)
+            return replace(read_content(found.manifest), read=reading)
+        raise self.failure(self.why)
+
+    def candidates(self) -> Iterator[Found]:
+        """Yield the replicas that have the version, nearest first; note why others do not."""
+        for tier in self.tiers:
+            try:
+                found = self.find(tier)
+            except CkptStoreError as error:
+                self.note(tier, error)
+            else:
+                yield found
+
+    def note(self, tier: Tier, error: CkptStoreError) -> None:
+        """Note why a replica does not help; what another store in its place is, loudly."""
+        if isinstance(error, ReplicaChangedError):
+            _log.warning("%s is left out: %s", tier, error)
+        self.reasons.append((tier, error))
+
+    def find(self, tier: Tier) -> Found:
+        """Return a version as one replica has it.
+
+        Raises
+        ------
+        VersionNotFoundError
+            It has not, or no longer, or less of it.
+        CorruptObjectError
+            What it has under this id is another state, or its manifest is damaged.
+        CkptStoreError
+            It cannot be opened or read.
+        """
+        repo, cache = tier.open()
+        catalog = repo.refresh()
+        if not catalog.has_version(self.version.id):
+            msg = "it does not have the version"
+            raise VersionNotFoundError(msg)
+        there = catalog.version(self.version.id)
+        if there.deleted or there.level == "record":
+            what = "it has deleted the version" if there.deleted else "it keeps only the record too"
+            raise VersionNotFoundError(what)
+        kept = not self.whole and there.content == self.version.content
+        if not kept and there.content != self._first_content():
+            what = "as another state" if there.level == "full" else f"only as {there.level}"
+            msg = f"it has the version {what}"
+            raise CorruptObjectError(msg)
+        manifest = cache.load(there)
+        if content_digest(manifest) != there.content:
+            msg = "its manifest of the version is not of the state that the log names"
+            raise CorruptObjectError(msg)
+        return Found(tier=tier, repo=repo, cache=cache, version=there, manifest=manifest)
+
+    def _first_content(self) -> str:
+        """Return the digest of the state as it was first saved or brought here; from the log."""
+        if self.version.level == "full":
+            return self.version.content
+        key = commit_key(self.version.commit)
+        data = self.repo.backend.get(key, bytes_max=limits.COMMIT_BYTES_MAX)
+        for op in decode_commit(data, where=key).ops:
+            if isinstance(op, Save | Replicate) and op.version == self.version.id:
+                return op.content
+        return self.version.content
+
+    def failure(self, error: CkptStoreError) -> CkptStoreError:
+        """Return an error of the same kind that also says why the replicas do not help."""
+        others = "; ".join(f"{tier}: {found.message}" for tier, found in self.reasons)
+        made = type(error)(f"{error.message}; {others}", hint=self._next_step(error))
+        made.__cause__ = self.reasons[-1][1] if self.reasons else error
+        return made
+
+    def _next_step(self, error: CkptStoreError) -> str:
+        """Return what to do, by the most hopeful of the reasons."""
+        for tier, found in self.reasons:
+            if isinstance(found, ColdObjectError):
+                return thaw_command(self.version.id, tier.info.url)
+        for tier, found in self.reasons:
+            if isinstance(found, EncryptionKeyError):
+                options = {tier.info.name: {"encryption_key": "file:PATH"}}
+                there = f"on the command line: --from replica:{tier.info.name} --from-key SPEC"
+                return f"give its key: ckptstore.open(..., replicas={options}); {there}"
+            if isinstance(found, TransientStorageError):
+                return f"try again when {tier.info.url} answers"
+            if isinstance(found, StoreNotFoundError):
+                name = tier.info.name
+                return f"is it mounted? Where it is now: ckptstore replica add {name} URL"
+        for tier, found in self.reasons:
+            if not isinstance(found, VersionNotFoundError):
+                return found.hint or f"look at it: ckptstore verify --store {tier.info.url}"
+        return error.hint
+
+    # --- pieces ---------------------------------------------------------------------------------
+
+    def read(
+        self,
+        wants: Sequence[Want],
+        *,
+        first: Found | None,
+        options: Options,
+        progress: ProgressCallback,
+        stop: list[StoppableBackend],
+    ) -> None:
+        """Fill pieces from replicas; what one does not give, the next may.
+
+        Parameters
+        ----------
+        wants
+            Rows as in any manifest of the version: pieces of tensors are in the same order in each.
+        first
+            The replica to begin with.
+        stop
+            Gets what ends the reading from another thread.
+
+        Raises
+        ------
+        CkptStoreError
+            Not all can be had; has all reasons.
+        """
+        turn = replace(self, reasons=[])  # those of this reading
+        left = list(wants)
+        lost: CkptStoreError = self.why
+        for found in turn._in_turn(first):
+            failed: list[Want] = []
+
+            def keep(want: Want, error: CkptStoreError, failed: list[Want] = failed) -> None:
+                nonlocal lost
+                failed.append(want)
+                lost = error
+
+            backend = StoppableBackend(found.repo.backend)
+            stop.append(backend)
+            self.tell(found.tier, self.why.message)
+            try:
+                read_pieces(
+                    found.manifest.pieces,
+                    left,
+                    backend=backend,
+                    options=options,
+                    progress=progress,
+                    on_failure=keep,
+                )
+            except OperationCancelledError:
+                raise
+            except CkptStoreError as error:
+                turn.note(found.tier, error)
+                continue
+            left = failed
+            if not left:
+                return
+            turn.note(found.tier, lost)
+        raise turn.failure(self.why)
+
+    def _in_turn(self, first: Found | None) -> Iterator[Found]:
+        """Yield a replica, once more if it has moved the version meanwhile; then the others."""
+        done = ""
+        if first is not None:
+            yield first
+            done = first.tier.info.name
+            try:
+                again = self.find(first.tier)
+            except CkptStoreError as error:
+                self.note(first.tier, error)
+            else:
+                if again.version.manifest_digest != first.version.manifest_digest:
+                    yield again
+        rest = [tier for tier in self.tiers if tier.info.name != done]
+        yield from replace(self, tiers=rest).candidates()
+
+
+def read_lost(
+    owner: FallThrough,
+    table: PieceTable,
+    wants: Sequence[Want],
+    failed: Sequence[Want],
+    *,
+    options: Options,
+    progress: ProgressCallback,
+) -> None:
+    """Read the pieces that this store has lost, after all others of `wants` were read here."""
+    meter = Meter(table, wants, progress)
+    meter.done = meter.total - meter.size_of(failed)
+    owner.read(failed, first=None, options=options, progress=meter.part(), stop=[])
+
+
+@dataclass(slots=True, kw_only=True)
+class _Split:
+    """Reads pieces of a version of a replica: those that are here too, here."""
+
+    owner: FallThrough
+    found: Found
+    _known: KnownPieces | None = None
+
+    def __call__(
+        self,
+        table: PieceTable,
+        wants: Sequence[Want],
+        *,
+        backend: Backend,
+        options: Options,
+        progress: ProgressCallback,
+    ) -> None:
+        """Read from both at once; as :func:`ckptstore.objects.piece_reader.read_pieces`."""
+        near, mapped, away = self._split(table, wants)
+        meter = Meter(table, wants, progress)
+        failed: list[Want] = []
+        stop: list[StoppableBackend] = []
+
+        def from_replicas(part: Sequence[Want], share: Options) -> None:
+            self.owner.read(part, first=self.found, options=share, progress=meter.part(), stop=stop)
+
+        if near is None:
+            from_replicas(away, options)
+            return
+        back = {id(new): old for new, old in mapped}
+        share = replace(options, host_bytes=max(1, options.host_bytes // 2)) if away else options
+        with ThreadPoolExecutor(1, "ckptstore-replica") as pool:
+            there = pool.submit(from_replicas, away, share) if away else None
+            try:
+                try:
+                    read_pieces(
+                        near,
+                        [new for new, _ in mapped],
+                        backend=backend,
+                        options=share,
+                        progress=meter.part(),
+                        on_failure=lambda want, _: failed.append(back[id(want)]),
+                    )
+                except ColdObjectError:  # here, and maybe not there
+                    failed[:] = [old for _, old in mapped]
+                if there is not None:
+                    there.result()
+            except BaseException:  # the other ends after its piece
+                for each in stop:
+                    each.stop()
+                raise
+        if failed:
+            meter.done -= meter.size_of(failed)
+            from_replicas(failed, options)
+
+    def _split(
+        self, table: PieceTable, wants: Sequence[Want]
+    ) -> tuple[PieceTable | None, list[tuple[Want, Want]], list[Want]]:
+        """Return a table of the pieces that are here, wants of it with theirs, and the others."""
+        if self._known is None:
+            self._known = known_here(self.owner.repo, self.owner.version)
+        places = {}
+        for row in {want.row for want in wants}:
+            place = self._known.find(table.ids[row].tobytes(), int(table.raw[row]))
+            if place is not None:
+                places[row] = place
+        away = [want for want in wants if want.row not in places]
+        if not places:
+            return None, [], away
+        rows = sorted(places)
+        builder = TableBuilder(table.ids[rows], table.raw[rows])
+        at = {row: own for own, row in enumerate(rows)}
+        for row, own in at.items():
+            builder.put(own, places[row])
+        mapped = [(replace(w, row=at[w.row]), w) for w in wants if w.row in at]
+        return builder.build(), mapped, away

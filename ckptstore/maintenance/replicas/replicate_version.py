@@ -1,0 +1,214 @@
+"""One version becomes one of another store: its chunks, what reads them back, its commit.
+
+Chunks first, then they are read back, then the manifest, then the commit that makes it visible: a
+crash at any moment leaves objects that nobody names, or the whole version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal
+
+from ckptstore import limits
+from ckptstore.catalog import replica_changes
+from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY, Arrival
+from ckptstore.checkpoint.cold_reads import naming_cold
+from ckptstore.checkpoint.content import content_digest, read_content
+from ckptstore.checkpoint.manifests import put_manifest, relied_on
+from ckptstore.errors import (
+    ColdObjectError,
+    CondemnedError,
+    CorruptObjectError,
+    IntegrityError,
+    InvalidInputError,
+    VersionNotFoundError,
+)
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.keys import pack_key
+from ckptstore.maintenance.replicas.copy_manifest import Landed, transplant
+from ckptstore.maintenance.replicas.replication_context import Sides
+from ckptstore.maintenance.retention.remove import undelete
+from ckptstore.model import Version
+from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.read_back import altered
+
+__all__ = ["Outcome", "bring", "take_back_deletion"]
+
+Fate = Literal["copied", "present", "deleted in the target", "deleted in the source", "failed"]
+Near = Callable[[Version], list[str]]
+"""Gives the versions of the target that are likely to have chunks of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of a version."""
+
+    fate: Fate
+    chunks_count: int = 0
+    chunk_bytes: int = 0
+    error: IntegrityError | ColdObjectError | None = None
+    """Why it could not be copied."""
+
+    @property
+    def is_there(self) -> bool:
+        """Say whether the target knows the version now, so that its record need not come."""
+        return self.fate in ("copied", "present", "deleted in the target")
+
+
+def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback) -> Outcome:
+    """Copy a version and commit it; return what became of it.
+
+    One that is damaged does not keep the others back. One that was moved meanwhile is copied from
+    where it is now, and one that was deleted is left out.
+
+    Parameters
+    ----------
+    progress
+        Told how much of the version has travelled.
+
+    Raises
+    ------
+    CondemnedError
+        Collections condemned what it needs, again and again.
+    StorageError
+        One of the storages failed.
+    """
+    without: set[str] = set()
+    for tries in count(1):
+        try:
+            landed = _land(sides, version, near(version), without, progress)
+        except ColdObjectError as error:  # of the source: the others are not held up
+            return Outcome(fate="failed", error=error)
+        except IntegrityError as error:
+            now = sides.source.refresh().version(version.id)
+            if now.deleted or now.level == "record":
+                return Outcome(fate="deleted in the source")
+            moved = now.manifest_digest != version.manifest_digest
+            if not moved or tries == limits.CONDEMNED_TRIES_MAX:
+                return Outcome(fate="failed", error=error)
+            version = now
+            continue
+        try:
+            fate = _commit(sides, version, landed)
+        except CondemnedError as error:
+            if tries == limits.CONDEMNED_TRIES_MAX:
+                raise
+            packs = {pack_key(pack): pack for pack in landed.manifest.pieces.packs}
+            without.update(packs[name] for name in error.keys if name in packs)
+        else:
+            return Outcome(
+                fate=fate, chunks_count=landed.chunks_count, chunk_bytes=landed.chunk_bytes
+            )
+    raise AssertionError  # pragma: no cover - the loop has no other end
+
+
+def take_back_deletion(sides: Sides, version: Version) -> bool:
+    """Undelete a version in the target; say whether as much of it is there then."""
+    try:
+        undelete(sides.target, sides.target_cache, [version.id])
+    except (VersionNotFoundError, CondemnedError, CorruptObjectError):
+        return False
+    except InvalidInputError:  # somebody else did meanwhile
+        pass
+    now = sides.target.catalog.version(version.id)
+    return not now.deleted and not replica_changes.has_less(now, version)
+
+
+def _land(
+    sides: Sides,
+    version: Version,
+    near: list[str],
+    without: set[str],
+    progress: ProgressCallback,
+) -> Landed:
+    """Bring the chunks of a version, and read them back."""
+    if version.damaged:
+        msg = f"parts of {version.run}@{version.step} (#{version.id[:8]}) are lost"
+        raise CorruptObjectError(msg, hint="mend it first: ckptstore repair")
+    manifest = sides.cache.load(version)
+    if content_digest(manifest) != version.content:
+        msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
+        raise CorruptObjectError(msg, hint="run ckptstore verify")
+    shown = f"{version.run}@{version.step}"
+    with naming_cold(version.id, sides.source.url, shown=shown):
+        landed = transplant(
+            manifest,
+            source=sides.source,
+            target=sides.target,
+            copier=sides.copier(),
+            target_cache=sides.target_cache,
+            source_id=version.id,
+            only=near,
+            without=without,
+            progress=progress,
+        )
+    unread = replace(landed, receipt={**landed.receipt, UNCHECKED_KEY: 1.0})
+    if not sides.request.check or landed.is_cold:
+        return unread
+    began = sides.target.environment.monotonic()
+    try:
+        _read_deltas(sides, landed)
+    except ColdObjectError:  # it refers to what is cold there: it came, and does not count as read
+        return unread
+    seconds = landed.read_back_s + sides.target.environment.monotonic() - began
+    return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
+
+
+def _read_deltas(sides: Sides, landed: Landed) -> None:
+    """Decode the deltas that were written to the target, as a load does.
+
+    All else was read as soon as it was there (:class:`ckptstore.objects.read_back.ReadBack`).
+    """
+    table = landed.manifest.pieces
+    labels = read_content(landed.manifest).labels
+    pairs = zip(landed.rows, landed.owners, strict=True)
+    wants = [
+        Want(row=row, out=None, label=labels[owner])
+        for row, owner in pairs
+        if table.base_of(row) is not None
+    ]
+    if sides.spread is not None:
+        sides.spread.read_back(table, wants)
+        return
+    try:
+        read_pieces(
+            table,
+            wants,
+            backend=sides.backend(),
+            options=sides.target.options,
+            progress=silent,
+        )
+    except IntegrityError as error:
+        raise altered(sides.target.url, error) from error
+
+
+def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
+    """Write the manifest of a version whose chunks are there, and make it visible.
+
+    Not if another brought it, or the target deleted it, meanwhile.
+    """
+    target, source = sides.target, sides.source
+    pointer = put_manifest(target, landed.manifest)
+    arrival = Arrival(
+        manifest=pointer,
+        roles=landed.roles,
+        receipt=landed.receipt,
+        relies_on=relied_on(pointer, landed.manifest),
+    )
+    commit = target.log.append_any(
+        lambda now: replica_changes.arrive(
+            now,
+            source.catalog,
+            [version],
+            store=source.superblock.store_id,
+            arrivals={version.id: arrival},
+            again=sides.request.again,
+        )
+    )
+    if commit is None:
+        deleted = target.catalog.version(version.id).deleted
+        return "deleted in the target" if deleted else "present"
+    sides.target_cache.keep(arrival.manifest.digest, landed.manifest)
+    return "copied"

@@ -1,0 +1,1 @@
+"""Reports: usage, sharing, differences, figures for Prometheus."""

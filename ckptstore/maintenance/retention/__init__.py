@@ -1,0 +1,1 @@
+"""Keeping less: retention, removal, ageing, rollback."""

@@ -1,0 +1,212 @@
+"""Removing versions by hand, and taking that back. Torch-free.
+
+Both are commits: nothing is deleted before a collection condemns what no live version needs, and
+until then a removed version can come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.changes import check_not_condemned
+from ckptstore.catalog.retention import reclaimable
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.errors import (
+    CorruptObjectError,
+    InvalidInputError,
+    InvalidRefError,
+    ObjectNotFoundError,
+    PolicyError,
+    VersionNotFoundError,
+)
+from ckptstore.format.commit import Op
+from ckptstore.format.keys import pack_key
+from ckptstore.maintenance.retention.rounding_report import Rounding
+from ckptstore.model import Ref, Version
+from ckptstore.repo import Repo
+
+__all__ = ["Removal", "find_deleted", "remove", "undelete"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Removal:
+    """One version that was removed, wholly or in part, or would be."""
+
+    version: Version
+    obstacle: str
+    """Why it would be refused: pinned, tagged, the head ...; empty if nothing is in the way."""
+    reclaimable_bytes: int
+    """Stored bytes that no longer have to be kept for it; a collection frees that much at most,
+    since other versions may share a part of them."""
+    rounding: Rounding | None = None
+    """What rounding its weights makes of them, where that was measured."""
+
+
+def remove(
+    repo: Repo,
+    versions: Sequence[Version],
+    *,
+    reason: str = "",
+    force: bool = False,
+    dry_run: bool = False,
+) -> list[Removal]:
+    """Delete versions by a commit, all or none; a dry run says what would be in the way.
+
+    Parameters
+    ----------
+    force
+        Also tagged ones, the head of a run, and the only verified version of a run; never pinned
+        ones.
+
+    Raises
+    ------
+    PolicyError
+        One is pinned, or needs `force`. Nothing was removed.
+    VersionNotFoundError
+        One is not there any more.
+    """
+    chosen = list(dict.fromkeys(version.id for version in versions))
+    if not chosen:
+        msg = "no version to remove"
+        raise InvalidInputError(msg)
+    catalog = repo.refresh()
+    if dry_run:
+        return [_removal(catalog, one, chosen, force=force) for one in chosen]
+
+    def build(now: Catalog) -> list[Op]:
+        if not force:
+            _check_verified(now, chosen)
+        return lifecycle_changes.delete(now, chosen, reason=reason, force=force)
+
+    repo.log.append(build)
+    return [
+        Removal(version=version, obstacle="", reclaimable_bytes=reclaimable(version, "gone"))
+        for version in map(catalog.version, chosen)
+    ]
+
+
+def _removal(catalog: Catalog, one: str, chosen: Sequence[str], *, force: bool) -> Removal:
+    version = catalog.version(one)
+    obstacle = ""
+    try:
+        # The others go too: the head of a run may go if the whole run does.
+        if version.pinned or not force:
+            _obstacles(catalog, version, chosen)
+    except PolicyError as error:
+        obstacle = error.message
+    return Removal(
+        version=version, obstacle=obstacle, reclaimable_bytes=reclaimable(version, "gone")
+    )
+
+
+def _obstacles(catalog: Catalog, version: Version, chosen: Sequence[str]) -> None:
+    siblings = {each.id for each in catalog.versions(version.run)}
+    whole_run = siblings <= set(chosen)
+    lifecycle_changes.delete(
+        catalog, [version.id], force=whole_run and not (version.pinned or version.tags)
+    )
+    if version.verified:
+        _check_verified(catalog, chosen)
+
+
+def _check_verified(catalog: Catalog, chosen: Collection[str]) -> None:
+    """Raise if a run would keep versions, but lose the only ones that were verified."""
+    going = set(chosen)
+    for run in dict.fromkeys(catalog.version(one).run for one in chosen):
+        versions = [v for v in catalog.versions(run) if v.level != "record"]
+        sound = [version for version in versions if version.verified]
+        left = [version for version in versions if version.id not in going]
+        if sound and left and all(version.id in going for version in sound):
+            msg = (
+                f"{run}@{sound[-1].step} (#{sound[-1].id[:8]}) is the only verified one of its run"
+            )
+            raise PolicyError(msg, hint="verify another one first, or force it")
+
+
+def find_deleted(catalog: Catalog, ref: Ref) -> str:
+    """Return the id of the deleted version that ``#ID`` or ``RUN@STEP`` names.
+
+    Raises
+    ------
+    VersionNotFoundError, RunNotFoundError
+        It names none.
+    InvalidRefError
+        It is of another form, or an id that is not unique.
+    """
+    if ref.kind == "id":
+        found = [v for v in catalog.by_prefix(ref.value) if not ref.run or v.run == ref.run]
+        if len(found) > 1:
+            msg = f"{ref.text!r} is not unique: {len(found)} or more versions begin so"
+            raise InvalidRefError(msg)
+    elif ref.kind == "step":
+        found = [v for v in catalog.versions(ref.run, deleted=True) if v.step == ref.number]
+    else:
+        msg = f"{ref.text!r}: a deleted version is named by its id or step"
+        raise InvalidRefError(msg, hint="#ID or RUN@STEP; log RUN shows what was deleted")
+    if not found:
+        if ref.kind == "step":
+            _refuse_reduced(catalog, ref)
+        msg = f"{ref.text!r} names no version that was deleted"
+        raise VersionNotFoundError(msg, hint="ckptstore log shows what was deleted")
+    return found[-1].id
+
+
+def _refuse_reduced(catalog: Catalog, ref: Ref) -> None:
+    """Raise if ``RUN@STEP`` names a version of which a part was deleted: there is no way back."""
+    for version in catalog.versions(ref.run):
+        if version.step == ref.number and version.level != "full":
+            msg = f"{ref.text!r} was reduced to {version.level}, which is for good"
+            raise VersionNotFoundError(msg, hint=lifecycle_changes.HINT_REDUCED)
+
+
+def undelete(repo: Repo, cache: Manifests, versions: Sequence[str]) -> list[Version]:
+    """Make deleted versions be there again, all or none; return them.
+
+    Everything that they need must be there still: each pack is looked for, and the commit checks
+    that nothing was condemned up to then.
+
+    Parameters
+    ----------
+    versions
+        Their ids, in full.
+
+    Raises
+    ------
+    VersionNotFoundError
+        There is none of this id; or a collection has deleted what it needs: it is too late.
+    InvalidInputError
+        One is not deleted.
+    CondemnedError
+        A collection has condemned what one needs: it is too late.
+    CorruptObjectError
+        The manifest of one is damaged.
+    """
+    repo.check_writable()
+    catalog = repo.refresh()
+    needs = {one: _needs(repo, cache, catalog, catalog.version(one)) for one in versions}
+    repo.log.append(lambda now: lifecycle_changes.undelete(now, versions, needs))
+    return [repo.catalog.version(one) for one in dict.fromkeys(versions)]
+
+
+def _needs(repo: Repo, cache: Manifests, catalog: Catalog, version: Version) -> list[str]:
+    """Return the keys of what a version is made of, all of which are there."""
+    if version.level == "record" or not version.deleted:
+        return []
+    check_not_condemned(catalog, [version.manifest_key])
+    named = f"{version.run}@{version.step} (#{version.id[:8]})"
+    try:
+        keys = [version.manifest_key]
+        repo.backend.stat(version.manifest_key)
+        keys += map(pack_key, cache.load(version).pieces.packs)
+        for key in keys[1:]:
+            repo.backend.stat(key)
+    except ObjectNotFoundError as error:
+        msg = f"{named} cannot come back: a collection has deleted what it needs"
+        raise VersionNotFoundError(msg, hint=error.message) from error
+    except CorruptObjectError:
+        check_not_condemned(repo.refresh(), [version.manifest_key])
+        raise
+    return keys

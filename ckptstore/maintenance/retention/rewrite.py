@@ -1,0 +1,357 @@
+"""Writing a part of a version anew: what is rounded, and what has lost what it followed from.
+
+Ageing keeps tensors where they lie wherever it can. Two kinds it must write: those that the level
+rounds, and those that follow from a tensor that goes, such as bfloat16 weights of which only the
+float32 masters were stored; to keep the masters hidden would cost twice what the weights take.
+Everything else keeps its pieces. New pieces are shared with versions that were aged before, and
+with what stays: frozen weights that many versions have in common are rounded once for all of
+them. They are no deltas; those that stay keep their bases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptstore.backends.base import Backend
+from ckptstore.checkpoint.content import Content, read_content
+from ckptstore.checkpoint.stored_sources import StoredBytes, StoredSource
+from ckptstore.codecs.codec_table import check_choice
+from ckptstore.encodings.encoding import Encoding
+from ckptstore.events import silent
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.format.paths import Path
+from ckptstore.maintenance.retention.round_tensor import Coding, round_tensor, wanted
+from ckptstore.maintenance.retention.rounding_report import RoundedTensor, Rounding
+from ckptstore.model import RoleBytes
+from ckptstore.objects.index import KnownPieces, TableBuilder, location_of
+from ckptstore.objects.piece_writer import Written, write_pieces
+from ckptstore.objects.sources import Source
+from ckptstore.repo import Repo
+
+__all__ = ["Rewritten", "needs_rewriting", "rewrite"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewritten:
+    """A manifest of which some tensors were written anew."""
+
+    manifest: Manifest
+    rounding: Rounding
+    new: Mapping[str, RoleBytes]
+    """Per role: bytes that were written, as they are and encoded; ``logical`` is 0."""
+
+
+def needs_rewriting(part: Manifest) -> bool:
+    """Say whether tensors of a part follow from some that are hidden and larger than they are."""
+    return bool(part.sources) and bool(_orphans(read_content(part)))
+
+
+def rewrite(
+    repo: Repo,
+    part: Manifest,
+    encodings: Sequence[Encoding],
+    *,
+    shared: Sequence[PieceTable] = (),
+    without: Collection[str] = (),
+    backend: Backend | None = None,
+) -> Rewritten:
+    """Return a manifest with tensors in fewer bits; packs for it are written, and durable.
+
+    Host memory stays within ``options.host_bytes``, and what a save takes for each worker.
+
+    Parameters
+    ----------
+    part
+        What is to stay of a version; see :func:`ckptstore.checkpoint.subset_manifest.part_of`.
+    encodings
+        What each tensor is tried in, one after the other; the first that holds it within its bounds
+        counts. None: only what must be is written.
+    shared
+        Where pieces lie that may be used instead of new ones.
+    without
+        Packs that must not be, since they were condemned.
+    backend
+        Where packs go; None for the store's.
+
+    Raises
+    ------
+    CorruptTensorError
+        A piece of a tensor that is to be written is damaged; names the tensor.
+    StorageError
+        The storage failed; what was written is left as orphans.
+    """
+    content = read_content(part)
+    work = _Rewriting(
+        repo=repo,
+        content=content,
+        tables=[part.pieces, *shared],
+        without=without,
+        backend=backend or repo.backend,
+    )
+    orphans = _orphans(content)
+    paths = {leaf.index: leaf.path for leaf in reversed(content.leaves)}
+    for index in sorted(paths):
+        work.take(index, paths[index], encodings, orphan=index in orphans)
+    work.flush()
+    return work.result(orphans)
+
+
+def _orphans(content: Content) -> frozenset[int]:
+    """Return the visible tensors that keep a hidden one alive which is larger than they are."""
+    records = content.manifest.tensors
+    found = set()
+    for index, record in enumerate(records):
+        recipe = record.recipe
+        if recipe is not None and recipe.exact:
+            hidden = [source for source in recipe.sources if source in content.hidden]
+            if sum(records[source].nbytes for source in hidden) > record.nbytes:
+                found.add(index)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A record whose pieces are known; those of `table` from `first` to `last`."""
+
+    record: TensorRecord
+    table: PieceTable
+    first: int
+    last: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rewriting:
+    """One version on its way; owned by one thread."""
+
+    repo: Repo
+    content: Content
+    tables: list[PieceTable]
+    """Where pieces lie already."""
+    without: Collection[str]
+    backend: Backend
+    report: dict[int, RoundedTensor] = field(default_factory=dict)
+    coded: dict[int, tuple[Coding, list[_Placed]]] = field(default_factory=dict)
+    plain: dict[int, _Placed] = field(default_factory=dict)
+    waiting: list[tuple[int, Coding | None, tuple[Source, ...]]] = field(default_factory=list)
+    held_bytes: int = 0
+    """Memory of tensors that wait for being written."""
+    new: dict[str, RoleBytes] = field(default_factory=dict)
+    """Per role: bytes that were stored; ``logical`` is 0."""
+
+    # --- one tensor -----------------------------------------------------------------------------
+
+    def take(self, index: int, path: Path, encodings: Sequence[Encoding], *, orphan: bool) -> None:
+        """Decide what becomes of a tensor; queue what is to be written."""
+        record = self.content.manifest.tensors[index]
+        tried = wanted(record, self._item_bytes(record), path, encodings)
+        if not tried and not orphan and not self._source_may_change(record, encodings):
+            return
+        source = self._source(index)
+        name = self.content.labels[index]
+        coding, problems = None, list[str]()
+        if tried:
+            chunk_bytes = self.repo.superblock.chunk_bytes
+            coding, problems = round_tensor(
+                record, source, tried, name=name, chunk_bytes=chunk_bytes
+            )
+            self.report[index] = _reported(name, record, coding, problems)
+        if coding is not None:
+            self._queue(index, coding, coding.sources, source)
+        elif orphan or self._source_may_change(record, encodings):
+            self._queue(index, None, (source,), source)
+
+    def _item_bytes(self, record: TensorRecord) -> int:
+        """Return what an element of a tensor takes as it is stored now."""
+        recipe = record.recipe
+        if recipe is None or recipe.sources[0] not in self.content.hidden:
+            return ITEM_BYTES[record.dtype]
+        stored = ITEM_BYTES[self.content.manifest.tensors[recipe.sources[0]].dtype]
+        return min(stored, ITEM_BYTES[record.dtype])
+
+    def _source_may_change(self, record: TensorRecord, encodings: Sequence[Encoding]) -> bool:
+        """Say whether a tensor follows from a visible one that may be rounded itself."""
+        recipe = record.recipe
+        if recipe is None or not encodings:
+            return False
+        return any(source not in self.content.hidden for source in recipe.sources)
+
+    def _source(self, index: int) -> StoredSource:
+        record = self.content.manifest.tensors[index]
+        window = max(1, self.repo.options.host_bytes // 8)
+        return StoredSource(
+            record, StoredBytes(self.repo, self.content, index, window_bytes=window)
+        )
+
+    def _queue(
+        self, index: int, coding: Coding | None, sources: tuple[Source, ...], read: StoredSource
+    ) -> None:
+        room = self.repo.options.host_bytes // 4
+        size = min(read.nbytes, room)
+        if self.waiting and self.held_bytes + size > room:
+            self.flush()
+        self.waiting.append((index, coding, sources))
+        self.held_bytes += size
+
+    def flush(self) -> None:
+        """Write what waits."""
+        sources = [source for _, _, part in self.waiting for source in part]
+        if sources:
+            repo = self.repo
+            written = write_pieces(
+                sources,
+                backend=self.backend,
+                environment=repo.environment,
+                options=repo.options,
+                known=KnownPieces(self.tables, without=self.without, deltas=False),
+                chunk_bytes=repo.superblock.chunk_bytes,
+                choice=check_choice("auto"),
+                progress=silent,
+            )
+            self._note(written)
+            self.tables.append(written.table)
+        self.waiting, self.held_bytes = [], 0
+
+    def _note(self, written: Written) -> None:
+        """Remember where everything that waited lies."""
+        at = 0
+        for index, coding, sources in self.waiting:
+            record = self.content.manifest.tensors[index]
+            records = (replace(record, recipe=None),) if coding is None else coding.records
+            placed = []
+            for one, _ in zip(records, sources, strict=True):
+                first, last = written.first[at], written.first[at + 1]
+                placed.append(_Placed(record=one, table=written.table, first=first, last=last))
+                self._count(record.role, written, first, last)
+                at += 1
+            if coding is None:
+                self.plain[index] = placed[0]
+            else:
+                self.coded[index] = (coding, placed)
+
+    def _count(self, role: str, written: Written, first: int, last: int) -> None:
+        rows = slice(first, last)
+        before = self.new.get(role, RoleBytes(logical=0, new=0, stored=0))
+        raw = written.table.raw[first:last].astype(np.int64)
+        self.new[role] = RoleBytes(
+            logical=0,
+            new=before.new + int(raw[written.is_new[rows]].sum()),
+            stored=before.stored + int(written.stored_new[rows].sum()),
+        )
+
+    # --- all of them ----------------------------------------------------------------------------
+
+    def result(self, orphans: Collection[int]) -> Rewritten:
+        """Put everything together: visible tensors, then those that are hidden."""
+        old = self.content.manifest
+        visible = [n for n in range(len(old.tensors)) if n not in self.content.hidden]
+        changed = {*self.coded, *self.plain}
+        kept_hidden = sorted(
+            source
+            for n in visible
+            if n not in changed and (recipe := old.tensors[n].recipe) is not None
+            for source in recipe.sources
+            if source in self.content.hidden
+        )
+        kept_hidden = list(dict.fromkeys(kept_hidden))
+        places = {n: place for place, n in enumerate([*visible, *kept_hidden])}
+        hidden = [self._old(n) for n in kept_hidden]
+        placed: list[_Placed] = []
+        for n in visible:
+            if n in self.coded:
+                coding, codes = self.coded[n]
+                start = len(visible) + len(hidden)
+                recipe = replace(coding.recipe, sources=tuple(range(start, start + len(codes))))
+                hidden += codes
+                record = replace(old.tensors[n], recipe=recipe)
+                placed.append(_Placed(record=record, table=old.pieces, first=0, last=0))
+            elif n in self.plain:
+                placed.append(self.plain[n])
+            else:
+                placed.append(self._moved(n, places))
+        manifest = _assembled(old, [*placed, *hidden])
+        kept_bytes = self._kept_bytes(visible, kept_hidden)
+        read_content(manifest)  # what would not load is never written
+        return Rewritten(
+            manifest=manifest,
+            rounding=Rounding(
+                tensors=tuple(self.report[n] for n in sorted(self.report)),
+                written_bytes=sum(part.stored for part in self.new.values()),
+                replaced_bytes=_bytes_of(old) - kept_bytes,
+                kept_bytes=kept_bytes,
+            ),
+            new=self.new,
+        )
+
+    def _old(self, index: int) -> _Placed:
+        old = self.content.manifest
+        first, last = old.first[index], old.first[index + 1]
+        return _Placed(record=old.tensors[index], table=old.pieces, first=first, last=last)
+
+    def _moved(self, index: int, places: Mapping[int, int]) -> _Placed:
+        """Return a tensor that stays as it is, over sources at their new places."""
+        found = self._old(index)
+        recipe = found.record.recipe
+        if recipe is None:
+            return found
+        return replace(found, record=replace(found.record, recipe=recipe.moved(places)))
+
+    def _kept_bytes(self, visible: Sequence[int], hidden: Sequence[int]) -> int:
+        old = self.content.manifest
+        stay = [n for n in visible if n not in self.coded and n not in self.plain]
+        rows = [np.arange(old.first[n], old.first[n + 1]) for n in (*stay, *hidden)]
+        return _bytes_of(old, np.concatenate([np.zeros(0, np.int64), *rows]))
+
+
+def _reported(
+    name: str, record: TensorRecord, coding: Coding | None, problems: Sequence[str]
+) -> RoundedTensor:
+    recipe = record.recipe if coding is None else coding.recipe
+    return RoundedTensor(
+        path=name,
+        dtype=record.dtype,
+        form="unchanged" if coding is None else coding.form,
+        nbytes=record.nbytes,
+        max_abs=0.0 if recipe is None else recipe.max_abs,
+        rel_l2=0.0 if recipe is None else recipe.rel_l2,
+        problem="; ".join(problems),
+    )
+
+
+def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
+    """Return the manifest of records whose pieces lie in several tables."""
+    first = [0]
+    for one in placed:
+        first.append(first[-1] + one.last - one.first)
+    ids = [one.table.ids[one.first : one.last] for one in placed]
+    raw = [one.table.raw[one.first : one.last] for one in placed]
+    builder = TableBuilder(
+        np.concatenate([np.zeros((0, 32), np.uint8), *ids]),
+        np.concatenate([np.zeros(0, np.uint32), *raw]),
+    )
+    for start, one in zip(first, placed, strict=False):
+        for row in range(one.first, one.last):
+            builder.put(start + row - one.first, location_of(one.table, row))
+    return replace(
+        old,
+        tensors=tuple(one.record for one in placed),
+        first=tuple(first),
+        pieces=builder.build(),
+    )
+
+
+def _bytes_of(manifest: Manifest, rows: npt.NDArray[np.int64] | None = None) -> int:
+    """Return what pieces take in packs, each its share of its chunk; those of one id once."""
+    table = manifest.pieces
+    chosen = np.arange(manifest.first[-1]) if rows is None else rows
+    if not len(chosen):
+        return 0
+    _, once = np.unique(table.ids[chosen], axis=0, return_index=True)
+    chosen = chosen[once]
+    stored = table.stored[chosen].astype(np.float64) + CHUNK_HEADER_BYTES
+    return int((stored * table.raw[chosen] / table.slab[chosen]).sum())

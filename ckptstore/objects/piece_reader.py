@@ -1,0 +1,396 @@
+"""From pieces back to bytes: parallel fetches of a plan (see ``plan``), all checked.
+
+Every chunk is checked twice: its stored bytes against the checksum in its header before a decoder
+sees them, and each piece against its id after decoding. A chunk that was stored raw is read
+straight into the destination and its id checked there. What deltas refer to is fetched a span at a
+time, as the deltas are, and decoded where the delta is then applied: in the destination.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckptstore.backends.base import Backend
+from ckptstore.codecs.codec import CodecError
+from ckptstore.codecs.codec_table import BaseData, decode
+from ckptstore.config import Options
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    CorruptTensorError,
+    NotFoundError,
+)
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.format.keys import pack_key
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, ChunkHeader, parse_chunk_header
+from ckptstore.hashing import blake3_digest, xxh3_64
+from ckptstore.objects.plan import ChunkRead, Span, Want, plan_spans
+from ckptstore.objects.threads import in_threads
+
+__all__ = ["ChunkRead", "Span", "Want", "plan_spans", "read_pieces"]
+
+
+FailureCallback = Callable[[Want, CkptStoreError], None]
+"""Told of each piece that cannot be had; may be called from several threads, one at a time."""
+_ReadBase: TypeAlias = "tuple[int, ChunkHeader, memoryview]"
+"""What deltas refer to, not decoded yet: its row, the header of its chunk, the stored bytes."""
+
+
+def read_pieces(
+    table: PieceTable,
+    wants: Sequence[Want],
+    *,
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback,
+    on_failure: FailureCallback | None = None,
+) -> None:
+    """Fetch, check and decode pieces into their destinations.
+
+    Parameters
+    ----------
+    on_failure
+        Told of each piece that is lost, and the rest goes on; without it the first failure is
+        raised. Failures of the storage itself (no permission, retries used up) are always raised.
+
+    Raises
+    ------
+    CorruptTensorError
+        A piece is damaged or its pack is gone; the message names tensor, pack and offset. The
+        contents of the destinations are then undefined.
+    StorageError
+        The storage failed.
+    """
+    capabilities = backend.capabilities
+    spans = plan_spans(table, wants, capabilities)
+    run = _Reading(
+        table=table,
+        backend=backend,
+        progress=progress,
+        on_failure=on_failure,
+        total=int(sum(int(table.raw[want.row]) for want in wants)),
+    )
+    # A span, the slab of a chunk, and as much again for what deltas refer to.
+    per_thread = (2 if table.base is None else 4) * capabilities.read_bytes_max
+    threads = max(options.workers, capabilities.concurrency)
+    threads = max(1, min(threads, options.host_bytes // per_thread, len(spans)))
+    run.work(iter(spans), threads)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """One read while its threads run."""
+
+    table: PieceTable
+    backend: Backend
+    progress: ProgressCallback
+    on_failure: FailureCallback | None
+    total: int
+    done: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def work(self, spans: Iterator[Span], threads: int) -> None:
+        """Run all fetches; raise the first failure once every thread has stopped."""
+        taking = threading.Lock()
+
+        def loop(_: int) -> None:
+            """Read span after span until none is left, or another thread has failed."""
+            scratch = _Scratch()
+            while True:
+                with taking:
+                    span = None if self.stop.is_set() else next(spans, None)
+                if span is None:
+                    return
+                self._span(span, scratch)
+
+        in_threads(threads, loop, self.stop, name="ckptstore-load")
+
+    def _span(self, span: Span, scratch: _Scratch) -> None:
+        try:
+            headers, bodies = self._fetch(span, scratch)
+        except (CorruptObjectError, NotFoundError) as error:
+            if len(span.chunks) > 1:  # find out which chunks are hit
+                for chunk in span.chunks:
+                    self._span(Span(pack=span.pack, chunks=(chunk,)), scratch)
+                return
+            self._failed(span.pack, span.chunks[0], error)
+            return
+        deltas: dict[int, list[_Delta]] = {}
+        for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
+            base = self.table.base_of(chunk.wants[0].row)
+            try:
+                if base is None:
+                    self._chunk(span.pack, chunk, header, body, scratch)
+                else:
+                    parsed = _checked(chunk, header, body)
+                    deltas.setdefault(base, []).append(_Delta(span.pack, chunk, parsed, body))
+            except CorruptObjectError as error:
+                self._failed(span.pack, chunk, error)
+        if deltas:
+            self._deltas(deltas, scratch)
+        self._advance(span)
+
+    def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _Scratch) -> None:
+        """Fetch what deltas refer to, and apply each of them."""
+        wants = [Want(row=row, out=None, label="") for row in deltas]
+        for span in plan_spans(self.table, wants, self.backend.capabilities):
+            self._bases(span, deltas, scratch)
+
+    def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _Scratch) -> None:
+        try:
+            headers, bodies = self._fetch(span, scratch, for_bases=True)
+        except (CorruptObjectError, NotFoundError) as error:
+            if len(span.chunks) > 1:
+                for chunk in span.chunks:
+                    self._bases(Span(pack=span.pack, chunks=(chunk,)), deltas, scratch)
+                return
+            for want in span.chunks[0].wants:
+                self._base_lost(span, span.chunks[0].offset, deltas[want.row], error)
+            return
+        for chunk, header, body in zip(span.chunks, headers, bodies, strict=True):
+            for want in chunk.wants:
+                try:
+                    parsed = _checked(chunk, header, body)
+                    self._apply(span, chunk, (want.row, parsed, body), deltas[want.row], scratch)
+                except CorruptObjectError as error:
+                    self._base_lost(span, chunk.offset, deltas[want.row], error)
+
+    def _apply(
+        self,
+        span: Span,
+        chunk: ChunkRead,
+        base: _ReadBase,
+        deltas: list[_Delta],
+        scratch: _Scratch,
+    ) -> None:
+        """Decode what deltas refer to, and each delta on it, if it can where it is wanted.
+
+        Raises
+        ------
+        CorruptObjectError
+            Of the base.
+        """
+        row, header, body = base
+        inner, size = int(self.table.inner[row]), int(self.table.raw[row])
+        base_id = self.table.ids[row].tobytes()
+        for delta in deltas:
+            first = delta.chunk.wants[0]
+            out = first.out
+            direct = size == chunk.raw_bytes and out is not None
+            slab = out if direct and out is not None else scratch.slab(chunk.raw_bytes)
+            _decode(header, body, slab)
+            piece = slab[inner : inner + size]
+            target = piece if out is None else out
+            try:
+                data = BaseData(piece_id=base_id, data=piece)
+                _decode(delta.header, delta.body, target, data)
+                self._check(first, target)
+            except CorruptObjectError as error:
+                if self._is_sound(chunk, base, scratch):
+                    self._failed(delta.pack, delta.chunk, error)
+                else:
+                    self._base_lost(span, chunk.offset, [delta], _unlike_its_id())
+                continue
+            self._hand_on(delta, target)
+
+    def _is_sound(self, chunk: ChunkRead, base: _ReadBase, scratch: _Scratch) -> bool:
+        """Say whether what a delta refers to is what its id says; nobody has looked at that yet."""
+        row, header, body = base
+        whole = scratch.slab(chunk.raw_bytes)
+        _decode(header, body, whole)
+        inner = int(self.table.inner[row])
+        base_id, size = self._piece(row)
+        return blake3_digest(whole[inner : inner + size]) == base_id
+
+    def _hand_on(self, delta: _Delta, piece: memoryview) -> None:
+        """Give a piece that was decoded and checked to the others who want the same."""
+        first = delta.chunk.wants[0]
+        for want in delta.chunk.wants[1:]:
+            if self._piece(want.row) != self._piece(first.row):
+                self._failed(delta.pack, delta.chunk, _unlike_its_id(), only=want)
+                continue
+            if want.out is not None:
+                want.out[:] = piece
+            for take in want.then:
+                take(piece)
+
+    def _base_lost(
+        self, span: Span, offset: int, deltas: list[_Delta], error: CkptStoreError
+    ) -> None:
+        """Report pieces whose own chunks may be sound, but not what these refer to."""
+        what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
+        where = f"pack {span.pack}, byte {offset}"
+        for delta in deltas:
+            lost = _broken(f"its base is lost ({where}): {what}")
+            self._failed(delta.pack, delta.chunk, lost)
+
+    def _fetch(
+        self, span: Span, scratch: _Scratch, *, for_bases: bool = False
+    ) -> tuple[list[memoryview], list[memoryview]]:
+        """Read a span; raw chunks go straight to where they are wanted."""
+        headers: list[memoryview] = []
+        bodies: list[memoryview] = []
+        buffers: list[memoryview] = []
+        places = [self._direct(chunk) for chunk in span.chunks]
+        size = span.end - span.start - sum(len(place) for place in places if place is not None)
+        arena = scratch.arena(size, second=for_bases)
+        at = span.start
+        for chunk, direct in zip(span.chunks, places, strict=True):
+            if chunk.offset > at:
+                buffers.append(arena.take(chunk.offset - at))
+            headers.append(arena.take(CHUNK_HEADER_BYTES))
+            bodies.append(arena.take(chunk.stored_bytes) if direct is None else direct)
+            buffers += [headers[-1], bodies[-1]]
+            at = chunk.offset + CHUNK_HEADER_BYTES + chunk.stored_bytes
+        self.backend.read_into(pack_key(span.pack), span.start, buffers)
+        return headers, bodies
+
+    def _direct(self, chunk: ChunkRead) -> memoryview | None:
+        """Return the destination if the chunk is raw and wanted by one tensor alone."""
+        want = chunk.wants[0]
+        if self.table.base_of(want.row) is not None:
+            return None
+        if len(chunk.wants) == 1 and want.out is not None and chunk.stored_bytes == len(want.out):
+            return want.out if chunk.stored_bytes == chunk.raw_bytes else None
+        return None
+
+    def _chunk(
+        self,
+        pack: str,
+        chunk: ChunkRead,
+        header_bytes: memoryview,
+        body: memoryview,
+        scratch: _Scratch,
+    ) -> None:
+        """Check one chunk and bring each piece of it to its destination."""
+        first = chunk.wants[0]
+        direct = body is first.out
+        header = _checked(chunk, header_bytes, None if direct else body)
+        if direct:
+            if header.codec != 0:
+                raise _broken("an encoded chunk of its raw length")
+            self._check(first, body)
+            return
+        if len(chunk.wants) == 1 and first.out is not None and len(first.out) == chunk.raw_bytes:
+            _decode(header, body, first.out)
+            self._check(first, first.out)
+            return
+        slab = scratch.slab(chunk.raw_bytes)
+        _decode(header, body, slab)
+        for want in chunk.wants:
+            inner = int(self.table.inner[want.row])
+            piece = slab[inner : inner + int(self.table.raw[want.row])]
+            try:
+                self._check(want, piece)
+            except CorruptObjectError as error:
+                self._failed(pack, chunk, error, only=want)
+                continue
+            if want.out is not None:
+                want.out[:] = piece
+
+    def _piece(self, row: int) -> tuple[bytes, int]:
+        """Return the id and the length that the manifest says."""
+        return self.table.ids[row].tobytes(), int(self.table.raw[row])
+
+    def _check(self, want: Want, piece: memoryview) -> None:
+        if blake3_digest(piece) != self.table.ids[want.row].tobytes():
+            raise _unlike_its_id()
+        for take in want.then:
+            take(piece)
+
+    def _failed(
+        self, pack: str, chunk: ChunkRead, error: CkptStoreError, *, only: Want | None = None
+    ) -> None:
+        """Report the pieces of a chunk as lost, or raise for the first."""
+        what = "the pack is gone" if isinstance(error, NotFoundError) else error.message
+        for want in chunk.wants if only is None else (only,):
+            msg = f"tensor {want.label}: {what} (pack {pack}, byte {chunk.offset})"
+            lost = CorruptTensorError(
+                msg, hint="run ckptstore verify; other tensors and versions can still be loaded"
+            )
+            lost.__cause__ = error
+            if self.on_failure is None:
+                raise lost
+            with self.lock:
+                self.on_failure(want, lost)
+
+    def _advance(self, span: Span) -> None:
+        raw = sum(int(self.table.raw[want.row]) for chunk in span.chunks for want in chunk.wants)
+        with self.lock:
+            self.done += raw
+            self.progress(Progress(stage="read", done=self.done, total=self.total))
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """A delta that was read, and waits for what it refers to."""
+
+    pack: str
+    chunk: ChunkRead
+    header: ChunkHeader
+    body: memoryview
+
+
+class _Scratch:
+    """Memory of one thread, reused from span to span; grows to the largest span it met."""
+
+    def __init__(self) -> None:
+        self._spans = [bytearray(), bytearray()]
+        """For a span, and for one of what its deltas refer to."""
+        self._slab = bytearray()
+
+    def arena(self, size: int, *, second: bool = False) -> _Arena:
+        if len(self._spans[second]) < size:
+            self._spans[second] = bytearray(size)
+        return _Arena(memoryview(self._spans[second]))
+
+    def slab(self, size: int) -> memoryview:
+        if len(self._slab) < size:
+            self._slab = bytearray(size)
+        return memoryview(self._slab)[:size]
+
+
+class _Arena:
+    """Hands out consecutive parts of one buffer."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._at = 0
+
+    def take(self, size: int) -> memoryview:
+        part = self._memory[self._at : self._at + size]
+        self._at += size
+        return part
+
+
+def _checked(chunk: ChunkRead, header_bytes: memoryview, body: memoryview | None) -> ChunkHeader:
+    """Return the header of a chunk that it fits, and whose stored bytes, if given, are right."""
+    header = parse_chunk_header(header_bytes, where="")
+    if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
+        raise _broken("lengths differ from the manifest's")
+    if body is not None and xxh3_64(body) != header.checksum:
+        raise _broken("stored bytes do not match their checksum")
+    return header
+
+
+def _decode(
+    header: ChunkHeader, body: memoryview, out: memoryview, base: BaseData | None = None
+) -> None:
+    try:
+        decode(header.codec, header.layout, body, out, base=base)
+    except CodecError as error:
+        raise _broken(str(error)) from error
+
+
+def _broken(what: str) -> CorruptObjectError:
+    """Return the error of a chunk; whoever reports it says which."""
+    return CorruptObjectError(what)
+
+
+def _unlike_its_id() -> CorruptObjectError:
+    return _broken("content does not match its chunk id")

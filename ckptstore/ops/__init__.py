@@ -1,1 +1,0 @@
-"""Maintenance of a store: verify, usage. No torch."""

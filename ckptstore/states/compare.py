@@ -1,0 +1,254 @@
+"""How far apart the tensors of two versions are, read a window at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ckptstore.checkpoint.content import Content
+from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
+from ckptstore.errors import InvalidInputError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.skeleton import Leaf
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+from ckptstore.states.lazy import LazyTensor
+from ckptstore.tensors.tensor_bytes import dtype_named
+
+__all__ = ["Pair", "TensorError", "compare"]
+
+# Elements that are compared at once. Source: a window takes some 60 bytes an element (both sides as
+# stored and as float64, the difference, masks): 64 MB, whatever the tensors.
+_WINDOW_ELEMENTS = 1 << 20
+
+_STORED_WHOLE = frozenset({"tensor", "parameter", "buffer"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorError:
+    """How far apart two tensors of one shape are, computed in float64.
+
+    Elements of which one or both are NaN or infinite take no part in the errors: those that differ
+    are counted in `nonfinite`.
+    """
+
+    relative_l2: float
+    """Norm of the difference over the norm of the first; infinite where only that one is zero."""
+    max_abs: float
+    """Largest absolute difference of two elements."""
+    elements: int
+    """Compared; a complex one counts as two numbers."""
+    unequal: int
+    """Elements that differ at all, NaN from NaN not."""
+    nonfinite: int
+    """Elements that differ and of which one is NaN or infinite."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """Two leaves to compare, of one shape."""
+
+    first: Leaf
+    second: Leaf
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What windows of one pair add up to."""
+
+    square_difference: float = 0.0
+    square_first: float = 0.0
+    max_abs: float = 0.0
+    elements: int = 0
+    unequal: int = 0
+    nonfinite: int = 0
+
+    def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        """Take in one window of both tensors."""
+        one, two = _float64(first), _float64(second)
+        unequal = (one != two) & ~(one.isnan() & two.isnan())
+        finite = one.isfinite() & two.isfinite()
+        difference = torch.where(finite, one - two, 0.0)
+        self.square_difference += float(difference.square().sum())
+        self.square_first += float(torch.where(finite, one, 0.0).square().sum())
+        if difference.numel():
+            self.max_abs = max(self.max_abs, float(difference.abs().max()))
+        self.elements += one.numel()
+        self.unequal += int(unequal.sum())
+        self.nonfinite += int((unequal & ~finite).sum())
+
+    def result(self) -> TensorError:
+        """Return the errors of the whole pair."""
+        difference, norm = math.sqrt(self.square_difference), math.sqrt(self.square_first)
+        relative = difference / norm if norm else math.inf if difference else 0.0
+        return TensorError(
+            relative_l2=relative,
+            max_abs=self.max_abs,
+            elements=self.elements,
+            unequal=self.unequal,
+            nonfinite=self.nonfinite,
+        )
+
+
+def _float64(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat tensor of real float64; complex elements give two each."""
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach().to(torch.complex128).resolve_conj()).flatten()
+    return tensor.detach().to(torch.float64).flatten()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Window:
+    """A range of elements of one pair."""
+
+    place: int
+    start: int
+    stop: int
+
+
+def compare(
+    repo: Repo,
+    first: tuple[Version, Content],
+    second: tuple[Version, Content],
+    pairs: Iterable[Pair],
+    *,
+    progress: ProgressCallback = silent,
+) -> list[TensorError | None]:
+    """Return the error of each pair; None where the leaves have no values to subtract.
+
+    Reads each tensor once, some 64 MB of it at a time; but views, NumPy arrays, quantized tensors
+    and those that are stored in another order, or in other blocks, are held whole.
+
+    Raises
+    ------
+    InvalidInputError
+        The leaves of a pair differ in shape.
+    CorruptTensorError
+        A piece is damaged.
+    StorageError
+        The storage failed.
+    """
+    chosen = list(pairs)
+    contents = (first[1], second[1])
+    sums: list[_Sums | None] = [_Sums() for _ in chosen]
+    streamed = [place for place, pair in enumerate(chosen) if _streams(pair, contents)]
+    total = sum(contents[0].manifest.tensors[chosen[p].first.index].nbytes for p in streamed)
+    done = 0
+    for group in _groups(chosen, streamed, contents):
+        for window, one, two in _read(repo, chosen, group, contents):
+            part = sums[window.place]
+            assert part is not None  # noqa: S101  # for the type checker: streamed ones have one
+            part.add(one, two)
+            done += one.numel() * one.element_size()
+        progress(Progress(stage="compare", done=done, total=total))
+    for place in sorted(set(range(len(chosen))) - set(streamed)):
+        sums[place] = _whole(repo, chosen[place], contents)
+    return [None if part is None else part.result() for part in sums]
+
+
+def _streams(pair: Pair, contents: tuple[Content, Content]) -> bool:
+    records = [c.manifest.tensors[p.index] for c, p in zip(contents, _both(pair), strict=True)]
+    if {pair.first.kind, pair.second.kind} <= _STORED_WHOLE:
+        if records[0].shape != records[1].shape:
+            msg = f"the shapes {records[0].shape} and {records[1].shape} cannot be compared"
+            raise InvalidInputError(msg)
+        complex_both = len({r.dtype.startswith("complex") for r in records}) == 1
+        same_order = len({(r.order, r.blocks) for r in records}) == 1
+        return complex_both and same_order and all(_is_numeric(r.dtype) for r in records)
+    return False
+
+
+def _real(dtype: str) -> torch.dtype:
+    """Return a dtype by name; of complex elements that of their two parts."""
+    parts = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
+    return dtype_named(parts.get(dtype, dtype))
+
+
+def _both(pair: Pair) -> tuple[Leaf, Leaf]:
+    return pair.first, pair.second
+
+
+def _is_numeric(dtype: str) -> bool:
+    """Return whether elements of a dtype, whole bytes each, can become float64."""
+    try:
+        torch.empty(1, dtype=_real(dtype)).to(torch.float64)
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _groups(
+    pairs: list[Pair], streamed: list[int], contents: tuple[Content, Content]
+) -> Iterator[list[_Window]]:
+    """Yield windows to be read at once: a part of a large tensor, or many small ones."""
+    group: list[_Window] = []
+    filled = 0
+    for place in streamed:
+        manifest = contents[0].manifest
+        index = pairs[place].first.index
+        record = manifest.tensors[index]
+        item = ITEM_BYTES[record.dtype]
+        count = record.nbytes // item
+        step = _WINDOW_ELEMENTS
+        ends = piece_ends(manifest, index)
+        if len(ends) > 1:  # end where a piece ends
+            step = max(1, step // int(ends[0])) * int(ends[0])
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            if filled and filled + stop - start > _WINDOW_ELEMENTS:
+                yield group
+                group, filled = [], 0
+            group.append(_Window(place=place, start=start, stop=stop))
+            filled += stop - start
+    if group:
+        yield group
+
+
+def _read(
+    repo: Repo, pairs: list[Pair], group: list[_Window], contents: tuple[Content, Content]
+) -> Iterator[tuple[_Window, torch.Tensor, torch.Tensor]]:
+    sides: list[list[torch.Tensor]] = []
+    for side, content in enumerate(contents):
+        ranges: list[Range] = []
+        tensors: list[torch.Tensor] = []
+        for window in group:
+            leaf = _both(pairs[window.place])[side]
+            record = content.manifest.tensors[leaf.index]
+            item = ITEM_BYTES[record.dtype]
+            memory = bytearray((window.stop - window.start) * item)
+            start = window.start * item
+            out = memoryview(memory)
+            ranges.append(Range(index=leaf.index, start=start, nbytes=len(out), out=out))
+            raw = torch.frombuffer(memory, dtype=torch.uint8)
+            tensors.append(raw.view(_real(record.dtype)))
+        read_ranges(content, ranges, backend=repo.backend, options=repo.options)
+        sides.append(tensors)
+    yield from zip(group, *sides, strict=True)
+
+
+def _whole(repo: Repo, pair: Pair, contents: tuple[Content, Content]) -> _Sums | None:
+    """Compare leaves that are rebuilt first; None where they are no tensors of numbers."""
+    if {pair.first.kind, pair.second.kind} & {"bytes", "generator"}:
+        return None
+    values = []
+    for content, leaf in zip(contents, _both(pair), strict=True):
+        value = LazyTensor(repo, content, leaf).load()
+        try:
+            values.append(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
+        except (TypeError, ValueError):  # an array of text, say
+            return None
+    if values[0].shape != values[1].shape:
+        msg = f"the shapes {tuple(values[0].shape)} and {tuple(values[1].shape)} differ"
+        raise InvalidInputError(msg)
+    sums = _Sums()
+    try:
+        sums.add(values[0], values[1])
+    except (RuntimeError, NotImplementedError):  # a dtype without arithmetic
+        return None
+    return sums

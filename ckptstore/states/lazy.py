@@ -1,0 +1,395 @@
+"""Lazy reading: a version whose tensors are fetched when they are asked for, and only as far."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from types import EllipsisType
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from ckptstore.checkpoint.cold_reads import naming_cold
+from ckptstore.checkpoint.content import Content, TensorInfo
+from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.checkpoint.regions import Region, read_regions
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptObjectError,
+    TensorIndexError,
+    TensorNotFoundError,
+)
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
+from ckptstore.format.manifest import TensorRecord
+from ckptstore.format.paths import Path, Pattern, find_path, path_text
+from ckptstore.format.skeleton import Leaf, prune
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+from ckptstore.states.load import LoadRequest, load_state
+from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.destination import Destination
+from ckptstore.tensors.restore import MapLocation
+
+__all__ = ["LazyTensor", "LazyVersion"]
+
+Index: TypeAlias = "int | slice | EllipsisType | torch.Tensor | tuple[Any, ...] | None"
+
+# Leaves that are exactly one stored tensor, so that a slice of them is a range of its bytes.
+_SLICEABLE = frozenset({"tensor", "parameter", "buffer"})
+
+
+class LazyVersion:
+    """One version, of which nothing but the manifest has been read.
+
+    Attributes of :class:`ckptstore.Version` (``id``, ``run``, ``step``, ``metrics``, ...) are
+    there too. Safe to use from any thread, as long as the store is open.
+
+    Parameters
+    ----------
+    whole
+        Of a version of which a part is kept: returns all of it, from elsewhere; is given why.
+    """
+
+    def __init__(
+        self,
+        repo: Repo,
+        info: Version,
+        content: Content,
+        *,
+        whole: Callable[[CkptStoreError], Content] | None = None,
+    ) -> None:
+        self._repo = repo
+        self._content = content
+        self._whole = whole
+        self._leaves = {leaf.path: leaf for leaf in content.leaves}
+        self.info = info
+        """The version as the catalog knows it."""
+
+    def __repr__(self) -> str:
+        """Return run, step and size."""
+        info = self.info
+        return f"<LazyVersion {info.run}@{info.step} #{info.id[:8]}, {len(self._leaves)} tensors>"
+
+    @property
+    def id(self) -> str:
+        """32 hex digits."""
+        return self.info.id
+
+    @property
+    def run(self) -> str:
+        """Name of the run."""
+        return self.info.run
+
+    @property
+    def step(self) -> int:
+        """Step that it was saved at."""
+        return self.info.step
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics as of when it was looked up."""
+        return self.info.metrics
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags as of when it was looked up."""
+        return self.info.tags
+
+    @property
+    def parent(self) -> str:
+        """Id of the version that it continues; empty for the first."""
+        return self.info.parent
+
+    @property
+    def created_at(self) -> datetime:
+        """When it was committed, UTC."""
+        return self.info.created_at
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """The user's own JSON object."""
+        return self.info.metadata
+
+    def keys(self) -> list[str]:
+        """Return the paths of all tensors in the order of the state, tied ones included."""
+        return [path_text(path) for path in self._leaves]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over :meth:`keys`."""
+        return iter(self.keys())
+
+    def __len__(self) -> int:
+        """Return the number of :meth:`keys`."""
+        return len(self._leaves)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a tensor has this path."""
+        return key in self._leaves if isinstance(key, tuple) else key in self.keys()
+
+    def tensors(self) -> list[TensorInfo]:
+        """Return what each tensor is; tied ones once."""
+        return self._content.tensors()
+
+    def __getitem__(self, key: Pattern) -> LazyTensor:
+        """Return the tensor at a path, unread.
+
+        Raises
+        ------
+        TensorNotFoundError
+            No tensor has this path; the hint names similar ones.
+        InvalidInputError
+            Several tensors have this text; name one by the tuple of its keys.
+        """
+        try:
+            path = find_path(list(self._leaves), key)
+        except TensorNotFoundError as error:
+            if self._whole is None:
+                raise
+            return self._all(error)[key]
+        return LazyTensor(self._repo, self._content, self._leaves[path])
+
+    def _all(self, error: CkptStoreError) -> LazyVersion:
+        """Return all of a version of which a part is kept here."""
+        assert self._whole is not None  # noqa: S101  # for the type checker: the callers looked
+        return LazyVersion(self._repo, self.info, self._whole(error))
+
+    def load(
+        self,
+        *,
+        include: Sequence[Pattern] | None = None,
+        exclude: Sequence[Pattern] | None = None,
+        map_location: MapLocation = None,
+        into: object = None,
+        adapters: Sequence[TypeAdapter] = (),
+        progress: ProgressCallback = silent,
+    ) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return the state, or a part of it; see :meth:`ckptstore.Store.load`."""
+        request = LoadRequest(
+            include=include,
+            exclude=exclude,
+            map_location=map_location,
+            into=into,
+            adapters=adapters,
+            progress=progress,
+        )
+        shown = f"{self.info.run}@{self.info.step}"
+        with naming_cold(
+            self.info.id, self._repo.url, shown=shown, include=include, exclude=exclude
+        ):
+            try:
+                return load_state(self._repo, self._content, request)
+            except TensorNotFoundError as error:  # before anything was read
+                if self._whole is None:
+                    raise
+                return load_state(self._repo, self._all(error)._content, request)
+
+
+class LazyTensor:
+    """One tensor of a version, unread. Indexing fetches the chunks that it needs and no more.
+
+    Leading integers and one slice after them select a range of stored bytes; the rest of the index
+    is applied in memory; of a tensor that ranks stored in blocks, any leading integers and slices
+    select. Views, quantized tensors and NumPy arrays are read whole, then indexed.
+    """
+
+    def __init__(self, repo: Repo, content: Content, leaf: Leaf) -> None:
+        self._repo = repo
+        self._content = content
+        self._leaf = leaf
+        self._record: TensorRecord = content.manifest.tensors[leaf.index]
+
+    def __repr__(self) -> str:
+        """Return path, dtype and shape."""
+        return f"<LazyTensor {self.path} {self.dtype}{list(self.shape)}>"
+
+    @property
+    def path(self) -> str:
+        """Where it is in the state, with dots between the keys."""
+        return path_text(self._leaf.path)
+
+    @property
+    def key(self) -> Path:
+        """Where it is in the state, as the tuple of keys."""
+        return self._leaf.path
+
+    @property
+    def dtype(self) -> str:
+        """Torch's name of the stored dtype, without ``torch.``."""
+        return self._record.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the stored tensor, by dimension."""
+        return self._record.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored tensor in memory."""
+        return self._record.nbytes
+
+    def __len__(self) -> int:
+        """Return the size of the first dimension.
+
+        Raises
+        ------
+        TensorIndexError
+            It has no dimensions.
+        """
+        if not self.shape:
+            msg = f"{self.path} has no dimensions"
+            raise TensorIndexError(msg, hint="read it with .load()")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over the first dimension, one fetch a step; slices of many rows cost less."""
+        return (self[place] for place in range(len(self)))
+
+    def load(self) -> Any:  # noqa: ANN401 - a tensor, or a NumPy array where that was saved
+        """Return the whole leaf, as it was saved.
+
+        Raises
+        ------
+        CorruptTensorError
+            A piece is damaged.
+        StorageError
+            The storage failed.
+        """
+        path = self._leaf.path
+        content = self._content
+        node = prune(content.node, lambda leaf: leaf == path)
+        part = Content(
+            manifest=content.manifest,
+            node=node,
+            leaves=(self._leaf,),
+            labels=content.labels,
+            read=content.read,
+        )
+        found = load_state(self._repo, part, LoadRequest())
+        for key in path:
+            found = found[key]
+        return found
+
+    def __getitem__(self, index: Index) -> Any:  # noqa: ANN401 - as for load
+        """Return the part that `index` selects, as indexing the whole tensor would.
+
+        Raises
+        ------
+        TensorIndexError
+            The index is out of range, or of a kind that tensors do not take.
+        CorruptTensorError
+            A piece that is needed is damaged.
+        CorruptObjectError
+            The manifest says another size than dtype and shape do.
+        """
+        keys = index if isinstance(index, tuple) else (index,)
+        if bytes_of(self.dtype, self.shape) != self.nbytes:
+            msg = f"{self.path}: a record of {self.dtype}{list(self.shape)} has {self.nbytes} bytes"
+            raise CorruptObjectError(msg)
+        if self._leaf.kind not in _SLICEABLE:
+            return self._applied(self.load(), keys)
+        if self._record.blocks is not None:
+            offsets, sizes, rest = self._box(keys)
+            return self._applied(self._fetch_box(offsets, sizes), rest)
+        start, shape, rest = self._range(keys)
+        return self._applied(self._fetch(start, shape), rest)
+
+    def _applied(self, value: Any, keys: tuple[Any, ...]) -> Any:  # noqa: ANN401
+        try:
+            return value[keys] if keys else value
+        except (IndexError, TypeError, ValueError) as error:
+            msg = f"{self.path} of shape {list(self.shape)}: {error}"
+            raise TensorIndexError(msg) from error
+
+    def _range(self, keys: tuple[Any, ...]) -> tuple[int, tuple[int, ...], tuple[Any, ...]]:
+        """Return the first byte and the shape of what must be read, and what is left to index."""
+        shape = self.shape
+        order = self._record.order
+        rows_first = not shape or order is None or order[0] == 0
+        start, place = 0, 0
+        step = self._record.nbytes
+        while rows_first and place < min(len(keys), len(shape)):
+            key, size = keys[place], shape[place]
+            inner = step // max(size, 1)
+            if type(key) is int:
+                if not -size <= key < size:
+                    msg = f"{self.path}: index {key} is outside dimension {place} of size {size}"
+                    raise TensorIndexError(msg)
+                start += key % size * inner
+                step = inner
+                place += 1
+                if order is not None:  # the other dimensions are not in order
+                    break
+                continue
+            if isinstance(key, slice) and (key.step is None or key.step > 0):
+                low, high, stride = key.indices(size)
+                high = max(low, high)
+                rest = (slice(0, high - low, stride), *keys[place + 1 :])
+                return start + low * inner, (high - low, *shape[place + 1 :]), rest
+            break
+        return start, shape[place:], keys[place:]
+
+    def _box(
+        self, keys: tuple[Any, ...]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+        """Return offsets and sizes of what must be read of blocks, and what is left to index."""
+        offsets = [0] * len(self.shape)
+        sizes = [*self.shape]
+        rest: list[Any] = []
+        for place, (key, size) in enumerate(zip(keys, self.shape, strict=False)):
+            if type(key) is int and -size <= key < size:
+                offsets[place], sizes[place] = key % size, 1
+                rest.append(0)
+            elif isinstance(key, slice) and (key.step is None or key.step > 0):
+                low, high, stride = key.indices(size)
+                offsets[place], sizes[place] = low, max(low, high) - low
+                rest.append(slice(0, sizes[place], stride))
+            else:
+                break
+        return tuple(offsets), tuple(sizes), (*rest, *keys[len(rest) :])
+
+    def _fetch_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """Return a box of a tensor in blocks; reads the blocks that it meets, and what it needs."""
+        item = ITEM_BYTES[self._record.dtype]
+        nbytes = math.prod(sizes) * item
+        record = replace(self._record, shape=sizes, nbytes=nbytes, blocks=None, recipe=None)
+        destination = Destination(record)
+        out = np.ndarray(sizes, np.dtype(f"V{item}"), destination.view)
+        region = Region(content=self._content, index=self._leaf.index, offsets=offsets, out=out)
+        read_regions([region], backend=self._repo.backend, options=self._repo.options)
+        del out, region
+        return destination.finish()
+
+    def _fetch(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return the tensor of `shape` whose bytes begin at `start`."""
+        dropped = len(self.shape) - len(shape)
+        order = self._record.order
+        if order is not None:
+            order = tuple(dim - dropped for dim in order if dim >= dropped)
+        count = 1
+        for size in shape:
+            count *= size
+        record = TensorRecord(
+            dtype=self._record.dtype,
+            shape=shape,
+            order=order,
+            role=self._record.role,
+            nbytes=count * ITEM_BYTES[self._record.dtype],
+        )
+        destination = Destination(record)
+        self._read(start, destination.view)
+        return destination.finish()
+
+    def _read(self, start: int, out: memoryview) -> None:
+        """Fill `out` with the tensor's bytes from `start` on."""
+        if not len(out):
+            return
+        read_ranges(
+            self._content,
+            [Range(index=self._leaf.index, start=start, nbytes=len(out), out=out)],
+            backend=self._repo.backend,
+            options=self._repo.options,
+        )

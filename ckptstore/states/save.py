@@ -1,0 +1,147 @@
+"""Saving: a state becomes pieces, a manifest and one commit; the caller waits for all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptstore.checkpoint.encode import Draft
+from ckptstore.checkpoint.manifests import Manifests
+from ckptstore.checkpoint.request import WriteRequest
+from ckptstore.checkpoint.write import write_version
+from ckptstore.codecs.codec_table import check_choice
+from ckptstore.encodings.casts import offer_rounding
+from ckptstore.encodings.encoding_rules import EncodingRules, Target
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format import skeleton
+from ckptstore.format.manifest import TensorRecord
+from ckptstore.format.paths import Pattern, path_text
+from ckptstore.format.roles import RoleRules
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.bfloat16 import to_bfloat16
+from ckptstore.tensors.flatten import FlatState, flatten
+from ckptstore.tensors.source import settle
+
+__all__ = ["SaveRequest", "draft_of", "save_version"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveRequest:
+    """What the user asks for, besides the state."""
+
+    run: str
+    step: int
+    directions: Mapping[str, str] = field(default_factory=dict)
+    """Which way each metric gets better, for a run that is new."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    tags: Sequence[str] = ()
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    roles: Mapping[Pattern, str] = field(default_factory=dict)
+    """Pattern to role, before the conventions."""
+    encodings: EncodingRules = field(default_factory=EncodingRules)
+    """Which tensors are stored in which lossy form."""
+    codec: str = "auto"
+    derive: bool = True
+    """Tensors that are another one, rounded, are stored as recipes."""
+    adapters: Sequence[TypeAdapter] = ()
+    progress: ProgressCallback = silent
+
+    def write_request(self) -> WriteRequest:
+        """Return the part that is left once the state is taken apart."""
+        return WriteRequest(
+            run=self.run,
+            step=self.step,
+            directions=self.directions,
+            metrics=self.metrics,
+            tags=self.tags,
+            metadata=self.metadata,
+            codec=self.codec,
+            derive=self.derive,
+        )
+
+
+def save_version(repo: Repo, cache: Manifests, state: object, request: SaveRequest) -> Version:
+    """Write a state as a new version of a run; return when it is durable and visible.
+
+    The state must not be changed by other threads until this returns.
+
+    Raises
+    ------
+    StateError
+        Something in the state cannot be represented; nothing was written.
+    InvalidInputError
+        A name, metric, tag or step is not accepted; nothing was written.
+    UnsafeEncodingError
+        A rule would spoil a tensor; nothing was written.
+    TornStateError
+        A tensor that is encoded, or derived from another, changed meanwhile; no version appeared.
+    ReadOnlyError, UnsafeBackendError
+        The store cannot be written to; nothing was written.
+    CondemnedError
+        Collections condemned what this save wrote, again and again.
+    StorageError
+        The storage failed; no version appeared.
+    """
+    began = repo.environment.monotonic()
+    repo.check_writable()
+    check_choice(request.codec)
+    flat = flatten(state, request.adapters)
+    draft = draft_of(flat, request.roles, request.encodings)
+    settle(flat.tensors)
+    version, _ = write_version(
+        repo,
+        cache,
+        draft,
+        request.write_request(),
+        version=repo.environment.random_hex(16),
+        receipt={"staging_s": repo.environment.monotonic() - began},
+        blocked_since=began,
+        progress=request.progress,
+    )
+    return version
+
+
+def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingRules) -> Draft:
+    """Return what a version of a state is made of; it reads the memory of the state.
+
+    Raises
+    ------
+    UnsafeEncodingError
+        A rule would spoil a tensor; it is named.
+    """
+    offer_rounding(to_bfloat16)
+    records = _records(flat, roles)
+    wishes = {}
+    if encodings:
+        wishes = encodings.wishes(
+            [
+                Target(tensor.paths[0], record.role, record.dtype, record.shape)
+                for tensor, record in zip(flat.tensors, records, strict=True)
+            ]
+        )
+    return Draft(
+        sources=flat.tensors,
+        records=records,
+        frame=skeleton.encode(flat.skeleton),
+        names=[path_text(tensor.paths[0]) for tensor in flat.tensors],
+        wishes=wishes,
+    )
+
+
+def _records(flat: FlatState, roles: Mapping[Pattern, str]) -> tuple[TensorRecord, ...]:
+    """Return what the manifest says of each tensor; a tied one has the role of its first path."""
+    first_paths = [tensor.paths[0] for tensor in flat.tensors]
+    rules = RoleRules(roles, flat=RoleRules.is_flat(first_paths))
+    return tuple(
+        TensorRecord(
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            order=tensor.order,
+            role=rules(path),
+            nbytes=tensor.nbytes,
+        )
+        for tensor, path in zip(flat.tensors, first_paths, strict=True)
+    )

@@ -1,0 +1,222 @@
+"""The part of a save that one rank does: its boxes of tensors, and some values, into packs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ckptstore.checkpoint import save_speed
+from ckptstore.checkpoint.assemble import RankPart, ShardInfo, ValueInfo
+from ckptstore.chunking import piece_bytes
+from ckptstore.errors import StateError
+from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.skeleton import Node
+from ckptstore.objects.index import KnownPieces
+from ckptstore.objects.piece_writer import Written, write_pieces
+from ckptstore.repo import Repo
+from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.flatten import flatten
+from ckptstore.tensors.refusals import refusal
+from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
+from ckptstore.tensors.tensor_bytes import dtype_text
+
+__all__ = ["Shard", "check_shard", "write_part"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """A box of a tensor that this rank writes."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    offsets: tuple[int, ...]
+    tensor: torch.Tensor
+    """The box; any strides, any device."""
+
+
+def check_shard(tensor: torch.Tensor, name: str) -> None:
+    """Return if a tensor can be stored as a box.
+
+    Raises
+    ------
+    StateError
+        It is of a type, layout or dtype that cannot; names it.
+    """
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not plain or not strided or tensor.is_meta:
+        raise refusal(tensor, (name,))
+    if dtype_text(tensor.dtype) is None:
+        msg = f"{name!r} has the dtype {tensor.dtype}, which cannot be stored"
+        raise StateError(msg)
+
+
+def write_part(
+    repo: Repo,
+    shards: Sequence[Shard],
+    values: Mapping[str, object],
+    *,
+    shared: Sequence[PieceTable] = (),
+    looked: int | None = None,
+    codec: str = "auto",
+    adapters: Sequence[TypeAdapter] = (),
+    progress: ProgressCallback = silent,
+) -> RankPart:
+    """Write this rank's part of a state; return when its packs are durable.
+
+    No one may change the tensors meanwhile. Nothing becomes visible: what was written is an orphan
+    until :func:`ckptstore.checkpoint.commit_parts.commit_parts` names it.
+
+    Parameters
+    ----------
+    shared
+        Tables of versions to share with.
+    looked
+        Number of the catalog that these were looked up in; by default, of what is known now.
+
+    Raises
+    ------
+    StateError
+        Something cannot be represented; names it. Nothing was written.
+    StorageError
+        A write failed.
+    """
+    began = repo.environment.monotonic()
+    if looked is None:
+        looked = (repo.catalog if repo.log.opened else repo.refresh()).number
+    sources, spans = _cut_shards(shards, repo.chunk_bytes)
+    flats = {name: _flat_value(name, value, adapters) for name, value in values.items()}
+    starts: dict[str, int] = {}
+    for name, (_, tensors) in flats.items():
+        starts[name] = len(sources)
+        sources += tensors
+    settle(sources)
+    written = _write(repo, sources, shared, codec, progress)
+    first = written.first
+    return RankPart(
+        shards=tuple(
+            _shard_info(shard, first[start], first[stop])
+            for shard, (start, stop) in zip(shards, spans, strict=True)
+        ),
+        values=tuple(
+            _value_info(name, flat, first[starts[name] :]) for name, flat in flats.items()
+        ),
+        written=written,
+        looked=looked,
+        seconds=repo.environment.monotonic() - began,
+    )
+
+
+def _cut_shards(
+    shards: Sequence[Shard], chunk_bytes: int
+) -> tuple[list[SourceTensor], list[tuple[int, int]]]:
+    """Return the tensors to write, and per shard where its own begin and end among them."""
+    sources: list[SourceTensor] = []
+    spans: list[tuple[int, int]] = []
+    for shard in shards:
+        check_shard(shard.tensor, shard.name)
+        cuts = _sources(shard, chunk_bytes)
+        spans.append((len(sources), len(sources) + len(cuts)))
+        sources += cuts
+    return sources, spans
+
+
+def _write(
+    repo: Repo,
+    sources: Sequence[SourceTensor],
+    shared: Sequence[PieceTable],
+    codec: str,
+    progress: ProgressCallback,
+) -> Written:
+    """Write the packs, and learn from it how fast the storage and the codec are."""
+    choice, _ = save_speed.choose(repo, codec, workers=repo.options.workers)
+    began = repo.environment.monotonic()
+    written = write_pieces(
+        sources,
+        backend=repo.backend,
+        environment=repo.environment,
+        options=repo.options,
+        known=KnownPieces(shared, deltas=False),
+        chunk_bytes=repo.chunk_bytes,
+        choice=choice,
+        progress=progress,
+    )
+    save_speed.learn(repo, choice, written, wall_s=repo.environment.monotonic() - began)
+    return written
+
+
+_Flat = tuple[Node, tuple[SourceTensor, ...]]
+"""A value: its node, and the tensors in it."""
+
+
+def _shard_info(shard: Shard, start: int, stop: int) -> ShardInfo:
+    """Return what the coordinator is told of a shard that lies in these rows."""
+    return ShardInfo(
+        name=shard.name,
+        dtype=dtype_text(shard.tensor.dtype) or "",
+        shape=tuple(shard.shape),
+        offsets=tuple(shard.offsets),
+        sizes=tuple(shard.tensor.shape),
+        rows=(start, stop),
+    )
+
+
+def _value_info(name: str, flat: _Flat, first: Sequence[int]) -> ValueInfo:
+    """Return what the coordinator is told of a value whose tensors begin in these rows."""
+    node, tensors = flat
+    return ValueInfo(
+        name=name,
+        node=node,
+        records=tuple((tensor.dtype, tensor.shape, tensor.order) for tensor in tensors),
+        rows=tuple((first[place], first[place + 1]) for place in range(len(tensors))),
+    )
+
+
+def _flat_value(name: str, value: object, adapters: Sequence[TypeAdapter]) -> _Flat:
+    flat = flatten({name: value}, adapters)  # so that errors name it
+    node = flat.skeleton
+    assert isinstance(node, list)  # noqa: S101  # a dict of one entry
+    return node[2], flat.tensors
+
+
+def _sources(shard: Shard, chunk_bytes: int) -> list[SourceTensor]:
+    """Return a shard as one or two tensors to write.
+
+    Where it is a slab of the tensor's rows, its pieces are to be those that the tensor would be
+    cut into as a whole, so that versions that were saved by other numbers of ranks share them. What
+    comes before the first border of that grid then is a tensor of its own.
+    """
+    tensor = shard.tensor.detach()
+    slab = tensor.ndim > 0 and tuple(tensor.shape[1:]) == tuple(shard.shape[1:])
+    start = shard.offsets[0] if slab else 0
+    if not start or not tensor.is_contiguous():
+        return [_source(tensor, shard.name)]
+    item = tensor.element_size()
+    row = tensor.numel() // max(1, tensor.shape[0]) * item
+    length = piece_bytes(row, item, chunk_bytes)
+    head = -(start * row) % length
+    if not 0 < head < tensor.numel() * item:
+        return [_source(tensor, shard.name)]
+    if row <= chunk_bytes:  # the grid falls on rows
+        rows = head // row
+        return [_source(tensor[:rows], shard.name), _source(tensor[rows:], shard.name)]
+    flat = tensor.view(-1)
+    return [_source(flat[: head // item], shard.name), _source(flat[head // item :], shard.name)]
+
+
+def _source(tensor: torch.Tensor, name: str) -> SourceTensor:
+    dense = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    dtype = dtype_text(tensor.dtype) or ""
+    assert dtype in ITEM_BYTES  # noqa: S101  # checked before
+    return SourceTensor(
+        dtype=dtype,
+        shape=tuple(tensor.shape),
+        order=None,
+        paths=((name,),),
+        payload=TensorBytes(tensor, None, dense=dense),
+    )

@@ -1,0 +1,355 @@
+"""Loading into a different model: what fits by name is filled in place, the rest is reported.
+
+For transfer learning: the names of a version are renamed to those of the model, dtypes are cast,
+tensors of another shape are left alone. Only the chunks that are needed are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ckptstore.checkpoint.content import Content
+from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.errors import InvalidInputError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.paths import PathFilter, Pattern, path_text
+from ckptstore.format.renames import Renames
+from ckptstore.format.skeleton import Leaf
+from ckptstore.model import Version
+from ckptstore.repo import Repo
+from ckptstore.tensors.restore import Restorer
+from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
+
+__all__ = ["Mismatch", "TransferReport", "TransferRequest", "transfer"]
+
+_TAKEN = frozenset({"tensor", "parameter", "buffer", "view", "numpy"})
+_SEEN = _TAKEN | {"quantized"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferRequest:
+    """What the user asks for."""
+
+    include: Sequence[Pattern] | None = None
+    """Patterns of paths of the version, before renaming."""
+    exclude: Sequence[Pattern] | None = None
+    rename: Mapping[Pattern, Pattern] | None = None
+    """Prefix of a path of the version to what the target calls it."""
+    cast: bool = True
+    """Convert to the dtype of the target, where torch does that without losing the kind."""
+    strict: bool = False
+    """Refuse, before anything is read, unless every name fits."""
+    progress: ProgressCallback = silent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mismatch:
+    """A name that both have, and that was left as it is in the target."""
+
+    name: str
+    """In the target."""
+    path: str
+    """In the version."""
+    why: str
+    """``shape``, ``dtype``, ``shared`` (its memory was filled under another name), or what is
+    unusual about a tensor that cannot be filled."""
+    version_shape: tuple[int, ...]
+    version_dtype: str
+    target_shape: tuple[int, ...]
+    target_dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferReport:
+    """What was taken over, and what was not."""
+
+    version: Version
+    loaded: tuple[str, ...]
+    """Names of the target that were filled."""
+    cast: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Of these: dtype in the version and in the target, where they differ."""
+    missing: tuple[str, ...] = ()
+    """Names of the target that the version, as selected and renamed, does not have."""
+    unexpected: tuple[str, ...] = ()
+    """Paths of the version, as selected, that the target has no place for."""
+    mismatched: tuple[Mismatch, ...] = ()
+    read_bytes: int = 0
+    """Bytes of the tensors that were read."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every name of the target was filled and nothing was left over."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        """Return the counts, and the first few names of what does not fit."""
+        wrong = [f"{m.name} ({m.why}: {_words(m)})" for m in self.mismatched]
+        parts = [f"{len(self.loaded)} loaded"]
+        if self.cast:
+            parts[0] += f", {len(self.cast)} of them cast"
+        for title, names in (
+            ("missing", self.missing),
+            ("unexpected", self.unexpected),
+            ("mismatched", wrong),
+        ):
+            if names:
+                more = ", ..." if len(names) > _NAMES else ""
+                parts.append(f"{len(names)} {title}: {', '.join(names[:_NAMES])}{more}")
+        return "; ".join(parts)
+
+
+_NAMES = 5
+"""Names of a kind that the text of a report lists."""
+
+
+def _words(item: Mismatch) -> str:
+    found = f"{item.version_dtype}{list(item.version_shape)}"
+    return f"{found} into {item.target_dtype}{list(item.target_shape)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """One leaf that goes into one tensor."""
+
+    leaf: Leaf
+    name: str
+    target: torch.Tensor
+    dtype: str
+    """Of the leaf."""
+    nbytes: int
+
+
+@dataclass(slots=True)
+class _Plan:
+    jobs: list[_Job] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    mismatched: list[Mismatch] = field(default_factory=list)
+    also: list[str] = field(default_factory=list)
+    """Names that share the memory of one that is filled."""
+
+
+def transfer(
+    repo: Repo, version: Version, content: Content, target: object, request: TransferRequest
+) -> TransferReport:
+    """Fill the tensors of a module or state from a version, as far as their names fit.
+
+    Parameters
+    ----------
+    target
+        A module, or nested dicts and lists of tensors and modules. Tensors are filled in place,
+        on their devices; those of modules are their parameters and persistent buffers.
+
+    Raises
+    ------
+    TensorNotFoundError
+        A pattern or a prefix matches nothing.
+    InvalidInputError
+        Two paths have one name after renaming; the target holds no tensor; or `strict` is asked
+        for and something does not fit. Nothing was read.
+    CorruptTensorError, StorageError
+        A tensor cannot be read. The target may then hold anything.
+    """
+    sources = _sources(content, request)
+    targets = dict(_targets(target, ""))
+    if not targets:
+        msg = f"there is no tensor in the target, a {type(target).__name__}"
+        raise InvalidInputError(msg, hint="pass a module, or {'model': model}")
+    plan = _plan(content, sources, targets, cast=request.cast)
+    report = _report(version, plan)
+    if request.strict and not report.complete:
+        msg = f"{version.run}@{version.step} does not fit the target: {report}"
+        raise InvalidInputError(msg, hint="rename, or load what fits with strict=False")
+    total = sum(job.nbytes for job in plan.jobs)
+    done = 0
+    for batch in _batches(plan.jobs, repo.options.host_bytes):
+        _fill(repo, content, batch)
+        done += sum(job.nbytes for job in batch)
+        request.progress(Progress(stage="read", done=done, total=total))
+    return report
+
+
+def _sources(content: Content, request: TransferRequest) -> dict[str, Leaf]:
+    """Return the leaves that are wanted, by the name that the target should have for them."""
+    wanted = PathFilter(request.include, request.exclude)
+    renames = Renames(request.rename or {})
+    found: dict[str, Leaf] = {}
+    for leaf in content.leaves:
+        if not wanted(leaf.path) or leaf.kind not in _SEEN:
+            continue
+        name = renames.text(leaf.path)
+        if name in found:
+            paths = [path_text(found[name].path), path_text(leaf.path)]
+            msg = f"{paths[0]!r} and {paths[1]!r} would both be {name!r}"
+            raise InvalidInputError(msg, hint="leave one of them out (exclude), or rename it too")
+        found[name] = leaf
+    wanted.check_all_used()
+    renames.check_all_used()
+    return found
+
+
+def _targets(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:  # noqa: ANN401
+    if isinstance(value, torch.nn.Module):
+        value = value.state_dict(keep_vars=True)
+    if isinstance(value, torch.Tensor):
+        yield name, value.detach()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _targets(item, f"{name}.{path_text((key,))}" if name else path_text((key,)))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _targets(item, f"{name}.{place}" if name else str(place))
+
+
+def _plan(
+    content: Content,
+    sources: Mapping[str, Leaf],
+    targets: Mapping[str, torch.Tensor],
+    *,
+    cast: bool,
+) -> _Plan:
+    plan = _Plan()
+    filled: dict[object, int] = {}
+    for name, target in targets.items():
+        leaf = sources.get(name)
+        if leaf is None:
+            continue
+        dtype, shape = _kind_of(content, leaf)
+        memory = _memory(target)
+        why = _refusal(leaf, dtype, shape, target, cast=cast)
+        if not why and filled.get(memory, leaf.index) != leaf.index:
+            why = "shared"
+        if why:
+            plan.mismatched.append(
+                Mismatch(
+                    name=name,
+                    path=path_text(leaf.path),
+                    why=why,
+                    version_shape=shape,
+                    version_dtype=dtype,
+                    target_shape=tuple(target.shape),
+                    target_dtype=_dtype(target),
+                )
+            )
+        elif memory in filled:
+            plan.also.append(name)
+        else:
+            filled[memory] = leaf.index
+            nbytes = content.manifest.tensors[leaf.index].nbytes
+            job = _Job(leaf=leaf, name=name, target=target, dtype=dtype, nbytes=nbytes)
+            plan.jobs.append(job)
+    for name, target in targets.items():
+        if name not in sources:
+            (plan.also if _memory(target) in filled else plan.missing).append(name)
+    plan.unexpected = [
+        path_text(leaf.path) for name, leaf in sources.items() if name not in targets
+    ]
+    return plan
+
+
+def _report(version: Version, plan: _Plan) -> TransferReport:
+    cast = {
+        job.name: (job.dtype, _dtype(job.target))
+        for job in plan.jobs
+        if job.dtype != _dtype(job.target)
+    }
+    return TransferReport(
+        version=version,
+        loaded=(*(job.name for job in plan.jobs), *plan.also),
+        cast=cast,
+        missing=tuple(plan.missing),
+        unexpected=tuple(plan.unexpected),
+        mismatched=tuple(plan.mismatched),
+        read_bytes=sum({job.leaf.index: job.nbytes for job in plan.jobs}.values()),
+    )
+
+
+def _kind_of(content: Content, leaf: Leaf) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a leaf; a view has its own."""
+    record = content.manifest.tensors[leaf.index]
+    node = leaf.node
+    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
+        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
+    return record.dtype, record.shape
+
+
+def _dtype(target: torch.Tensor) -> str:
+    return dtype_text(target.dtype) or str(target.dtype)
+
+
+def _memory(target: torch.Tensor) -> object:
+    """Return what is equal for tensors that are one and the same memory."""
+    if target.is_meta or target.layout != torch.strided or not target.numel():
+        return id(target)
+    return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride())
+
+
+def _refusal(
+    leaf: Leaf, dtype: str, shape: tuple[int, ...], target: torch.Tensor, *, cast: bool
+) -> str:
+    """Return why a tensor cannot be filled from a leaf; empty if it can."""
+    own_dtype = leaf.kind == "numpy" and isinstance(leaf.node, list) and len(leaf.node) > 2
+    if leaf.kind not in _TAKEN or own_dtype:
+        return f"{leaf.kind} in the version"
+    if target.is_meta:
+        return "on the meta device"
+    if target.layout != torch.strided or target.is_quantized:
+        return "not a plain strided tensor"
+    if tuple(target.shape) != shape:
+        return "shape"
+    if dtype != _dtype(target):
+        known = dtype_named(dtype)
+        if not cast or not torch.can_cast(known, target.dtype):
+            return "dtype"
+    return ""
+
+
+def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
+    """Yield jobs in batches of at most `host_bytes`, one at least; leaves of one tensor together.
+
+    Bytes that go straight to where they belong count too: a batch is also what is planned at once.
+    """
+    batch: list[_Job] = []
+    filled = 0
+    for job in sorted(jobs, key=lambda job: job.leaf.index):
+        apart = bool(batch) and batch[-1].leaf.index != job.leaf.index
+        if apart and filled + job.nbytes > host_bytes:
+            yield batch
+            batch, filled = [], 0
+        filled += job.nbytes if apart or not batch else 0
+        batch.append(job)
+    if batch:
+        yield batch
+
+
+def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:
+    """Read the leaves of a batch; those of the target's dtype right into it, where it lies so."""
+    exact = {
+        place: job.target
+        for place, job in enumerate(batch)
+        if job.leaf.kind != "numpy" and job.dtype == _dtype(job.target)
+    }
+    restorer = Restorer(
+        ["l", *(job.leaf.node for job in batch)], content.manifest.tensors, into=exact or None
+    )
+    destinations = [(index, restorer.destination(index)) for index in restorer.needed]
+    read_ranges(
+        content,
+        [Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations],
+        backend=repo.backend,
+        options=repo.options,
+    )
+    for _, destination in destinations:
+        destination.finish()
+    values = restorer.build()
+    with torch.no_grad():
+        for place, job in enumerate(batch):
+            if place not in exact:
+                value = values[place]
+                job.target.copy_(
+                    value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+                )

@@ -1,0 +1,190 @@
+"""Replicas of a store, opened when they are first needed, and once for all threads."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from ckptstore import limits
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidInputError,
+    ReplicaChangedError,
+)
+from ckptstore.format.names import check_replica_name
+from ckptstore.model import ReplicaInfo
+from ckptstore.repo import Finding, Repo
+from ckptstore.store.replica_options import PLACE, check_bound, check_meant
+
+if TYPE_CHECKING:
+    from ckptstore.store.store import Store
+
+__all__ = ["OpenedReplicas", "ReplicaOptions", "beside", "is_local"]
+
+ReplicaOptions: TypeAlias = "Mapping[str, Mapping[str, Any] | Store]"
+"""By the name of a replica: what :func:`ckptstore.open` takes for it, with its ``url`` if any of
+that goes to a storage library; or an open store."""
+
+_LOCAL = frozenset({"", "file", "local", "memory"})
+
+
+def is_local(info: ReplicaInfo) -> bool:
+    """Return whether a replica is on a mounted file system, or in memory."""
+    from ckptstore.backends.registry import scheme_of
+
+    return scheme_of(info.url) in _LOCAL
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One replica: at most one thread opens it at a time."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    store: Store | None = None
+    own: bool = False
+    pid: int = 0
+    failure: CkptStoreError | None = None
+    failed_at: float = 0.0
+
+
+class OpenedReplicas:
+    """Opens replicas. Any thread may use it; a forked child opens its own.
+
+    Parameters
+    ----------
+    given
+        Options, or open stores, which stay their owner's. Never stored, never shown.
+    """
+
+    def __init__(self, repo: Repo, given: ReplicaOptions | None = None) -> None:
+        self._repo = repo
+        self._given = dict(given or {})
+        for name, options in self._given.items():
+            check_replica_name(name)
+            if not isinstance(options, Mapping) and not hasattr(options, "repo"):
+                msg = f"the options of the replica {name!r} are no mapping"
+                hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
+                raise InvalidInputError(msg, hint=hint)
+            if isinstance(options, Mapping):
+                check_bound(name, options)
+        self._slots: dict[str, _Slot] = {}
+        self._pid = os.getpid()
+
+    def give(self, name: str, options: Mapping[str, Any]) -> None:
+        """Remember options of a replica, for this process.
+
+        Raises
+        ------
+        InvalidInputError
+            They go to a storage, and do not say to which; see
+            :mod:`ckptstore.store.replica_options`.
+        """
+        check_bound(name, options)
+        self._given[name] = dict(options)
+
+    def get(self, info: ReplicaInfo) -> Store:
+        """Return a replica, opened.
+
+        Threads that come while one opens it share what becomes of that, its failure too.
+
+        Raises
+        ------
+        ReplicaChangedError
+            There is another store than the one that was named.
+        CkptStoreError
+            It cannot be opened.
+        """
+        self._repo.check_open()
+        asked = self._repo.environment.monotonic()
+        slot = self._slot(f"{info.name} {info.store} {info.url}")
+        with slot.lock:
+            if slot.store is not None:
+                return slot.store
+            if slot.failure is not None and slot.failed_at >= asked:
+                raise slot.failure
+            try:
+                slot.store, slot.own = self._open(info)
+            except CkptStoreError as error:
+                slot.failure, slot.failed_at = error, self._repo.environment.monotonic()
+                raise
+            return slot.store
+
+    def _slot(self, key: str) -> _Slot:
+        if self._pid != os.getpid():  # a forked child: its locks and connections are its own
+            self._pid, self._slots = os.getpid(), {}
+        return self._slots.setdefault(key, _Slot())
+
+    def _open(self, info: ReplicaInfo) -> tuple[Store, bool]:
+        given = self._given.get(info.name, {})
+        if not isinstance(given, Mapping):
+            check_same(given, info)
+            return given, False
+        check_meant(info, given)
+        own = {key: value for key, value in given.items() if key != PLACE}
+        store = self.open_at(info.url, own)
+        try:
+            check_same(store, info)
+        except CkptStoreError:
+            store.close()
+            raise
+        return store, True
+
+    def open_at(
+        self, url: str | os.PathLike[str], given: Mapping[str, Any], *, create: bool = False
+    ) -> Store:
+        """Open the store at a location, with the limits of this one unless options say else."""
+        from ckptstore.store.opening import open_store
+
+        own = self._repo.options
+        options: dict[str, Any] = {
+            "host_bytes": own.host_bytes,
+            "workers": own.workers,
+            "read_only": own.read_only,
+            "chunk_bytes": self._repo.superblock.chunk_bytes,
+        }
+        return open_store(url, **{**options, **given, "create": create})
+
+    def close(self) -> None:
+        """Close what was opened here; idempotent."""
+        slots, self._slots = self._slots, {}
+        if self._pid != os.getpid():
+            return
+        for slot in slots.values():
+            if slot.store is not None and slot.own:
+                slot.store.close()
+
+
+def check_same(store: Store, info: ReplicaInfo) -> None:
+    """Raise ReplicaChangedError unless a store is the one that was named."""
+    if store.info.store_id != info.store:
+        msg = (
+            f"at {store.url} there is the store {store.info.store_id[:8]}, "
+            f"and the replica {info.name!r} is the store {info.store[:8]}"
+        )
+        hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
+        raise ReplicaChangedError(msg, hint=hint)
+
+
+def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
+    """Return a store over the same connections, with a log and limits of its own.
+
+    So that no save ever waits for a lock that a replication holds.
+    """
+    from ckptstore.backends.stoppable import StoppableBackend
+
+    backend = StoppableBackend(repo.backend) if stoppable else repo.backend
+    options = replace(
+        repo.options,
+        workers=min(repo.options.workers, limits.WRITE_BACK_WORKERS),
+        host_bytes=min(repo.options.host_bytes, limits.WRITE_BACK_HOST_BYTES),
+    )
+
+    def known(*_: object) -> Finding:
+        return Finding(put_if_absent=repo.put_if_absent(), report={})  # probed once for both
+
+    return Repo(
+        backend, repo.superblock, environment=repo.environment, options=options, prober=known
+    )
