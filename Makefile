@@ -81,8 +81,6 @@ coverage: $(VENV)/.dev ## tests, and which lines and branches they miss
 
 lint: $(VENV)/.dev ## style, types and layers
 	$(call TIMED,$(BIN)/ruff check; $(BIN)/ruff format --check; $(BIN)/mypy; \
-	for file in tests/*/conftest.py; do \
-	  MYPYPATH=$$(dirname $$file):tests/servers $(BIN)/mypy $$file || exit 1; done; \
 	$(BIN)/lint-imports --no-cache)
 
 format: $(VENV)/.dev ## rewrite the sources in the house style, and the pages made from them

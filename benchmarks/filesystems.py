@@ -31,7 +31,7 @@ from benchmarks.workloads import load_case, loader, save_case, store_load, store
 __all__ = ["measure", "run"]
 
 _REPO = Path(__file__).resolve().parent.parent
-_LAB = _REPO / "tests" / "lab"
+_LAB = _REPO / "tests" / "kits"
 _PEERS = ("torch.save", "safetensors", "DCP", "torch_checkpointing")
 _CODECS = ("auto", "planes", "raw")
 _RUN = "bench"

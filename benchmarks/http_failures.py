@@ -36,7 +36,7 @@ from ckptstore.store import Run, Store
 
 __all__ = ["failures_over_http"]
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "servers"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kits"))
 
 _RUN = "bench"
 _THREADS = 4

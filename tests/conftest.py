@@ -11,9 +11,21 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# tests/servers holds modules of the tests' own; tests import them by their plain names.
-sys.path.insert(0, str(Path(__file__).parent / "servers"))
+# Tests, and the processes that they start, import the modules of tests/kits by plain names.
+_KITS = str(Path(__file__).parent / "kits")
+sys.path.insert(0, _KITS)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_KITS, os.environ.get("PYTHONPATH")]))
 pytest.register_assert_rewrite(
+    "catalogmodel",
+    "deltakit",
+    "faultkit",
+    "gckit",
+    "goldenkit",
+    "labkit",
+    "rankkit",
+    "recipekit",
+    "simclients",
+    "store_machine",
     "ckptstore.testing.conform_create",
     "ckptstore.testing.conform_listing",
     "ckptstore.testing.conform_objects",

@@ -1,16 +1,11 @@
-"""Makes ``goldenkit`` importable by its plain name, and gives the single-file reader."""
+"""The single-file reader of the documentation."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from goldenkit import READER
 
 

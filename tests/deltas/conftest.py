@@ -1,22 +1,15 @@
-"""Makes ``deltakit`` importable by its plain name, and gives stores in memory."""
+"""Stores in memory."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
+from deltakit import open_store
 
 from ckptstore.backends.memory import MemoryBackend
-
-sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("deltakit")
-
-from deltakit import open_store  # noqa: E402
-
-from ckptstore.store import Store  # noqa: E402
+from ckptstore.store import Store
 
 
 @pytest.fixture

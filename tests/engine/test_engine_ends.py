@@ -17,7 +17,6 @@ from ckptstore import limits
 from ckptstore.engine.engine import open_engine
 from ckptstore.errors import LimitError
 
-HERE = Path(__file__).parent
 CODE = """
 import sys
 from enginetasks import hold
@@ -34,10 +33,8 @@ def start(folder: Path, spec: str) -> tuple[subprocess.Popen[str], list[int]]:
     """Start a program whose two workers hold a task each; return it and their process ids."""
     script = folder / "coordinator.py"
     script.write_text(CODE)
-    path = os.pathsep.join([str(HERE.parent / "servers"), os.environ.get("PYTHONPATH", "")])
     program = subprocess.Popen(
         [sys.executable, str(script), spec, str(folder)],
-        env={**os.environ, "PYTHONPATH": path},
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # a group of its own, as a terminal gives one

@@ -4,30 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from soaking import soak_seed
-
-HERE = Path(__file__).parent
-PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as gc_driver.Plan takes them
     """Return what a campaign found."""
-    done = subprocess.run(
-        [sys.executable, "-m", "faultkit.gc_driver"],
-        input=json.dumps(plan).encode(),
-        env={**os.environ, "PYTHONPATH": PATH},
-        capture_output=True,
-        check=False,
-        timeout=plan["seconds"] + 600,
+    printed = run_program(
+        "faultkit.gc_driver", given=json.dumps(plan), timeout_s=plan["seconds"] + 600
     )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

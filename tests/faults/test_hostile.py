@@ -20,8 +20,6 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
 
-HERE = Path(__file__).parent
-PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 # What one hostile store may cost, besides a save of some 200 kB. Source: a chunk and its source may
 # take 64 MiB each (CHUNK_RAW_BYTES_MAX), records up to 300 MB are built here on purpose.
 PEAK_KIB_MAX = 400 * 1024
@@ -34,7 +32,6 @@ def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     done = subprocess.run(
         [sys.executable, "-m", "faultkit.hostile_child"],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": PATH},
         capture_output=True,
         check=False,
         timeout=550,

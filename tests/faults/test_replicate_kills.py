@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from soaking import soak_rounds, soak_seed
 
-HERE = Path(__file__).parent
 PHASES = (
     "killed before anything travelled",
     "killed while a version travelled",
@@ -26,17 +23,11 @@ def campaign(
     folder: Path, *, rounds: int, seed: int, elements: int, command: str
 ) -> dict[str, Any]:
     """Return the figures of a campaign of kills."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     numbers = [str(number) for number in (rounds, seed, elements)]
-    done = subprocess.run(
-        [sys.executable, "-m", "faultkit.replicate_driver", str(folder), *numbers, command],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        check=False,
-        timeout=3600,
+    printed = run_program(
+        "faultkit.replicate_driver", str(folder), *numbers, command, timeout_s=3600
     )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

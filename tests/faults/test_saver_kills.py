@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -16,15 +15,12 @@ from faultkit.trainer import state_at
 import ckptstore
 from ckptstore.saver.process_engine import ProcessEngine
 
-HERE = Path(__file__).parent
 _PATIENCE_S = 300.0
 
 
 def _trainer(folder: Path, how: str, engine: str) -> subprocess.Popen[str]:
-    paths = [str(HERE), str(HERE.parent / "servers"), os.environ.get("PYTHONPATH", "")]
     return subprocess.Popen(
         [sys.executable, "-m", "faultkit.trainer", str(folder), how, engine],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

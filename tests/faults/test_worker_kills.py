@@ -3,34 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_program
 from soaking import soak_rounds, soak_seed
 
 pytest.importorskip("distributed")
 
-HERE = Path(__file__).parent
 OPERATIONS = ("gc", "repack", "verify", "replicate")
 
 
 def campaign(folder: Path, *, rounds: int, seed: int, victim: str, engine: str) -> dict[str, Any]:
     """Return the figures of a campaign of kills."""
-    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     numbers = [str(rounds), str(seed), victim, engine]
-    done = subprocess.run(
-        [sys.executable, "-m", "faultkit.worker_driver", str(folder), *numbers],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        check=False,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = run_program("faultkit.worker_driver", str(folder), *numbers, timeout_s=3000)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 

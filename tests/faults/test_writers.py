@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,26 +10,17 @@ from typing import Any
 import pytest
 from faultkit.states import differences, state_of
 from faultkit.stores import create, load_id, memory_with
+from programs import run_program
 
 from ckptstore.backends.registry import open_backend
 from ckptstore.model import Version
-
-HERE = Path(__file__).parent
-PATH = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
 
 
 def written(folder: Path, writers: int, saves: int, *, shared: bool) -> dict[str, Any]:
     """Return what processes that write at once leave behind."""
     words = [str(folder), str(writers), str(saves), str(int(shared))]
-    done = subprocess.run(
-        [sys.executable, "-m", "faultkit.writers_driver", *words],
-        env={**os.environ, "PYTHONPATH": PATH},
-        capture_output=True,
-        check=False,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    printed = run_program("faultkit.writers_driver", *words, timeout_s=500)
+    found: dict[str, Any] = json.loads(printed)
     return found
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +12,7 @@ HERE = Path(__file__).parent
 ENABLED = os.environ.get("CKPTSTORE_LAB") == "1"
 collect_ignore_glob = [] if ENABLED else ["*"]
 
-sys.path.insert(0, str(HERE))
-pytest.register_assert_rewrite("labkit")
-
-from labkit.systems import LabPool, pool  # noqa: E402 - found through the line above
+from labkit.systems import LabPool, pool  # noqa: E402 - after what is ignored
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

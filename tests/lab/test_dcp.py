@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from labkit.campaign import moment, rounds
 from labkit.peers import Call, Peer, PeerError, guest_peer
 from labkit.systems import Ceph, LabPool, Nfs
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "dcp"))
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from rankkit import jobs

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import uuid
-from pathlib import Path
 from typing import Any
 
 import pytest
 from buckets import S3Bucket
 from labkit.campaign import rounds
 from labkit.systems import Ceph, LabPool
+from programs import run_program
 
-FAULTS = Path(__file__).parent.parent / "faults"
 SECONDS = 40
 SECONDS_LONG = 300
 
@@ -23,17 +19,12 @@ SECONDS_LONG = 300
 def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as faultkit.gc_driver.Plan takes them
     """Return what a campaign of tests/faults found."""
     seconds = rounds(SECONDS, SECONDS_LONG)
-    path = os.pathsep.join(filter(None, [str(FAULTS), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "faultkit.gc_driver"],
-        input=json.dumps({"seconds": seconds, "seed": 3, "kill_every_s": 4.0, **plan}).encode(),
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        check=False,
-        timeout=seconds + 900,
+    printed = run_program(
+        "faultkit.gc_driver",
+        given=json.dumps({"seconds": seconds, "seed": 3, "kill_every_s": 4.0, **plan}),
+        timeout_s=seconds + 900,
     )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(printed)
     print(found)  # noqa: T201 - the figures of the campaign
     return found
 

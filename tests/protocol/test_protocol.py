@@ -7,8 +7,8 @@ How many states there are is asserted too, so that a client that silently stops 
 from __future__ import annotations
 
 import pytest
-from clients import Collector, Deleter, Relocator, Undeleter, Writer
-from explorer import Client, Commit, Found, World, count, explore
+from protocol_clients import Collector, Deleter, Relocator, Undeleter, Writer
+from protocol_explorer import Client, Commit, Found, World, count, explore
 
 START = (Commit("save", "v", "m-v", frozenset({"p"})),)
 STORE = frozenset({"p", "m-v", "orphan"})

@@ -1,24 +1,18 @@
-"""Makes ``recipekit`` importable by its plain name, and gives stores in memory."""
+"""Stores in memory."""
 
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
+from ckptstore.config import Options
 from ckptstore.limits import CHUNK_BYTES_MIN
-
-sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("recipekit")
-
-from ckptstore.config import Options  # noqa: E402
-from ckptstore.repo import create_on  # noqa: E402
-from ckptstore.store import Store  # noqa: E402
+from ckptstore.repo import create_on
+from ckptstore.store import Store
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import simclients
-import test_store_machine as machine
+import store_machine as machine
 import torch
 
 from ckptstore import limits

@@ -74,7 +74,9 @@ def test_raw_chunks_go_through_no_other_memory(
     sizes: list[int] = []
     arena = piece_reader._Scratch.arena
 
-    def seen(self: piece_reader._Scratch, size: int, *, second: bool = False) -> read_pieces._Arena:
+    def seen(
+        self: piece_reader._Scratch, size: int, *, second: bool = False
+    ) -> piece_reader._Arena:
         sizes.append(size)
         return arena(self, size, second=second)
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "dcp"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "kits"))
 # Gloo takes the device of the host's name, which inside of a guest is no other guest's.
 DEVICES = [name for _, name in socket.if_nameindex() if name.startswith("vec")]
 os.environ.setdefault("GLOO_SOCKET_IFNAME", DEVICES[0] if DEVICES else "lo")

@@ -1,6 +1,6 @@
 """Makes the golden store with pins for other stores; see ``make_golden.py`` for what it is.
 
-python tests/compat/make_golden_pins.py tests/compat/golden/v1-pins
+python tests/kits/make_golden_pins.py tests/compat/golden/v1-pins
 """
 
 from __future__ import annotations

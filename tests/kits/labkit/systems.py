@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 LOOPBACK = "127.0.0.1"
-SCRIPTS = Path(__file__).parent.parent / "systems"
+SCRIPTS = Path(__file__).parents[2] / "lab" / "systems"
 
 
 System = TypeVar("System", bound="LabSystem")

@@ -1,15 +1,15 @@
 """Makes the golden stores of format v1; run it only when a new format version needs a new one.
 
-    python tests/compat/make_golden.py tests/compat/golden/v1
-    python tests/compat/make_golden.py tests/compat/golden/v1-blocks
-    python tests/compat/make_golden.py tests/compat/golden/v1-recipes
-    python tests/compat/make_golden.py tests/compat/golden/v1-delta
-    python tests/compat/make_golden.py tests/compat/golden/v1-aged
-    python tests/compat/make_golden.py tests/compat/golden/v1-replica
-    python tests/compat/make_golden.py tests/compat/golden/v1-again
-    python tests/compat/make_golden.py tests/compat/golden/v1-encrypted
-    python tests/compat/make_golden.py tests/compat/golden/v1-tiers
-    python tests/compat/make_golden.py tests/compat/golden/v1-arranged
+    python tests/kits/make_golden.py tests/compat/golden/v1
+    python tests/kits/make_golden.py tests/compat/golden/v1-blocks
+    python tests/kits/make_golden.py tests/compat/golden/v1-recipes
+    python tests/kits/make_golden.py tests/compat/golden/v1-delta
+    python tests/kits/make_golden.py tests/compat/golden/v1-aged
+    python tests/kits/make_golden.py tests/compat/golden/v1-replica
+    python tests/kits/make_golden.py tests/compat/golden/v1-again
+    python tests/kits/make_golden.py tests/compat/golden/v1-encrypted
+    python tests/kits/make_golden.py tests/compat/golden/v1-tiers
+    python tests/kits/make_golden.py tests/compat/golden/v1-arranged
 
 The later ones hold what came to the format later: tensors in blocks, tensors that follow from
 others, pieces that are differences to those of older versions, versions whose weights were rounded,

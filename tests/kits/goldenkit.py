@@ -17,7 +17,7 @@ READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
 
 def golden(name: str) -> Path:
     """Return where a golden store is; nothing may write there."""
-    return Path(__file__).parent / "golden" / name
+    return Path(__file__).parents[1] / "compat" / "golden" / name
 
 
 def sizes(folder: Path) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """Makes the golden store whose record of keys has a seal; see ``make_golden.py`` for what it is.
 
-python tests/compat/make_golden_sealed.py tests/compat/golden/v1-sealed
+python tests/kits/make_golden_sealed.py tests/compat/golden/v1-sealed
 """
 
 from __future__ import annotations

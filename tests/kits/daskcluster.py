@@ -9,13 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 __all__ = ["Cluster"]
 
-_HERE = Path(__file__).parent
 # How long workers may take until the scheduler knows them: seconds, on a machine that is busy more.
 _START_S = 120
 
@@ -66,10 +64,8 @@ class Cluster:
             raise
 
     def _start(self, what: str, *arguments: str, quiet: bool = False) -> subprocess.Popen[str]:
-        path = os.pathsep.join(filter(None, [str(_HERE), os.environ.get("PYTHONPATH")]))
         program = subprocess.Popen(
             [sys.executable, "-m", f"distributed.cli.dask_{what}", *arguments],
-            env={**os.environ, "PYTHONPATH": path},
             stderr=subprocess.DEVNULL if quiet else subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,

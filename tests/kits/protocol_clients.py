@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from explorer import Client, Commit, Log, Objects, fold, gone_since
+from protocol_explorer import Client, Commit, Log, Objects, fold, gone_since
 
 __all__ = ["Collector", "Deleter", "Relocator", "Undeleter", "Writer"]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
-import multiprocessing
 import os
 import signal
 import sys
@@ -17,21 +16,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["Group", "Rank", "run_ranks"]
+from programs import forkserver
 
-_HERE = str(Path(__file__).parent.parent)
-_PRELOADED = (
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "ckptstore.integrations.dcp.reader",
-    "ckptstore.integrations.dcp.writer",
-)
+__all__ = ["Group", "Rank", "run_ranks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,8 +67,7 @@ class Group:
     """Ranks at work; owned by the test. Use it as a context manager: none outlives it."""
 
     def __init__(self, job: Job, world: int, *args: object) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOADED])
+        context = forkserver()
         self._folder = tempfile.TemporaryDirectory(prefix="ckptstore-ranks-")
         meeting = f"file://{self._folder.name}/meeting"
         self.world = world

@@ -22,7 +22,7 @@ from labkit.systems import LabSystem
 
 __all__ = ["PROGRAMS", "Call", "Peer", "PeerError", "guest_peer", "local_peer"]
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
+PROGRAMS = Path(__file__).parents[2] / "lab" / "programs"
 Event = dict[str, Any]
 
 

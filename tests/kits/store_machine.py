@@ -1,0 +1,456 @@
+"""Several clients of one store, interleaved call by call, that do everything there is to do.
+
+Saves, forks, rollbacks, tags, metrics, pins, removals, undeletes, ageing, retention, repacks and
+collections, most without any grace or patience; messages are lost, late or doubled, and clients
+die. The oracle reads the stored commits itself; what it holds:
+
+- no live version ever names an object that was condemned, and all that it names is stored;
+- every live version loads, bit by bit what was saved;
+- no pinned version is ever deleted or aged; retention deletes no head and nothing tagged;
+- retention does what its dry run said, where nobody else committed in between;
+- no collection is ever stopped by what it finds;
+- when all is quiet, two collections leave exactly what live versions need.
+
+One million bytes are never touched here: a state has three tensors of four numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from catalogmodel import CatalogModel, Row
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from simclients import Fate, Late, SimClient, trusting
+
+from ckptstore import limits
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.errors import CkptStoreError, IntegrityError, ObjectExistsError
+from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX
+from ckptstore.repo import create_on, open_on
+from ckptstore.store import Store
+from ckptstore.testing.environment import SimulatedEnvironment
+
+CLIENTS = 4
+FATES: list[Fate] = ["lose request", "lose answer", "late", "twice", "crash", "crash after"]
+DRAW = st.integers(0, 999)
+VALUES = st.tuples(*[st.integers(0, 2)] * 3)
+Work = Callable[[Store], object]
+_LIMITS = {"SNAPSHOT_COMMITS_MIN": 3, "ENCODED_ELEMENTS_MIN": 4, "DERIVED_BYTES_MIN": 1}
+"""So that small logs have snapshots, and small tensors are rounded and derived."""
+LONG = 100_000
+"""Steps of the long form, at least."""
+
+
+class Foretold(NamedTuple):
+    """What a dry run of retention said, on which commit, and the commits that carried it out."""
+
+    number: int
+    fates: dict[str, str]
+    commits: tuple[int, ...]
+
+
+def state_of(values: tuple[int, int, int]) -> dict[str, Any]:
+    """Return a state of three chunks; equal values are shared, or one is derived from the other."""
+    weight, half, moment = values
+    return {
+        "model": {
+            "w": torch.full((4,), weight + 0.3),
+            "h": torch.full((4,), half + 0.3, dtype=torch.bfloat16),
+        },
+        "optimizer": {"m": torch.full((4,), moment + 0.3, dtype=torch.float64)},
+    }
+
+
+def check_state(
+    found: Any,  # noqa: ANN401
+    values: tuple[int, int, int],
+    *,
+    may_lack: bool,
+    may_round: bool,
+) -> None:
+    """Hold that a state is bit by bit that of `values`; or where it may be its weights, or near."""
+    meant = state_of(values)
+    for part in ("model",) if may_lack and "optimizer" not in found else meant:
+        assert found[part].keys() == meant[part].keys()
+        for name, tensor in meant[part].items():
+            assert found[part][name].dtype == tensor.dtype
+            near = part == "model" and may_round
+            given = found[part][name]
+            assert torch.allclose(given, tensor, rtol=0.02) if near else torch.equal(given, tensor)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """See the module."""
+
+    count = 0
+    figures: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
+        StoreMachine.count += 1
+        self.environment = SimulatedEnvironment()
+        self.backend = MemoryBackend(
+            f"{__name__}-{StoreMachine.count}", environment=self.environment
+        )
+        create_on(self.backend, environment=self.environment, prober=trusting).close()
+        self.late: list[Late] = []
+        self.clients = [self._client() for _ in range(CLIENTS)]
+        self.model = CatalogModel(self.backend)
+        self.saved: dict[int, tuple[int, int, int]] = {}
+        self.weights_only: set[str] = set()
+        """Runs that were forked without the optimizer."""
+        self.number = 0
+        self.broken: CkptStoreError | None = None
+        self.changed: list[Row] = []
+        """Versions that came or changed since they were last loaded."""
+        self.checked = 0
+        self.foretold: list[Foretold] = []
+        self._limits = {name: getattr(limits, name) for name in _LIMITS}
+        for name, value in _LIMITS.items():
+            setattr(limits, name, value)  # restored at the end
+
+    def _client(self) -> SimClient:
+        return SimClient(self.backend, self.environment, self.late)
+
+    # --- what clients do ----------------------------------------------------------------------
+
+    def _idle(self) -> list[int]:
+        return [index for index, client in enumerate(self.clients) if not client.running]
+
+    def _busy(self) -> list[int]:
+        return [index for index, client in enumerate(self.clients) if client.running]
+
+    def _begin(self, draw: int, name: str, work: Work) -> None:
+        """Let an idle client begin an operation."""
+        idle = self._idle()
+
+        def done(error: CkptStoreError | None) -> None:
+            kind = error.kind if error else "done"
+            StoreMachine.figures[f"{name}: {kind}"] += 1
+            # A collection is stopped by no one: neither by others nor by what it reads.
+            if name.startswith("gc") and isinstance(error, IntegrityError):
+                self.broken = error
+
+        self.number += 1
+        self.clients[idle[draw % len(idle)]].start(work, done)
+
+    def _versions(self, *, deleted: bool = False) -> list[str]:
+        return [row.id for row in self.model.rows.values() if row.deleted == deleted]
+
+    def _pick(self, draw: int, *, deleted: bool = False) -> str:
+        ids = self._versions(deleted=deleted)
+        return ids[draw % len(ids)]
+
+    def _saves(self, draw: int, run: str, values: tuple[int, int, int]) -> None:
+        step = self.number
+        self.saved[step] = values
+
+        def work(store: Store) -> None:
+            store.run(run, metrics={"loss": "min"}).save(state_of(values), step=step)
+
+        self._begin(draw, "save", work)
+
+    @precondition(lambda self: self._idle())
+    @rule(draw=DRAW, run=st.sampled_from("ab"), values=VALUES)
+    def save(self, draw: int, run: str, values: tuple[int, int, int]) -> None:
+        """Save; what equals the head's is shared."""
+        self._saves(draw, run, values)
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW, values=VALUES)
+    def go_on(self, draw: int, values: tuple[int, int, int]) -> None:
+        """Save to the run of some version, which may be a fork."""
+        self._saves(draw // CLIENTS, self.model.rows[self._pick(draw)].run, values)
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW, part=st.booleans())
+    def fork(self, draw: int, part: bool) -> None:
+        """Fork, or fork the weights alone."""
+        version, run = self._pick(draw), f"f{self.number}"
+        include = ["model.*"] if part else None
+        if part:
+            self.weights_only.add(run)
+        self._begin(draw, "fork", lambda store: store.fork(f"#{version}", run, include=include))
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW)
+    def rollback(self, draw: int) -> None:
+        """Roll the run of some version back to it."""
+        version = self._pick(draw)
+        self._begin(draw, "rollback", lambda store: store.rollback(f"#{version}"))
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW, tag=st.booleans())
+    def name(self, draw: int, tag: bool) -> None:
+        """Tag a version, or give it a metric."""
+        version = self._pick(draw)
+
+        def work(store: Store) -> None:
+            if tag:
+                store.tag(f"#{version}", f"t{draw}")
+            else:
+                store.annotate(f"#{version}", {"loss": draw})
+
+        self._begin(draw, "name", work)
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW)
+    def pin(self, draw: int) -> None:
+        """Pin a version, or take the pin of one away: there are never more than a few."""
+        pinned = [row.id for row in self.model.rows.values() if row.pinned]
+        if len(pinned) > draw % 4:
+            version = pinned[draw % len(pinned)]
+            self._begin(draw, "unpin", lambda store: store.unpin(f"#{version}"))
+        else:
+            version = self._pick(draw)
+            self._begin(draw, "pin", lambda store: store.pin(f"#{version}"))
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW)
+    def remove(self, draw: int) -> None:
+        """Remove a version."""
+        version = self._pick(draw)
+        self._begin(draw, "remove", lambda store: store.remove([f"#{version}"], force=True))
+
+    @precondition(lambda self: self._idle() and self._versions(deleted=True))
+    @rule(draw=DRAW)
+    def undelete(self, draw: int) -> None:
+        """Undelete a version, if it is not too late; the latest that were removed come first."""
+        version = self._pick(-1 - draw % 3, deleted=True)
+        self._begin(draw, "undelete", lambda store: store.undelete([f"#{version}"]))
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(
+        draw=DRAW,
+        level=st.sampled_from(["weights", "weights", "weights-bf16", "weights-int8", "record"]),
+    )
+    def age(self, draw: int, level: Any) -> None:  # noqa: ANN401
+        """Keep less of a version."""
+        version = self._pick(draw)
+        self._begin(draw, "age", lambda store: store.age([f"#{version}"], level, force=True))
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(draw=DRAW, last=st.integers(1, 3), stored=st.booleans())
+    def retain(self, draw: int, last: int, stored: bool) -> None:
+        """Keep a few versions, and the weights of a few more; by a policy that may be stored."""
+        policy = {
+            "full": [f"last {last}", "tagged"],
+            "weights": [f"last {last + 1}", "best 1 loss"],
+            **({"weights-bf16": f"last {last + 2}"} if draw % 2 == 0 else {}),
+            **({"weights-int8": f"last {last + 3}"} if draw % 5 < 3 else {}),
+            **({"record": "all"} if draw % 3 == 0 else {}),
+        }
+
+        def work(store: Store) -> None:
+            if stored:
+                store.set_policy(policy)
+            meant = store.retain(None if stored else policy, dry_run=True)
+            number = store.repo.catalog.number
+            fates = {decision.version.id: decision.fate for decision in meant.changes}
+            done = store.retain(None if stored else policy)
+            self.foretold.append(Foretold(number, dict(fates), done.commits))
+
+        self._begin(draw, "retain", work)
+
+    @precondition(lambda self: self._idle() and self._versions())
+    @rule(
+        draw=DRAW,
+        grace_s=st.sampled_from([0.0, 0.0, 0.0, 1e6]),
+        patience_s=st.sampled_from([0.0, 0.0, 0.01]),
+        below=st.sampled_from([None, 0.5, 1.0]),
+    )
+    def gc(self, draw: int, grace_s: float, patience_s: float, below: float | None) -> None:
+        """Collect; with a grace, what is condemned is left for others to sweep."""
+
+        def work(store: Store) -> object:
+            return store.gc(grace_s=grace_s, orphan_age_s=patience_s, repack_below=below)
+
+        self._begin(draw, "gc" if grace_s == 0 else "gc with grace", work)
+
+    # --- what befalls them --------------------------------------------------------------------
+
+    def _step(self, draw: int, fate: Fate, calls: int) -> None:
+        busy = self._busy()
+        index = busy[draw % len(busy)]
+        client = self.clients[index]
+        for left in range(calls, 0, -1):
+            if not client.running:
+                break
+            client.step("go" if left > 1 else fate)
+            self._look()
+        if client.dead:
+            StoreMachine.figures["crashes"] += 1
+            self._renew(index)
+
+    @precondition(lambda self: self._busy())
+    @rule(draw=DRAW, calls=st.integers(1, 12))
+    def go(self, draw: int, calls: int) -> None:
+        """Let a client make some calls."""
+        self._step(draw, "go", calls)
+
+    @precondition(lambda self: self._busy())
+    @rule(draw=DRAW, calls=st.integers(1, 12))
+    def go_further(self, draw: int, calls: int) -> None:
+        """Let another do so: twice as often as anything else."""
+        self._step(draw, "go", calls)
+
+    @precondition(lambda self: self._busy())
+    @rule(draw=DRAW, fate=st.sampled_from(FATES), calls=st.integers(1, 12))
+    def suffer(self, draw: int, fate: Fate, calls: int) -> None:
+        """Let a client make some calls; what befalls the last of them is drawn."""
+        self._step(draw, fate, calls)
+
+    @precondition(lambda self: self._busy())
+    @rule(draw=DRAW)
+    def finish(self, draw: int) -> None:
+        """Let a client finish what it does."""
+        self._step(draw, "go", 10_000)
+
+    @precondition(lambda self: self._idle())
+    @rule(draw=DRAW)
+    def reopen(self, draw: int) -> None:
+        """Close a store and open it again: it knows of the past what a snapshot tells."""
+        idle = self._idle()
+        self._renew(idle[draw % len(idle)])
+
+    def _renew(self, index: int) -> None:
+        StoreMachine.figures["calls"] += self.clients[index].calls
+        self.clients[index] = self._client()
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def deliver(self, data: st.DataObject) -> None:
+        """Let a request arrive that its sender gave up long ago."""
+        self._deliver(self.late.pop(data.draw(st.integers(0, len(self.late) - 1))))
+
+    def _deliver(self, request: Late) -> None:
+        if not request.absent:
+            self.backend.put(request.key, request.data)
+            return
+        try:
+            self.backend.put_if_absent(request.key, request.data)
+        except ObjectExistsError:
+            assert request.key in self.backend.objects
+
+    # --- what must hold -----------------------------------------------------------------------
+
+    @invariant()
+    def live_versions_are_whole(self) -> None:
+        """Hold that what they name is stored, and that what is new loads, bit by bit."""
+        StoreMachine.figures["steps"] += 1
+        assert self.broken is None, self.broken
+        self._look()
+        if self.model.number > self.checked:
+            self.checked = self.model.number
+            changed, self.changed = self.changed, []
+            with self._reader() as store:
+                self._same_catalog(store)
+                for row in changed:
+                    if row.live:
+                        self._loads(store, row)
+
+    def _look(self) -> None:
+        """After each call of any client: what live versions name is stored."""
+        self.changed += self.model.catch_up()
+        missing = self.model.reach() - self.backend.objects.keys()
+        assert not missing, missing
+        while self.foretold:
+            self._as_foretold(self.foretold.pop())
+
+    def _as_foretold(self, said: Foretold) -> None:
+        """Hold that retention did what its dry run said, if no one committed in between."""
+        commits = range(said.number + 1, said.number + 1 + len(said.commits))
+        if said.commits != tuple(commits) or any(number > self.model.number for number in commits):
+            return
+        done: dict[str, str] = {}
+        for number in commits:
+            done |= self.model.effects.get(number, {})
+        # Without a commit it may be that others did the same meanwhile.
+        if said.commits:
+            assert done == said.fates
+            StoreMachine.figures["retain: as foretold"] += 1
+
+    def _reader(self) -> Store:
+        return Store(open_on(self.backend, environment=self.environment, prober=trusting))
+
+    def _same_catalog(self, store: Store) -> None:
+        """Hold that a client that opens now sees the model's versions."""
+        catalog = store.repo.refresh()
+        assert catalog.number == self.model.number
+        rows = self.model.rows.values()
+        assert [v.id for v in catalog.versions()] == [row.id for row in rows if not row.deleted]
+        for version in catalog.versions():
+            row = self.model.rows[version.id]
+            assert version.level == row.level
+            assert version.pinned == row.pinned
+            assert version.manifest_key == row.manifest or row.level == "record"
+        assert set(catalog.condemned) == self.model.pending
+        tags = {(v.run, tag): v.id for v in catalog.versions() for tag in v.tags}
+        there = {
+            key: one for key, one in self.model.tags.items() if not self.model.rows[one].deleted
+        }
+        assert tags == there
+
+    def _loads(self, store: Store, row: Row) -> None:
+        may_lack = row.may_lack or row.level != "full"
+        first = row
+        while first.origin:
+            may_lack = may_lack or first.run in self.weights_only
+            first = self.model.rows[first.origin]
+        check_state(store.load(f"#{row.id}"), self.saved[first.step], may_lack=may_lack,
+                    may_round=row.may_round)  # fmt: skip
+
+    def teardown(self) -> None:
+        """Everyone finishes, late messages arrive, and two collections leave what is needed."""
+        try:
+            while self._busy():
+                self._step(0, "go", 10_000)
+            for index in range(CLIENTS):
+                self._renew(index)
+            while self.late:
+                self._deliver(self.late.pop())
+            self.live_versions_are_whole()
+            with self._reader() as store:
+                store.gc(grace_s=0, orphan_age_s=0)
+            self.live_versions_are_whole()
+            with self._reader() as store:
+                store.gc(grace_s=0, orphan_age_s=0)
+                self.live_versions_are_whole()
+                assert not self.model.pending
+                assert self._objects() == self.model.reach()
+                for fates in self.model.effects.values():
+                    StoreMachine.figures.update(f"became {fate}" for fate in fates.values())
+                for row in self.model.rows.values():
+                    if row.live:
+                        self._loads(store, row)
+        finally:
+            for name, value in self._limits.items():
+                setattr(limits, name, value)
+
+    def _objects(self) -> set[str]:
+        kinds = (PACKS_PREFIX, MANIFESTS_PREFIX)
+        return {key for key in self.backend.objects if key.startswith(kinds)}
+
+
+def run(examples: int, steps: int, *, same: bool = False) -> Counter[str]:
+    """Run the machine on so many histories of so many steps, the `same` each time or new ones."""
+    from hypothesis.stateful import run_state_machine_as_test
+
+    StoreMachine.figures.clear()
+    run_state_machine_as_test(
+        StoreMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=same,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate],
+        ),
+    )
+    return StoreMachine.figures

@@ -1,8 +1,0 @@
-"""Makes the explorer and its clients importable by their plain names."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
