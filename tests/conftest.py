@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,15 +36,58 @@ pytest.register_assert_rewrite(
 # pytest --hypothesis-profile=search
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("steady", settings.get_profile("search"), derandomize=True)
+settings.register_profile("quick", settings.get_profile("steady"), max_examples=30)
 settings.load_profile("steady")
 
 # Ranks meet on loopback, whatever this machine's name resolves to.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 from buckets import GcsBucket, S3Bucket  # noqa: E402 - after the path
+from cputimes import CpuTimes  # noqa: E402
 from faultproxy import FaultProxy  # noqa: E402
 from local_servers import Server, start_gcs, start_moto, start_rclone  # noqa: E402
+from shortening import ENVIRONMENT  # noqa: E402
 from threadwatch import begin  # noqa: E402
+from xdist.scheduler import LoadScopeScheduling  # noqa: E402
+
+
+class _Files(LoadScopeScheduling):
+    """Keeps the tests of a file on one worker, and those of the engines, which share a cluster."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "tests/engine" if file.startswith("tests/engine/") else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScopeScheduling:
+    """Distribute files."""
+    return _Files(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that have slow tests, so that none is left over at the end."""
+    files = Counter(item.path for item in items)
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: (-slow[item.path], -files[item.path], item.path))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that chooses the short tier, and the one that keeps times."""
+    group = parser.getgroup("ckptstore")
+    group.addoption("--short", action="store_true", help="the short tier: no slow test")
+    group.addoption("--cpu-times", metavar="FILE", help="write the CPU seconds of every test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the tier, here and in the workers of xdist."""
+    config.option.loadscopereorder = False  # the order of the collection, see above
+    config.pluginmanager.register(CpuTimes(config.getoption("--cpu-times")))
+    if config.getoption("--short"):
+        os.environ[ENVIRONMENT] = "1"
+        given = config.option.markexpr
+        config.option.markexpr = f"({given}) and not slow" if given else "not slow"
+        if config.getoption("--hypothesis-profile") is None:
+            settings.load_profile("quick")
 
 
 @pytest.fixture(autouse=True)
