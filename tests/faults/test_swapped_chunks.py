@@ -77,6 +77,10 @@ def test_verify_names_exactly_what_is_hit(made: Scene, disguised: bool) -> None:
             assert problem.step is not None
             found.setdefault(problem.step, set()).add(problem.tensor)
         assert found == made.kind.hits
+        if made is scene("base"):
+            deltas = [p for p in store.verify(["gpt@2"]).problems if p.tensor != "model.c"]
+            assert deltas
+            assert all("its base is lost" in problem.message for problem in deltas)
         assert differing(store, made) == made.kind.hits
 
 

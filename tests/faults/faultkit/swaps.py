@@ -31,7 +31,17 @@ from ckptstore.objects import deltas
 from ckptstore.store import Store
 from faultkit.stores import CHUNK_BYTES, contents, create, memory_with
 
-__all__ = ["ELEMENTS", "KINDS", "RUN", "Kind", "Scene", "differing", "exchange", "scene"]
+__all__ = [
+    "ELEMENTS",
+    "KINDS",
+    "RUN",
+    "Kind",
+    "Scene",
+    "differing",
+    "exchange",
+    "place_of",
+    "scene",
+]
 
 Objects = dict[str, bytes]
 State = dict[str, dict[str, torch.Tensor]]
@@ -103,7 +113,7 @@ def exchange(objects: Objects, pair: tuple[bytes, bytes], *, disguised: bool) ->
     disguised
         Each keeps its header, with the checksum of the bytes that now follow it.
     """
-    places = [_place(objects, chunk_id) for chunk_id in pair]
+    places = [place_of(objects, chunk_id) for chunk_id in pair]
     if None in places:
         return False
     (one, first), (two, second) = [place for place in places if place is not None]
@@ -124,7 +134,8 @@ def _with_header_of(body: bytes, head: bytes) -> bytes:
     return replace(header, chunk_id=kept.chunk_id).to_bytes() + body[CHUNK_HEADER_BYTES:]
 
 
-def _place(objects: Objects, chunk_id: bytes) -> tuple[str, IndexRow] | None:
+def place_of(objects: Objects, chunk_id: bytes) -> tuple[str, IndexRow] | None:
+    """Return the pack of a chunk and its row of the index, or None where no pack names it."""
     for key, data in objects.items():
         if key.startswith("packs/"):
             tail = data[-TRAILER_BYTES:]
@@ -158,7 +169,7 @@ def scene(name: str) -> Scene:
         pair = _pair(name, store, states)
     objects = contents(backend)
     for chunk_id, code in zip(pair, kind.codes, strict=True):
-        found = _place(objects, chunk_id)
+        found = place_of(objects, chunk_id)
         assert found is not None
         header = _chunk(objects[found[0]], found[1])[:CHUNK_HEADER_BYTES]
         assert parse_chunk_header(header, where=name).codec == code
