@@ -131,6 +131,7 @@ def test_the_read_back_compares_content(kind: str, disguised: bool) -> None:
         (failure,) = report.failures
         assert target.done
         assert "does not hold what was written there" in failure.message
+        assert ("another chunk is there" in failure.message) != disguised
         assert other.repo.refresh().version(failure.version).level == "record"
 
 

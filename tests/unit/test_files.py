@@ -31,6 +31,7 @@ from ckptstore.errors import (
     StorageError,
     TensorNotFoundError,
 )
+from ckptstore.events import Progress
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.integrations.files import export_safetensors, import_file
 from ckptstore.integrations.safetensors_plan import SAFETENSORS_DTYPES
@@ -239,7 +240,7 @@ def test_an_export_is_on_disk_before_it_has_its_name(
     store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The data are synced under the temporary name, and the folder after the rename."""
-    store.run("r").save({"w": torch.randn(300, 300)}, step=1)
+    store.run("r").save({"w": torch.ones(5)}, step=1)
     path = tmp_path / "out" / "a.safetensors"
     path.parent.mkdir()
     synced: list[tuple[int, int, bool]] = []
@@ -268,13 +269,15 @@ def test_a_file_that_appears_during_an_export_is_not_replaced(
     path = tmp_path / "out" / "a.safetensors"
     path.parent.mkdir()
 
+    def appear(_: Progress) -> None:
+        """Make the file, as another program would."""
+        path.write_bytes(b"other")
+
     with pytest.raises(ConflictError, match="there already"):
-        export_safetensors(store, "r", path, progress=lambda _: bool(path.write_bytes(b"other")))
+        export_safetensors(store, "r", path, progress=appear)
 
     assert [(entry, entry.read_bytes()) for entry in path.parent.iterdir()] == [(path, b"other")]
-    export_safetensors(
-        store, "r", path, overwrite=True, progress=lambda _: bool(path.write_bytes(b"other"))
-    )
+    export_safetensors(store, "r", path, overwrite=True, progress=appear)
     assert safetensors.torch.load_file(path).keys() == {"w"}
 
 

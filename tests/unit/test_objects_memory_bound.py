@@ -14,7 +14,7 @@ from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import Options
-from ckptstore.objects import reader
+from ckptstore.objects.threads import in_threads
 from ckptstore.repo import create_on, open_on
 from ckptstore.store import Store
 
@@ -66,21 +66,20 @@ def test_bytes_in_flight_stay_within_the_budget(
     memory = MemoryBackend(f"bound/{codec}/{budget}")
     noise = torch.Generator().manual_seed(1)
     state = {"w": torch.randn(48 * CHUNK_BYTES // 4, generator=noise)}
-    options = Options(codec=codec, workers=2)  # type: ignore[arg-type]
+    options = Options(codec=codec, workers=2)
     with Store(create_on(memory, chunk_bytes=CHUNK_BYTES, options=options)) as store:
         for step in range(2):
             state["w"] += torch.randn(len(state["w"]), generator=noise) * 1e-4
             version = store.run("gpt").save(state, step=step)
         assert (store._manifests.load(version).pieces.base is not None) == (codec == "delta")
     wide = _Wide(memory)
-    run_threads = reader.in_threads
 
     def counted(count: int, *args: object, **names: object) -> None:
         """Let the first reads wait for as many threads as there are."""
         wide.together = threading.Barrier(count)
-        run_threads(count, *args, **names)  # type: ignore[arg-type]
+        in_threads(count, *args, **names)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(reader, "in_threads", counted)
+    monkeypatch.setattr("ckptstore.objects.reader.in_threads", counted)
     with Store(open_on(wide, options=Options(host_bytes=budget, workers=2))) as store:
         assert torch.equal(store.load("gpt@1")["w"], state["w"])
 
