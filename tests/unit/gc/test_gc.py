@@ -431,7 +431,7 @@ def test_a_collection_can_fail_at_every_call(place: Place) -> None:
 def test_live_bytes_of_a_pack_that_versions_share(store: Store, order: tuple[int, int]) -> None:
     """Each of two versions needs two of its three chunks, one of them both: all three are live.
 
-    So the pack is not written anew; once one version goes, two chunks are left.
+    The pack is not rewritten; once one version goes, two chunks are left.
     """
     first = store.run("gpt").save(parts_of(0, 0, 0), step=0)
     for n in order:
