@@ -19,9 +19,6 @@ __all__ = ["Zstd", "compress", "decompress"]
 _LEVEL = 1
 _MIN_MATCH = 7
 _HASH_LOG = 6
-# A frame may ask the decoder for this much window. Source: level 1 uses at most 512 KiB for any
-# input; 64 MiB is the largest chunk.
-_WINDOW_BYTES_MAX = 64 << 20
 
 # For data whose statistics change within a few kilobytes: zstd's blocks, each with a code of its
 # own, are no longer than the window. Source: measured, 4 KiB took as much, 16 KiB 2% more and
@@ -46,7 +43,7 @@ def _compressor(*, local: bool) -> zstandard.ZstdCompressor:
 def _decompressor() -> zstandard.ZstdDecompressor:
     """Return this thread's decompressor."""
     if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX)
+        _local.decompressor = zstandard.ZstdDecompressor()
     return cast("zstandard.ZstdDecompressor", _local.decompressor)
 
 
@@ -68,7 +65,8 @@ def decompress(frame: memoryview, size: int) -> bytes:
     ------
     CodecError
         If it is no frame, states another content size, or holds more or less than it states.
-        The stated size is compared before anything is allocated.
+        The stated size is compared before anything is allocated, and bounds the memory of the
+        decoder, whatever window the frame asks for.
     """
     try:
         stated = zstandard.frame_content_size(frame)

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
 
 import ckptstore
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.errors import StateError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
 from ckptstore.model import Version
 from ckptstore.repo import open_on
@@ -61,6 +65,26 @@ def test_who_does_not_share_reads_no_manifest(url: str, share: bool) -> None:
         assert new == (0 if share else logical)
         assert torch.equal(store.load("gpt")["w"], torch.arange(1e5))
         assert store.verify().ok
+
+
+@pytest.mark.parametrize("said", [0, 1, 3])
+def test_a_rank_that_says_nothing_is_missed(url: str, said: int) -> None:
+    """Results of two ranks, of which none, one, or one twice say what they wrote: no version."""
+    with ckptstore.open(url) as store:
+        writer = CkptStoreWriter(store.run("gpt"), step=11)
+        writer.set_up_storage_writer(is_coordinator=True)
+        planner = DefaultSavePlanner()
+        planner.set_up_planner({"w": torch.arange(1e5)}, is_coordinator=True)
+        plan = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([plan])
+        (plan,) = writer.prepare_global_plan(plans)
+        results = writer.write_data(planner.finish_plan(plan), planner).wait()
+        silent = [WriteResult(index=MetadataIndex("w"), size_in_bytes=0, storage_data=None)]
+        with pytest.raises(StateError, match=f"2 ranks took part, and {said} say"):
+            writer.finish(metadata, [results * said, silent])
+        assert len(store.versions()) == 1
+        writer.finish(metadata, [results])
+        assert store.resolve("gpt").step == 11
 
 
 def test_whether_to_share_travels_with_the_writer(url: str) -> None:

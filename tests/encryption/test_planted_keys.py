@@ -11,7 +11,7 @@ import pytest
 from ckptstore import keyring, limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.sealing import DataKey, UserKey, unwrap
+from ckptstore.backends.sealing import DataKey, UserKey, unwrap, wrap
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import Environment
 from ckptstore.errors import (
@@ -110,6 +110,20 @@ def test_everything_in_a_record_is_bound(place: MemoryBackend, change: str) -> N
     place.put(key_record_key(1), _renumbered(_read(place, 1), 1, **changes[change]))
     with pytest.raises(CorruptObjectError):
         open_on(place, key=A, prober=_atomic)
+
+
+def test_a_slot_with_another_store_s_key_opens_nothing(place: MemoryBackend) -> None:
+    """Slot and seal fit each other; the check in the superblock's terms is of the store's key."""
+    record = decode_key_record(_read(place, 1), where="keys")
+    other = DataKey(bytes(range(32)))
+    slot = wrap(record, other, A, bytes(range(32)))
+    planted: KeyRecord = msgspec.structs.replace(record, slots=(slot,))
+    planted = msgspec.structs.replace(planted, seal=other.seal_of(planted))
+    with pytest.raises(CorruptObjectError, match="does not open"):
+        unwrap(planted, A, where="keys")
+    both = msgspec.structs.replace(planted, slots=(slot, *record.slots))
+    both = msgspec.structs.replace(both, seal=unwrap(record, A, where="keys").seal_of(both))
+    assert unwrap(both, A, where="keys").check(record.store_id) == record.encryption.check
 
 
 def test_records_from_before_seals_are_read_and_get_one(place: MemoryBackend) -> None:

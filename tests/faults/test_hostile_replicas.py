@@ -1,18 +1,29 @@
-"""Names of replicas in a log that anybody may have written."""
+"""Replicas whose log anybody may have written: names of replicas, and manifests of versions."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptstore
 from ckptstore.backends import registry
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.errors import InvalidInputError, InvalidUrlError, ReplicaChangedError
+from ckptstore.catalog.lifecycle_changes import Move, relocate
+from ckptstore.checkpoint.manifests import put_manifest, relied_on
+from ckptstore.errors import (
+    CorruptObjectError,
+    InvalidInputError,
+    InvalidUrlError,
+    ReplicaChangedError,
+    VersionNotFoundError,
+)
 from ckptstore.format.commit import Op
 from ckptstore.format.tier_ops import NameReplica
 from ckptstore.store.replica_options import same_place
@@ -197,3 +208,86 @@ def test_which_places_are_one(one: str, other: str, same: bool) -> None:
     """By what they say; what is in doubt is another place."""
     assert same_place(one, other) is same
     assert same_place(other, one) is same
+
+
+# --- manifests of other versions ------------------------------------------------------------------
+
+
+@pytest.fixture
+def swapped(tmp_path: Path) -> Iterator[ckptstore.Store]:
+    """Return a store of two versions; the log of its replica names the first state for both.
+
+    All digests in the replica are right: only the content is not what the second was saved with.
+    """
+    with ckptstore.open(tmp_path / "hot", create=True) as hot:
+        run = hot.run("gpt")
+        for step in (1, 2):
+            run.save({"w": torch.full((40_000,), float(step))}, step=step)
+        run.save({"w": torch.zeros(1)}, step=3)
+        hot.add_replica("cold", tmp_path / "cold", create=True)
+        hot.replicate("replica:cold")
+        with ckptstore.open(tmp_path / "cold") as cold:
+            first, second = (cold.resolve(f"gpt@{step}") for step in (1, 2))
+            manifest = replace(cold._manifests.load(first), version=second.id)
+            pointer = put_manifest(cold.repo, manifest)
+            move = Move(
+                version=second.id,
+                based_on=second.manifest_digest,
+                level="full",
+                manifest=pointer,
+                content=second.content,
+                roles=second.roles,
+                relies_on=relied_on(pointer, manifest),
+            )
+            cold.repo.log.append_any(lambda now: relocate(now, [move]))
+        yield hot
+
+
+@pytest.mark.parametrize("gone", ["evicted", "manifest"])
+def test_a_load_takes_no_other_state_from_a_replica(
+    swapped: ckptstore.Store, tmp_path: Path, gone: str
+) -> None:
+    """Of a version that is not here a load fails and says why; of the other it falls through."""
+    if gone == "evicted":
+        swapped.age(["gpt@1", "gpt@2"], "record")
+    else:
+        for step in (1, 2):
+            (tmp_path / "hot" / swapped.resolve(f"gpt@{step}").manifest_key).unlink()
+    with (
+        ckptstore.open(tmp_path / "hot") as store,
+        pytest.raises((VersionNotFoundError, CorruptObjectError), match="not of the state that"),
+    ):
+        store.load("gpt@2")
+    with ckptstore.open(tmp_path / "hot") as store:
+        assert torch.equal(store.load("gpt@1")["w"], torch.ones(40_000))
+
+
+def test_a_replica_s_other_state_is_not_replicated(
+    swapped: ckptstore.Store, tmp_path: Path
+) -> None:
+    """From the replica to a third store: the version fails by name, and the others come."""
+    with (
+        ckptstore.open(tmp_path / "cold") as cold,
+        ckptstore.open(tmp_path / "third", create=True) as third,
+    ):
+        report = cold.replicate(third)
+        (failure,) = report.failures
+        assert failure.version == swapped.resolve("gpt@2").id
+        assert "not of the state that the log names" in failure.message
+        assert third.resolve("gpt@2").level == "record"
+        assert torch.equal(third.load("gpt@1")["w"], torch.ones(40_000))
+
+
+def test_a_repair_takes_no_other_state_from_a_replica(
+    swapped: ckptstore.Store, tmp_path: Path
+) -> None:
+    """Manifests that are lost here: one comes back, the other stays lost, and nothing is wrong."""
+    for step in (1, 2):
+        (tmp_path / "hot" / swapped.resolve(f"gpt@{step}").manifest_key).unlink()
+    with ckptstore.open(tmp_path / "hot") as store, ckptstore.open(tmp_path / "cold") as cold:
+        report = store.repair(cold)
+        assert [lost.step for lost in report.lost] == [2]
+        assert [mended.step for mended in report.mended] == [1]
+        assert torch.equal(store.load("gpt@1", fall_through=False)["w"], torch.ones(40_000))
+        with pytest.raises(CorruptObjectError):
+            store.load("gpt@2", fall_through=False)

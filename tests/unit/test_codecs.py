@@ -10,6 +10,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptstore.codecs import zstd
 from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import CODEC_CHOICES, CODECS, check_choice, decode, encode
 from ckptstore.codecs.plane_layout import Layout, join, layout_of, plane_bytes, split
@@ -144,6 +145,21 @@ def test_a_zstd_bomb_is_refused_before_it_is_opened() -> None:
     table = struct.pack("<3I", len(bomb) | 1 << 31, 16, 32)
     with pytest.raises(CodecError):
         _decoded(2, Layout.FLOAT32, table + bomb + bytes(48), 64)
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+@pytest.mark.parametrize("log", [20, 27, 31, 40])
+def test_the_window_of_a_zstd_frame_costs_no_memory(log: int, cut: int) -> None:
+    """A frame of 64 bytes, whole or cut, may ask for up to 1 TiB of window: it gets none."""
+    stated = struct.pack("<BBI", 0x80, (log - 10) << 3, 64)  # a length of 4 bytes; the window
+    block = (64 << 3 | 1).to_bytes(3, "little") + bytes(range(64))  # the last one, stored raw
+    frame = b"\x28\xb5\x2f\xfd" + stated + block
+    if cut or log > 31:
+        with pytest.raises(CodecError, match="not a zstd frame"):
+            _decoded(1, 0, frame[: len(frame) - cut], 64)
+    else:
+        assert _decoded(1, 0, frame, 64) == bytes(range(64))
+    assert zstd._decompressor().memory_size() < 1 << 20
 
 
 def test_unknown_codes_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 import tracemalloc
@@ -30,6 +31,7 @@ from ckptstore.errors import (
     StorageError,
     TensorNotFoundError,
 )
+from ckptstore.events import Progress
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.integrations.files import export_safetensors, import_file
 from ckptstore.integrations.safetensors_plan import SAFETENSORS_DTYPES
@@ -232,6 +234,51 @@ def test_file_appears_whole_or_not_at_all(
         export_safetensors(store, "r", path, overwrite=True)
     assert path.read_bytes() == before
     assert [entry.name for entry in folder.iterdir()] == ["a.safetensors"]
+
+
+def test_an_export_is_on_disk_before_it_has_its_name(
+    store: ckptstore.Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data are synced under the temporary name, and the folder after the rename."""
+    store.run("r").save({"w": torch.ones(5)}, step=1)
+    path = tmp_path / "out" / "a.safetensors"
+    path.parent.mkdir()
+    synced: list[tuple[int, int, bool]] = []
+    fsync = os.fsync
+
+    def noted(file: int) -> None:
+        """Note the file, its length, and whether the export has its name."""
+        found = os.fstat(file)
+        synced.append((found.st_ino, found.st_size, path.exists()))
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    export_safetensors(store, "r", path)
+
+    data, folder = synced
+    assert data == (path.stat().st_ino, path.stat().st_size, False)
+    assert folder[0] == path.parent.stat().st_ino
+    assert folder[2]
+
+
+def test_a_file_that_appears_during_an_export_is_not_replaced(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    """Another program makes it meanwhile: its bytes stand, and no temporary file is left."""
+    store.run("r").save({"w": torch.randn(300, 300)}, step=1)
+    path = tmp_path / "out" / "a.safetensors"
+    path.parent.mkdir()
+
+    def appear(_: Progress) -> None:
+        """Make the file, as another program would."""
+        path.write_bytes(b"other")
+
+    with pytest.raises(ConflictError, match="there already"):
+        export_safetensors(store, "r", path, progress=appear)
+
+    assert [(entry, entry.read_bytes()) for entry in path.parent.iterdir()] == [(path, b"other")]
+    export_safetensors(store, "r", path, overwrite=True, progress=appear)
+    assert safetensors.torch.load_file(path).keys() == {"w"}
 
 
 def test_local_disk_errors_are_of_the_tree(store: ckptstore.Store, tmp_path: Path) -> None:

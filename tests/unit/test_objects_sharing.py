@@ -14,6 +14,7 @@ from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options
+from ckptstore.objects.index import KnownPieces, Location, TableBuilder
 from ckptstore.repo import Finding, create_on
 from ckptstore.store import Store
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -229,3 +230,24 @@ def test_rows_of_any_length_come_back(metered: MeteredBackend, columns: int) -> 
     assert torch.equal(loaded["w"], tensor)
     assert torch.equal(loaded["t"], tensor.t())
     assert torch.equal(row, tensor[1])
+
+
+def test_ids_are_compared_whole() -> None:
+    """Ids with one beginning are two pieces, and one id with another length is another piece."""
+    ids = [b"8 bytes." + bytes([n]) * 24 for n in range(3)]
+    builder = TableBuilder(
+        np.frombuffer(b"".join(ids[:2]), np.uint8).reshape(2, 32), np.array([100, 100], np.uint32)
+    )
+    for row in range(2):
+        builder.put(
+            row,
+            Location(
+                pack="ab" * 16, offset=32 + 164 * row, stored_bytes=100, inner=0, slab_bytes=100
+            ),
+        )
+    known = KnownPieces([builder.build()])
+
+    found = [known.find(piece_id, 100) for piece_id in ids]
+
+    assert [place and place.offset for place in found] == [32, 196, None]
+    assert known.find(ids[0], 99) is None

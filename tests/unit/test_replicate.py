@@ -15,6 +15,7 @@ import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
+from ckptstore.catalog import lifecycle_changes
 from ckptstore.errors import CkptStoreError, ConflictError, InvalidInputError, ReadOnlyError
 from ckptstore.limits import KIB
 from ckptstore.maintenance.replicas import replicate_version as module
@@ -634,3 +635,22 @@ def test_the_head_is_never_a_record(backends: Backends) -> None:
     backend.put(key, sound)
     source.replicate(target)
     assert _catalog(target) == _catalog(source)
+
+
+def test_a_version_that_is_flagged_as_damaged_does_not_travel(backends: Backends) -> None:
+    """Its bytes may be sound by now: the report names it, and says what to do; the others come."""
+    source, target = _store(backends()), _store(backends())
+    first, second = (source.run("gpt").save(_state(step), step=step) for step in (1, 2))
+    lost = {first.id: first.manifest_digest}
+    source.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+
+    report = source.replicate(target)
+
+    (failure,) = report.failures
+    assert (failure.version, failure.step) == (first.id, 1)
+    assert "gpt@1" in failure.message
+    assert "ckptstore repair" in failure.message
+    assert report.copied == (second.id,)
+    assert target.resolve("gpt@1").level == "record"
+    source.repair()
+    assert source.replicate(target).copied == (first.id,)

@@ -21,6 +21,7 @@ from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.maintenance.check.piece_checks import read_frame
 from ckptstore.maintenance.core.live_set import ChunkTable
 from ckptstore.objects.copying import Room, StoredChunk, broken, take_chunk
 from ckptstore.objects.pack_plan import PackPlan
@@ -81,8 +82,10 @@ class Recopy:
 def recopy(task: Recopy, tell: Callable[[int], None] = lambda _: None) -> Recopied:
     """Copy the live chunks of packs; return when the new packs are durable.
 
-    Each chunk is copied as it is stored, checked by its checksum and by its id on the way (deltas
-    by their checksums: see :mod:`ckptstore.objects.copying`).
+    Each chunk is copied as it is stored. On the way its stored bytes are compared with their
+    checksum, its id with the index of the pack, and its content with its id (that of deltas is not:
+    see :mod:`ckptstore.objects.copying`). A pack that fails a check, or whose index is damaged, is
+    left as it is, since a repair may still find the right chunks in it.
 
     Parameters
     ----------
@@ -146,9 +149,12 @@ class _Copying:
     def _copy(self, turn: int, victim: Victim, sink: PackSink, room: Room) -> None:
         packs: list[str] = []
         offsets: list[int] = []
+        backend = self.task.storage.value
         try:
-            for first, last in _spans(victim.live, self.task.storage.value.capabilities):
-                for found in self._read(victim, first, last, room):
+            index = read_frame(backend, victim.pack, victim.size_bytes)
+            ids = {row.offset: row.chunk_id for row in index}
+            for first, last in _spans(victim.live, backend.capabilities):
+                for found in self._read(victim, first, last, ids, room):
                     placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
@@ -161,7 +167,9 @@ class _Copying:
         with self.lock:
             self.places[victim.pack] = moved
 
-    def _read(self, victim: Victim, first: int, last: int, room: Room) -> Iterator[StoredChunk]:
+    def _read(
+        self, victim: Victim, first: int, last: int, ids: Mapping[int, bytes], room: Room
+    ) -> Iterator[StoredChunk]:
         """Read neighbouring chunks with one request; yield each, checked as far as it can be."""
         live = victim.live
         start = int(live.offset[first])
@@ -179,6 +187,8 @@ class _Copying:
                 where=where,
                 room=room,
             )
+            if found.chunk_id != ids.get(int(live.offset[row])):
+                raise broken(where, "another chunk is there")
             if found.piece_id(0, found.raw_bytes) != found.chunk_id:
                 raise broken(where, "content does not match its chunk id")
             yield found

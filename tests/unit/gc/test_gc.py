@@ -20,6 +20,7 @@ from ckptstore.errors import (
     StorageError,
     VersionNotFoundError,
 )
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.maintenance.collect.gc import GcReport
 from ckptstore.model import Version
 from ckptstore.store import Store
@@ -27,6 +28,7 @@ from ckptstore.testing.faulty import WRITES, Fault, FaultyBackend, When
 
 HOUR = 3600.0
 DAY = 86_400.0
+PARTS = {1: "ab", 2: "bc"}
 
 
 def count(kinds: object) -> int:
@@ -423,3 +425,26 @@ def test_a_collection_can_fail_at_every_call(place: Place) -> None:
                 break
             at += 1
         assert at > 8
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_live_bytes_of_a_pack_that_versions_share(store: Store, order: tuple[int, int]) -> None:
+    """Each of two versions needs two of its three chunks, one of them both: all three are live.
+
+    The pack is not rewritten; once one version goes, two chunks are left.
+    """
+    first = store.run("gpt").save(parts_of(0, 0, 0), step=0)
+    for n in order:
+        store.fork("gpt@0", f"part-{n}", include=[f"model.{name}" for name in PARTS[n]])
+    table = store._manifests.load(first).pieces
+    each = (table.stored + CHUNK_HEADER_BYTES + INDEX_ROW_BYTES).tolist()
+    assert table.pack.tolist() == [0, 0, 0]
+    delete(store, first.id)
+
+    report = store.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
+
+    assert report.live_chunk_bytes == sum(each)
+    assert report.repacked.packs_count == 0
+    delete(store, store.resolve("part-2").id)
+    report = store.gc(grace_s=0, orphan_age_s=0, dry_run=True)
+    assert report.live_chunk_bytes == sum(each[:2])

@@ -1,0 +1,90 @@
+"""A load keeps its memory within ``host_bytes``, by count: threads times what each may hold."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ckptstore.backends.base import Capabilities
+from ckptstore.backends.memory import MemoryBackend
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.config import Options
+from ckptstore.objects.threads import in_threads
+from ckptstore.repo import create_on, open_on
+from ckptstore.store import Store
+
+CHUNK_BYTES = 1 << 16
+READ_BYTES = 1 << 17
+"""Of one request at most: here one chunk, since two and their headers are more."""
+
+
+class _Wide(WrapperBackend):
+    """A storage that serves 64 requests at once; the first ones wait until all threads read."""
+
+    def __init__(self, inner: MemoryBackend) -> None:
+        super().__init__(inner)
+        self.together = threading.Barrier(1)
+        self.in_flight = 0
+        self.most = 0
+        self._turns = itertools.count()
+        self._lock = threading.Lock()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Want many small requests."""
+        return replace(self.inner.capabilities, concurrency=64, read_bytes_max=READ_BYTES)
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Count the bytes that are asked for until all of the first ones have come."""
+        size = sum(len(part) for part in buffers)
+        with self._lock:
+            self.in_flight += size
+            self.most = max(self.most, self.in_flight)
+        if next(self._turns) < self.together.parties:
+            self.together.wait(60)
+        self.inner.read_into(key, offset, buffers)
+        with self._lock:
+            self.in_flight -= size
+
+
+@pytest.mark.parametrize(
+    ("codec", "held"), [("raw", 2), ("planes", 2), ("delta", 4)], ids=["raw", "planes", "deltas"]
+)
+@pytest.mark.parametrize("budget", [1, 1 << 20, 5 << 20])
+def test_bytes_in_flight_stay_within_the_budget(
+    codec: str, held: int, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many threads as the budget allows, whatever concurrency the storage likes; at least one.
+
+    Each holds a request and the chunk that it decodes, and as much again for bases of deltas.
+    """
+    memory = MemoryBackend(f"bound/{codec}/{budget}")
+    noise = torch.Generator().manual_seed(1)
+    state = {"w": torch.randn(48 * CHUNK_BYTES // 4, generator=noise)}
+    options = Options(codec=codec, workers=2)
+    with Store(create_on(memory, chunk_bytes=CHUNK_BYTES, options=options)) as store:
+        for step in range(2):
+            state["w"] += torch.randn(len(state["w"]), generator=noise) * 1e-4
+            version = store.run("gpt").save(state, step=step)
+        assert (store._manifests.load(version).pieces.base is not None) == (codec == "delta")
+    wide = _Wide(memory)
+
+    def counted(count: int, *args: object, **names: object) -> None:
+        """Let the first reads wait for as many threads as there are."""
+        wide.together = threading.Barrier(count)
+        in_threads(count, *args, **names)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("ckptstore.objects.piece_reader.in_threads", counted)
+    with Store(open_on(wide, options=Options(host_bytes=budget, workers=2))) as store:
+        assert torch.equal(store.load("gpt@1")["w"], state["w"])
+
+    threads = wide.together.parties
+    assert threads == max(1, min(48, budget // (held * READ_BYTES)))
+    if threads > 1:
+        assert wide.most * held <= budget
+        assert wide.most > (threads - 1) * CHUNK_BYTES // 2  # they did read at once
