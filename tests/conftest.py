@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from collections import Counter
@@ -51,7 +52,7 @@ from threadwatch import begin  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
 
-class _Files(LoadScopeScheduling):
+class _Files(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
     """Keeps the tests of a file on one worker, and those of the engines, which share a cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
@@ -65,7 +66,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that have slow tests, so that none is left over at the end."""
+    """Apply ``short``; begin with the files that have slow tests, so that none is left for last."""
+    for item in items:
+        only = item.get_closest_marker("short")
+        if only and not re.match(only.args[0], item.nodeid.partition("[")[2]):
+            item.add_marker(pytest.mark.slow)
     files = Counter(item.path for item in items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (-slow[item.path], -files[item.path], item.path))

@@ -214,6 +214,7 @@ def _on_terminal(arguments: list[str], changes: dict[str, str]) -> bytes:
     return drawn
 
 
+@pytest.mark.slow
 def test_version_and_help(history: Path) -> None:
     """--version names the program; no arguments, -h and --help print the help with exit codes."""
     done = subprocess.run([*PROGRAM, "--version"], capture_output=True, check=True, text=True)

@@ -85,6 +85,7 @@ def _assert_same(found: dict[str, dict[str, torch.Tensor]], step: int) -> None:
             assert torch.equal(found[part][name], tensor)
 
 
+@pytest.mark.short("reset-503")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", [*OFTEN, SLOW], ids=named)
 def test_every_few_requests(
@@ -112,6 +113,7 @@ def test_every_few_requests(
     _assert_whole(bucket)
 
 
+@pytest.mark.short("lost-503")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", KINDS, ids=named)
 def test_a_repetition_finishes(

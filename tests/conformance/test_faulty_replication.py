@@ -91,6 +91,7 @@ def _watched(bucket: S3Bucket) -> Iterator[None]:
     assert looks
 
 
+@pytest.mark.short("cut-503")
 @pytest.mark.parametrize("every", [3, pytest.param(5, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("fault", OFTEN, ids=named)
 def test_every_few_requests(
@@ -115,6 +116,7 @@ def test_every_few_requests(
     assert target.verify().ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "every", [7, pytest.param(3, marks=pytest.mark.soak), pytest.param(1, marks=pytest.mark.soak)]
 )
@@ -180,6 +182,7 @@ def test_a_job_behind_a_bad_network(
         assert _assert_all_loads(cold) == len(STEPS)
 
 
+@pytest.mark.short("status_after-500")
 @pytest.mark.parametrize("fault", KINDS, ids=named)
 def test_a_repetition_finishes(
     source: ckptstore.Store, reaching: Backend, s3_proxy: FaultProxy, fault: Fault

@@ -87,6 +87,7 @@ def test_saves_do_not_wait_for_a_replica_that_is_slow(
         _assert_loads(hot, step)
 
 
+@pytest.mark.short("lost-503")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", OFTEN, ids=named)
 def test_a_faulty_network_is_overcome(
@@ -108,6 +109,7 @@ def test_a_faulty_network_is_overcome(
     assert often.hits > 3
 
 
+@pytest.mark.short("status-403")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", KINDS, ids=named)
 def test_whatever_befalls_it_write_back_goes_on(

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ckptstore
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "torch-distributed.md"
 
 
+@pytest.mark.slow
 def test_the_page_s_program_with_four_ranks(tmp_path: Path) -> None:
     """What the page saves and loads with one rank, torchrun does with four: three versions."""
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

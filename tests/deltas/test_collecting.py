@@ -9,6 +9,7 @@ import pytest
 from deltakit import deltas_of, manifest_of, open_store, same, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shortening import examples, places
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.errors import CkptStoreError, StorageError
@@ -153,7 +154,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(actions=ACTIONS)
 def test_any_history_loads_and_leaves_nothing_behind(actions: list[tuple[str, int]]) -> None:
     """Saves, forks, removals, collections and repacks in any order: all live versions load."""
@@ -200,18 +201,26 @@ def histories(backends: Backends) -> Iterator[tuple[str, Callable[[Store], Any],
         yield name, action, backend
 
 
+@pytest.mark.short("1-before")
 @pytest.mark.parametrize("when", [When.BEFORE, When.AFTER])
 @pytest.mark.parametrize("times", [1, 0])
 def test_every_call_may_fail(backends: Backends, when: When, times: int) -> None:
     """A save, a load and a merging collection, each with a failure at every call that it makes."""
     for name, action, original in histories(backends):
         objects = {key: item.data for key, item in original.objects.items()}
-        at, hits = 0, True
-        while hits:
-            at += 1
+
+        def copied(objects: dict[str, bytes] = objects) -> MemoryBackend:
             inner = backends()
             for key, data in objects.items():
                 inner.put(key, data)
+            return inner
+
+        counting = Fault(at=0)
+        with open_store(FaultyBackend(copied(), counting), workers=1) as store:
+            action(store)
+        assert counting.seen > 5, name
+        for at in places(counting.seen, name):
+            inner = copied()
             fault = Fault(at=at, times=times, when=when, error=lambda: StorageError("injected"))
             done = True
             try:
@@ -219,7 +228,7 @@ def test_every_call_may_fail(backends: Backends, when: When, times: int) -> None
                     action(store)
             except CkptStoreError:
                 done = False
-            hits = fault.hits > 0
+            assert fault.hits
             if name != "load":
                 with open_store(inner) as store:
                     steps = [version.step for version in store.versions()]
@@ -228,4 +237,3 @@ def test_every_call_may_fail(backends: Backends, when: When, times: int) -> None
                     assert 2 in steps
                     assert not (done and name == "save") or 3 in steps
                     assert store.verify(level="records").ok
-        assert at > 5, name

@@ -51,6 +51,7 @@ def killed(folder: Path, chance: random.Random) -> None:
         process.stdout.close()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_savers_of_deltas_leave_versions_absent_or_whole(tmp_path: Path) -> None:
     """After each kill every version loads bit by bit, and verify finds nothing."""

@@ -47,6 +47,7 @@ print(json.dumps([share, figures]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux")
 def test_memory_stays_within_the_budget(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ def test_blocks_say_what_they_are(page: Page) -> None:
         assert not (block.language in SHOWN and block.reason), f"{where}: never run anyway"
 
 
+@pytest.mark.short(
+    "(?!docs/howto/(saving-in-the-background|beyond-one-machine|one-training-script|cold-storage))"
+)
 def test_blocks_run(page: Page, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """What a reader copies from a page works."""
     blocks = [block for block in page.blocks if block.language in RUN and not block.reason]

@@ -30,6 +30,7 @@ def _run(store: str, folder: Path, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_demo_on_a_folder(tmp_path: Path) -> None:
     """Killed in the middle of a save, the training resumes bit for bit."""
     told = _run("ckpts", tmp_path)
@@ -39,6 +40,7 @@ def test_demo_on_a_folder(tmp_path: Path) -> None:
     assert "Everything that was claimed held" in told
 
 
+@pytest.mark.slow
 def test_demo_on_a_bucket(s3_bucket: S3Bucket, tmp_path: Path) -> None:
     """The same on object storage, with nothing but the URL changed."""
     options = s3_bucket.options()

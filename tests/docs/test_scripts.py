@@ -7,9 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from docpages import ROOT, read_page
 
 
+@pytest.mark.slow
 def test_the_loop_that_saves_in_the_background(tmp_path: Path) -> None:
     """A script without a guard for its child process: three saves, and all three are there."""
     page = read_page(ROOT / "docs" / "howto" / "saving-in-the-background.md")

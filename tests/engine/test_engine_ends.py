@@ -71,6 +71,7 @@ def group(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.short("True-processes")
 @pytest.mark.timeout(180)
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("spec", ["processes", "dask:local"])

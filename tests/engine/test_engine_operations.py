@@ -99,6 +99,7 @@ def same(report: VerifyReport) -> VerifyReport:
     return replace(report, seconds=0.0)
 
 
+@pytest.mark.short("delta-dask")
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("codec", ["planes", "delta"])
 def test_reports_are_the_same_in_any_engine(
@@ -163,6 +164,7 @@ def test_an_interrupted_check_goes_on_in_another_engine(
         assert resumed.read_bytes < whole.read_bytes
 
 
+@pytest.mark.short("dask")
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("codec", ["planes", "delta"])
 def test_stores_come_whole_through_any_engine(
@@ -313,6 +315,7 @@ class _Noting:
         return self._inner.__exit__(*arguments)
 
 
+@pytest.mark.slow
 def test_a_task_that_always_kills_ends_the_operation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faultkit.stores import contents, create, memory_with, reopen
+from shortening import places
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
@@ -70,6 +71,7 @@ WAYS = {
 }
 
 
+@pytest.mark.short("permanent")
 @pytest.mark.parametrize("way", WAYS)
 def test_a_failure_at_any_call_leaves_each_version_whole(base: dict[str, bytes], way: str) -> None:
     """Versions are as they were or as they are to be; once more, and all is as it is to be."""
@@ -79,7 +81,7 @@ def test_a_failure_at_any_call_leaves_each_version_whole(base: dict[str, bytes],
         store.retain(POLICY)
         _check(store, done=True)
     assert count.seen > 20
-    for at in range(1, count.seen + 1):
+    for at in places(count.seen, way, every=9):
         inner: MemoryBackend = memory_with(base)
         fault = Fault(at=at, times=times, when=when, error=lambda: error("injected failure"))
         backend: Backend = FaultyBackend(inner, fault)
@@ -124,6 +126,7 @@ def _die(folder: str, at: int, *, after: bool) -> None:
         store.retain(POLICY)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_each_version_whole(tmp_path: Path) -> None:
     """SIGKILL before or after a call on files, over and over, until one goes through."""
     import ckptstore

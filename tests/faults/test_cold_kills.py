@@ -106,6 +106,7 @@ def _restores_asked(bucket: S3Bucket, keys: set[str]) -> set[str]:
     return {key for key, head in heads.items() if "Restore" in head}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("moved", [0, 5])
 def test_a_killed_archive_is_finished_by_the_next(
@@ -134,6 +135,7 @@ def test_a_killed_archive_is_finished_by_the_next(
     assert all(key.startswith("packs/") for key in _cold(bucket))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("asked", [3, _VERSIONS])
 def test_a_killed_thaw_is_finished_by_the_next(

@@ -148,6 +148,7 @@ def check_damage(storage: MemoryBackend, healthy: Healthy, kind: str, key: str) 
     return len(lost)
 
 
+@pytest.mark.short("commit|manifest|stored")
 @pytest.mark.parametrize(
     "kind",
     [

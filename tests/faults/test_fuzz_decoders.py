@@ -19,6 +19,7 @@ from faultkit.lies import STATE_LIES
 from faultkit.states import state_of
 from faultkit.stores import contents, create, memory_with
 from hypothesis import HealthCheck, given, settings
+from shortening import examples
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import read_content
@@ -46,7 +47,10 @@ from ckptstore.tensors.restore import Restorer
 PEAK_BYTES = 48 << 20
 """What decoding a few kB may take at its peak: some hundred times what is decoded."""
 FUZZ = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 
 
@@ -349,7 +353,7 @@ nodes: st.SearchStrategy[Any] = st.recursive(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@settings(FUZZ, max_examples=1500)
+@settings(FUZZ, max_examples=examples(1500))
 @given(node=nodes)
 def test_skeletons_of_known_tags_and_any_fields(node: Any) -> None:  # noqa: ANN401
     """What validation lets through can be built, or raises an error of the tree."""

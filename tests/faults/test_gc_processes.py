@@ -21,6 +21,7 @@ def campaign(**plan: Any) -> dict[str, Any]:  # noqa: ANN401 - as gc_driver.Plan
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nothing_is_lost_and_nothing_stays(tmp_path: Path) -> None:
     """6 savers, a forker, 2 collectors without grace: what was acknowledged loads, bit by bit.

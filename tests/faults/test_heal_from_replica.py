@@ -96,6 +96,7 @@ def _assert_as_saved(hot: Path, source: Path, *, but: Collection[str] = ()) -> N
             assert all(torch.equal(found[name], tensor) for name, tensor in meant.items()), version
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.soak) for n in SOAKED)])
 def test_fifty_damaged_objects_come_back(
     pair: tuple[Path, Path], tmp_path: Path, seed: int

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 from faultkit.states import differences, state_of
 from faultkit.stores import contents, create, load_id, memory_with, reopen
+from shortening import places
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import lifecycle_changes
@@ -122,7 +123,7 @@ def test_reading_from_a_source_that_fails_changes_nothing(
         reopen(FaultyBackend(memory_with(whole), count)) as source,
     ):
         assert store.repair(source).ok
-    for at in range(1, count.seen + 1):
+    for at in places(count.seen, "repair"):
         storage = memory_with(torn)
         broken = FaultyBackend(memory_with(whole), Fault(at=at))
         with reopen(storage) as store:
@@ -159,7 +160,7 @@ def test_two_repairs_at_once_are_harmless(torn: dict[str, bytes], whole: dict[st
         with reopen(storage) as store, reopen(memory_with(whole)) as source:
             assert store.repair(source).ok
 
-    for at in range(1, calls_of(torn, whole, WRITES) + 1):
+    for at in places(calls_of(torn, whole, WRITES), "writes"):
         storage, backend = at_call(torn, at, WRITES, other)
         with reopen(backend) as store, reopen(memory_with(whole)) as source:
             assert store.repair(source).ok
@@ -184,7 +185,7 @@ def test_a_collector_that_condemns_new_packs_makes_the_repair_write_them_again(
             if store.repo.log.append_any(build) is not None:
                 condemned.update(keys)
 
-    for at in range(1, calls_of(torn, whole, WRITES) + 1):
+    for at in places(calls_of(torn, whole, WRITES), "writes"):
         storage, backend = at_call(torn, at, WRITES, collect)
         with reopen(backend) as store, reopen(memory_with(whole)) as source:
             assert store.repair(source).ok

@@ -121,6 +121,7 @@ def test_verify_names_exactly_what_is_touched(
     assert hit or kind == "snapshots/"
 
 
+@pytest.mark.short("copy")
 @pytest.mark.parametrize("source", ["copy", "again"])
 def test_a_second_store_mends_everything(
     stores: Stores, source: str, caplog: pytest.LogCaptureFixture

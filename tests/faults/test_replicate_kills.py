@@ -31,6 +31,7 @@ def campaign(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("command", ["archive", "replicate"])
 def test_killed_jobs_lose_nothing(tmp_path: Path, command: str) -> None:

@@ -48,6 +48,7 @@ def _check(folder: Path) -> None:
         assert store.verify().ok
 
 
+@pytest.mark.short("fork")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["wait", "fork"])
 def test_staged_saves_survive_sigkill(tmp_path: Path, how: str) -> None:
@@ -126,6 +127,7 @@ def test_sigkill_with_the_thread_engine_leaves_no_part(tmp_path: Path) -> None:
         store.run("gpt").save(state_at(4), step=4)
 
 
+@pytest.mark.short("process")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["thread", "process"])
 def test_an_exit_without_close_finishes(tmp_path: Path, engine: str) -> None:

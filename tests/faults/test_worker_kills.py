@@ -23,6 +23,7 @@ def campaign(folder: Path, *, rounds: int, seed: int, victim: str, engine: str) 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("engine", ["dask", "processes"])
 @pytest.mark.parametrize("victim", ["worker", "coordinator"])

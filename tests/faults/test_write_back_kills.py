@@ -91,6 +91,7 @@ def _campaign(folder: Path, *, rounds: int, seed: int) -> int:
     return len(_check(folder / "cold"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_killed_trainings_are_caught_up_with(tmp_path: Path) -> None:
     """What is noted as replicated is there, whole; in the end the replica has everything."""

@@ -34,6 +34,7 @@ def check_written(found: dict[str, Any], writers: int, saves: int) -> None:
     assert found["numbers"] == list(range(1, writers * saves + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_eight_processes_save_into_eight_runs_of_one_store(tmp_path: Path) -> None:
     """8 processes x 25 saves: 200 versions, none lost, each loads, each run is one line."""

@@ -7,7 +7,7 @@ on a busy machine a second of work takes longer.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 
@@ -38,15 +38,17 @@ class CpuTimes:
         self._slow: set[str] = set()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self) -> Iterator[None]:
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
         """Note the time before the first fixture of a test."""
         self._began = _spent()
         return (yield)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
+    def pytest_runtest_makereport(
+        self, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Let the last report of a test carry its time, from a worker of xdist too."""
-        report: pytest.TestReport = yield
+        report = yield
         if call.when == "teardown":
             report.user_properties.append((_PROPERTY, _spent() - self._began))
         return report

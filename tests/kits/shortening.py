@@ -1,7 +1,8 @@
 """The short tier of the tests: ``pytest --short``, which ``make test`` runs.
 
 The short tier covers every promise once; the whole one is every test but those of the lab and of
-``make soak``. A test of the whole tier alone bears ``slow``. A grid that tries every place of a
+``make soak``. A test of the whole tier alone bears ``slow``; ``short`` names the
+parameters that a test has in the short tier. A grid that tries every place of a
 kind takes a fifth of its places in the short tier; which fifth follows from the name of the test,
 so it is the same in every run.
 """
@@ -9,13 +10,10 @@ so it is the same in every run.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable
 from zlib import crc32
 
-import pytest
-
-__all__ = ["ENVIRONMENT", "is_short", "places", "sampled"]
+__all__ = ["ENVIRONMENT", "examples", "is_short", "places"]
 
 ENVIRONMENT = "CKPTSTORE_TESTS_SHORT"
 _EVERY = 5
@@ -45,22 +43,6 @@ def places(count: int, name: str, *, every: int = _EVERY) -> Iterable[int]:
     return sorted({*range(first, count + 1, every), count})
 
 
-def sampled(cases: Sequence[Any], keep: int, *, seed: int = 1) -> list[Any]:
-    """Return parameters of which `keep` belong to the short tier; the others are ``slow``.
-
-    Parameters
-    ----------
-    cases
-        Values for ``pytest.mark.parametrize``.
-    keep
-        How many are in the short tier, drawn with a fixed seed.
-    seed
-        Another seed draws others.
-    """
-    drawn = sorted(range(len(cases)), key=lambda index: crc32(f"{seed}/{index}".encode()))
-    kept = set(drawn[:keep])
-    slow = pytest.mark.slow
-    return [
-        case if index in kept else pytest.param(case, marks=slow)
-        for index, case in enumerate(cases)
-    ]
+def examples(whole: int) -> int:
+    """Return how many examples a test of Hypothesis tries: `whole`, or a quarter of them."""
+    return max(5, whole // 4) if is_short() else whole

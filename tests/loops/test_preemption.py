@@ -297,6 +297,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]
     return {name: [[each[name] for each in said], [saved[name]]] for name in said[0]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("training", "stop_at"),
     [("in step", 5), ("apart", 6), ("asked seldom", 8), ("on devices", 5)],

@@ -64,6 +64,7 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_sdist_holds_everything_once(sdist: Path) -> None:
     """Sources, tests and documentation are in it, the backends once and not as a link."""
     with tarfile.open(sdist) as archive:
@@ -86,6 +87,7 @@ def test_sdist_holds_everything_once(sdist: Path) -> None:
         assert wanted in names, f"{wanted} is missing from the sdist"
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     """Every module is in it under its import name, with the marker of types and the license."""
     with zipfile.ZipFile(wheel) as archive:
@@ -95,6 +97,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
+@pytest.mark.slow
 def test_wheel_works_alone(wheel: Path, tmp_path: Path) -> None:
     """Unpacked elsewhere, it saves and loads, and its command answers."""
     with zipfile.ZipFile(wheel) as archive:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shortening import examples
 
 import ckptstore
 from ckptstore.checkpoint import derived_decode, ranges
@@ -209,7 +210,7 @@ def _wanted(values: np.ndarray) -> bytes:
     return torch.from_numpy(values).to(torch.bfloat16).view(torch.uint8).numpy().tobytes()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(st.integers(1, 400), st.data())
 def test_any_order_of_pieces_gives_the_digest(count: int, data: st.DataObject) -> None:
     """Pieces come in any order; their digest is taken in that of the tensor."""

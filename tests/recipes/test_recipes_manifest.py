@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import zstandard
 from hypothesis import given, settings
+from shortening import examples
 
 from ckptstore import limits
 from ckptstore.checkpoint.content import read_content
@@ -309,7 +310,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(made=st.sampled_from([CAST, CODED]), place=st.integers(0, 6), value=values)
 def test_any_field_of_a_recipe_may_hold_anything(
     made: Manifest,

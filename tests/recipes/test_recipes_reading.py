@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from recipekit import Form, save, stored_bytes
 from safetensors.torch import load_file
+from shortening import examples
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 
 import ckptstore
@@ -315,7 +316,7 @@ def test_a_check_holds_no_tensor(stores: Stores) -> None:
     assert peak < 8 << 20
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(60))
 @given(data=st.data(), host_bytes=st.sampled_from([1, 10_000, 400_000, 1 << 28]))
 def test_any_range_is_that_of_the_whole(kept: Kept, data: st.DataObject, host_bytes: int) -> None:
     """Whatever elements are asked for, of many tensors at once, with any memory: they are right."""

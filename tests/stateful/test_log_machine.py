@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeVar
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from shortening import examples
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo
@@ -318,7 +319,7 @@ def _building(what: str, run: str, version: str) -> Build:
 
 TestLogMachine = LogMachine.TestCase
 TestLogMachine.settings = settings(
-    max_examples=100,
+    max_examples=examples(100),
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

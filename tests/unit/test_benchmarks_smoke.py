@@ -81,6 +81,7 @@ def _row(rows: list[Measured], name: str) -> Measured:
     return next(one for one in rows if one.name == name)
 
 
+@pytest.mark.slow
 def test_local(space: Workspace, tmp_path: Path) -> None:
     """Saves and loads of all peers are right, and an unchanged re-save stores no tensor again."""
     result = local.run(
@@ -108,6 +109,7 @@ def test_resume(space: Workspace, tmp_path: Path) -> None:
     assert all(len(curve) == 3 for curves in result.facts["curves"].values() for curve in curves)
 
 
+@pytest.mark.slow
 def test_trajectory(space: Workspace, tmp_path: Path) -> None:
     """Every keeper gives its versions back, and what is frozen is stored once.
 
@@ -163,6 +165,7 @@ def test_backup_programs(space: Workspace) -> None:
         kept.close()
 
 
+@pytest.mark.slow
 def test_workloads(space: Workspace, tmp_path: Path) -> None:
     """All tools load what they saved of each workload; a step of LoRA adds its adapters alone."""
     result = workloads.run(space, rounds=1, shrink=32, training_steps=2, only=["lora", "moe"])
@@ -171,6 +174,7 @@ def test_workloads(space: Workspace, tmp_path: Path) -> None:
     assert _row(lora, "next save").numbers["stored_bytes"] < 0.6 * lora[0].logical_bytes
 
 
+@pytest.mark.slow
 def test_weka(space: Workspace, tmp_path: Path) -> None:
     """The models have the sizes that the paper names, and all their saves become durable."""
     counts = {one.name: workload_states.parameters(one) for one in workload_states.PAPER}
@@ -187,6 +191,7 @@ def test_weka(space: Workspace, tmp_path: Path) -> None:
     assert window.numbers["durable"] == window.numbers["saves"] == 1
 
 
+@pytest.mark.slow
 def test_memory(space: Workspace, tmp_path: Path) -> None:
     """A save and a load are measured in a process of their own."""
     ways = ["ckptstore planes: save", "DCP: load into"]
@@ -225,6 +230,7 @@ def test_codecs(space: Workspace, tmp_path: Path) -> None:
     assert ours < plain
 
 
+@pytest.mark.slow
 def test_catalog(space: Workspace, tmp_path: Path) -> None:
     """Commits of two processes all arrive; the log is sound; history costs no request of gc."""
     result = catalog.run(
@@ -263,6 +269,7 @@ def test_scale(space: Workspace, tmp_path: Path) -> None:
         assert before == after
 
 
+@pytest.mark.slow
 def test_failures(space: Workspace, tmp_path: Path) -> None:
     """No provoked failure is passed off as success by ckptstore, and the peers' rows are there."""
     result = failures.run(space, flips=5, tries=1)
@@ -275,6 +282,7 @@ def test_failures(space: Workspace, tmp_path: Path) -> None:
         assert {row["tool"].split()[0].rstrip(",") for row in told} == {"DCP", "ckptstore"}
 
 
+@pytest.mark.slow
 def test_async(space: Workspace, tmp_path: Path) -> None:
     """Saves in the background go on beside a training; no failure is passed off as success."""
     result = async_saves.run(
@@ -298,6 +306,7 @@ def endpoint(moto_server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endpoint")
 def test_s3(space: Workspace, tmp_path: Path) -> None:
     """All ways to keep a state on S3 load what they saved."""
@@ -306,6 +315,7 @@ def test_s3(space: Workspace, tmp_path: Path) -> None:
     _check(result, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endpoint")
 def test_link(space: Workspace, tmp_path: Path) -> None:
     """Behind a link are measured saves, loads, and replications that are what was asked for."""
@@ -318,6 +328,7 @@ def test_link(space: Workspace, tmp_path: Path) -> None:
     assert _row(result.tables["replicate, read back"], "replicate, threads").seconds
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("tc") is None, reason="needs root and tc")
 def test_a_link_holds_back_one_port() -> None:
     """Each direction of one port has the rate that was asked for, all else as good as none."""
@@ -334,6 +345,7 @@ def test_a_link_holds_back_one_port() -> None:
         assert match in printed.split(f"flowid {flow}")[1].split("flowid")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("endpoint")
 def test_replicate(space: Workspace, tmp_path: Path) -> None:
     """Every engine brings the version, and a repetition takes under 10 requests and no pack."""

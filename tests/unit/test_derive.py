@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shortening import examples
 
 import ckptstore
 from ckptstore.checkpoint.derived_check import KnownCasts, prove
@@ -199,7 +200,7 @@ def test_a_tensor_on_a_device_is_read_in_pieces() -> None:
     assert derived_pairs(state) == {0: 1}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.binary(min_size=2048, max_size=2048), st.sampled_from(["bfloat16", "float16"]))
 def test_what_is_derived_is_what_a_load_gives(data: bytes, low: str) -> None:
     """For any bits: the pair is found if and only if the cast that restores gives these bits."""

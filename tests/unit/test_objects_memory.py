@@ -44,6 +44,7 @@ print(json.dumps(figures))
 """
 
 
+@pytest.mark.short("planes")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("codec", ["planes", "raw"])
 def test_memory_stays_within_the_budget(tmp_path: Path, codec: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shortening import examples
 
 import ckptstore
 from ckptstore.checkpoint import derived_check, encode, write
@@ -446,7 +447,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.binary(min_size=2048, max_size=2048), _STEPS)
 def test_any_saves_load_as_they_were(data: bytes, steps: list[tuple[str, tuple[int, int]]]) -> None:
     """Bits of weights and masters flip, come back, are rounded anew: each version is what it was.

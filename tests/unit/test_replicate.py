@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from shortening import places
 
 import ckptstore
 from ckptstore.backends.base import Backend
@@ -321,7 +322,7 @@ def test_interrupted_at_any_call(backends: Backends, when: When) -> None:
         run.save(state, step=step, metrics={"loss": 1 / step}, tags=[f"t{step}"])
     counting = Fault(at=0)
     source.replicate(_store(FaultyBackend(backends(), counting)))
-    for at in range(1, counting.seen + 1):
+    for at in places(counting.seen, str(when), every=9):
         memory = backends()
         _store(memory)
         fault = Fault(at=at, when=when)

@@ -143,6 +143,7 @@ with ckptstore.open(sys.argv[1], create=True) as store:
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_is_run_twice(tmp_path: Path) -> None:
     """What a user sees who has no line that loads: nothing, then one warning, by one process."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "ckpts")]

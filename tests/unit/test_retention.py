@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shortening import examples
 
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import changes, lifecycle_changes
@@ -344,7 +345,7 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(
     EVENTS, st.lists(RULES, max_size=3), st.lists(RULES, max_size=3), st.lists(RULES, max_size=2)
 )

@@ -79,6 +79,7 @@ def test_a_forked_child_does_not_hear_of_an_error_of_its_parent(tmp_path: Path) 
             store.close()
 
 
+@pytest.mark.short("True-process")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("close", [False, True])

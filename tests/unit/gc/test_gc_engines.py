@@ -87,6 +87,7 @@ def collected(folder: Path, engine: str) -> dict[str, Any]:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_the_result_is_the_same_with_every_engine(tmp_path: Path) -> None:
     """Reports, versions and what is left are equal, and every version loads what was saved."""

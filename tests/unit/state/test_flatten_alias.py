@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from shortening import examples
 
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.restore import Restorer
@@ -166,7 +167,7 @@ def test_row_bytes() -> None:
     assert rows == [10, 10, 4, 4]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_random_views_of_one_storage(data: st.DataObject) -> None:
     """Whatever views of one storage a state holds, a write through one is seen by all others."""
