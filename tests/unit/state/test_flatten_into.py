@@ -135,6 +135,25 @@ def test_map_location(shelf: Make) -> None:
             kept.load(map_location=wrong)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "mps", "xpu", "hpu", "gpu", "vulkan"])
+@pytest.mark.parametrize("kind", [str, torch.device, dict])
+def test_a_device_that_is_not_there_is_refused_before_reading(
+    shelf: Make, device: str, kind: Callable[[str], object]
+) -> None:
+    """Named at once, with what loads instead, and not as memory that cannot be had."""
+    if device.startswith(str(torch.accelerator.current_accelerator() or "none")):
+        device = f"{device.partition(':')[0]}:99"
+    if device == "gpu" and kind is torch.device:
+        kind = str  # torch makes no such device
+    kept = shelf({"w": torch.ones(16)})
+    where = {"cpu": device} if kind is dict else kind(device)
+
+    with pytest.raises(InvalidInputError, match=f"map_location is '{device}'") as told:
+        Restorer(kept.node, kept.records, map_location=where)
+
+    assert "cpu" in told.value.hint
+
+
 def test_generators_and_random_states_stay_on_the_cpu(shelf: Make) -> None:
     """What torch wants on the CPU is not sent to a device, whatever map_location says."""
     kept = shelf({"rng": torch.get_rng_state(), "n": np.zeros(1), "g": torch.Generator()})
