@@ -75,16 +75,27 @@ def write_adapter(
     if not merge:
         _write_alone(about, state, folder, model, ref, options)
         return
-    from_name = model is None and "config" not in about
-    base = _base_model(about, ref) if from_name else model or empty_model(about, ref)
-    adapted = _filled(_adapted(base, about, ref), about, state, ref)
-    if any(tensor.is_meta for tensor in adapted.state_dict().values()):
-        adapted = _filled(_adapted(_base_model(about, ref), about, ref), about, state, ref)
+    adapted = _with_own_base(about, state, ref) if model is None else None
+    if adapted is None:
+        base = _base_model(about, ref) if model is None else model
+        adapted = _filled(_adapted(base, about, ref), about, state, ref)
     if not hasattr(adapted.base_model, "merge_and_unload"):
         kind = next(iter(configs.values())).get("peft_type")
         msg = f"the adapter of {ref!r} cannot be merged: it is of the kind {kind}"
         raise InvalidInputError(msg, hint="export the adapter (merge=False)")
     adapted.merge_and_unload().save_pretrained(folder, **options)
+
+
+def _with_own_base(about: Mapping[str, Any], state: Mapping[str, torch.Tensor], ref: str) -> Any:  # noqa: ANN401
+    """Return the adapted model of a version that holds the weights of its base too, else None."""
+    if "config" not in about:
+        return None
+    adapted = _adapted(empty_model(about, ref), about, ref)
+    if not state.keys() <= adapted.state_dict().keys():
+        return None
+    _filled(adapted, about, state, ref)
+    whole = not any(tensor.is_meta for tensor in adapted.state_dict().values())
+    return adapted if whole else None
 
 
 def _write_alone(
@@ -98,7 +109,7 @@ def _write_alone(
     """Write each adapter where PEFT looks for it."""
     adapted = _adapted(model or empty_model(about, ref), about, ref)
     if state.keys() == _own(adapted, next(iter(about["adapter_config"]))).keys():
-        write_as_read(about, state, folder, options)
+        write_as_read({"adapter_config": about["adapter_config"]}, state, folder, options)
         return
     adapted = _filled(adapted, about, state, ref)
     adapted.save_pretrained(str(folder), **options)
@@ -138,7 +149,9 @@ def _base_model(about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401 - a 
         return class_named(config).from_pretrained(name)
     except (OSError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
-        raise InvalidInputError(f"{msg}, and {name!r} cannot be loaded: {why}", hint=hint) from error
+        raise InvalidInputError(
+            f"{msg}, and {name!r} cannot be loaded: {why}", hint=hint
+        ) from error
 
 
 def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401
@@ -154,6 +167,9 @@ def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN
     try:
         for name, values in about["adapter_config"].items():
             config = peft.PeftConfig.from_peft_type(**values)
+            if not getattr(base, "name_or_path", None):
+                base.name_or_path = config.base_model_name_or_path
+            config.base_model_name_or_path = base.name_or_path
             if hasattr(config, "init_lora_weights"):
                 config.init_lora_weights = False  # the version has them
             if adapted is None:

@@ -120,9 +120,8 @@ def export_pretrained(
     path = Path(folder)
     if merge and "adapter_config" not in about:
         raise InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
-    as_read = model is None and not merge and about.get("names") == names_digest(state)
+    as_read = model is None and not merge and about.get("names") == names_digest(map(str, state))
     files = _files(about, path)
-    path.mkdir(parents=True, exist_ok=True)
     if as_read:
         write_as_read(about, state, path, options)
     elif "adapter_config" in about:
@@ -272,6 +271,7 @@ def write_as_read(
     except ModuleNotFoundError as error:
         msg = "huggingface_hub is not installed"
         raise MissingDependencyError(msg, hint="pip install 'ckptstore[transformers]'") from error
+    folder.mkdir(parents=True, exist_ok=True)
     adapter = about.get("adapter_config", {}).get("default")
     pattern = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
     save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})

@@ -56,9 +56,10 @@ def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
     StorageError
         A file cannot be read.
     """
-    within = [folder.resolve()]
-    if folder.parent.name == "snapshots":  # of the hub's cache, whose files are links to blobs
-        within.append(folder.resolve().parent.parent / "blobs")
+    place = folder.resolve()
+    within = [place]
+    if place.parent.name == "snapshots":  # of the hub's cache, whose files are links to blobs
+        within.append(place.parent.parent / "blobs")
     for name in weights:
         _check_inside(folder / name, within)
     found: dict[str, Any] = {}
@@ -81,9 +82,9 @@ def _files(folder: Path) -> Iterator[Path]:
     """Yield the files that are kept, in order of their names; hidden ones are not."""
     for path in [*sorted(folder.iterdir()), *sorted((folder / _TEMPLATES).glob("*.jinja"))]:
         kept = path.suffix in _KEPT or path.name in _LICENSES
-        if kept and path.name[0] != "." and path.suffixes[-2:] != [".index", ".json"]:
-            if path.is_file():
-                yield path
+        apart = path.name[0] == "." or path.name.endswith(".index.json")
+        if kept and not apart and path.is_file():
+            yield path
 
 
 def _check_inside(path: Path, within: Iterable[Path]) -> None:
@@ -100,9 +101,7 @@ def _read(path: Path, left: int) -> bytes:
     except OSError as error:
         raise translate(error, f"reading {path}") from error
     if len(data) > left:
-        msg = (
-            f"{path} takes the files beside the weights over {limits.PRETRAINED_BYTES_MAX} bytes"
-        )
+        msg = f"{path} takes the files beside the weights over {limits.PRETRAINED_BYTES_MAX} bytes"
         raise LimitError(msg, hint="move what the model does not need out of the folder")
     return data
 

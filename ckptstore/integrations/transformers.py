@@ -58,8 +58,8 @@ class StoreTrainerMixin:
     ``save_total_limit`` (older versions are deleted by commits), ``save_only_model``,
     ``load_best_model_at_end``, and with it ``EarlyStoppingCallback``. A version holds the model,
     optimizer, scheduler, gradient scaler, random state of each rank, the trainer's state, and
-    what ``from_pretrained`` needs: configuration, those of adapters of PEFT, and tokenizer. Its metrics are those logged at
-    its step, such as ``loss`` and ``eval_loss``.
+    what ``from_pretrained`` needs: configuration (of adapters of PEFT too) and tokenizer. Its
+    metrics are those logged at its step, such as ``loss`` and ``eval_loss``.
 
     Parameters
     ----------
