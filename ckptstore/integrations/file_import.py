@@ -133,7 +133,7 @@ def import_file(
     path = Path(path)
     directory = _holds(path, ".metadata")
     described = not directory and _holds(path, "config.json", "adapter_config.json")
-    if step is None and not described:
+    if step is None and not described and path.exists():
         raise InvalidInputError(f"{path} does not say its step", hint="give one: --step N")
     key = under if under is not None else _MODEL if described else ""
     wishes: _Wishes = {

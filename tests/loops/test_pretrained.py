@@ -138,7 +138,7 @@ def test_a_fork_of_a_part_is_not_taken_for_the_model(
 def test_a_training_of_ones_own_keeps_the_files_of_its_fork(
     store: Store, base: Path, tmp_path: Path
 ) -> None:
-    """Versions of state dicts alone are exported with what the run, or one before it, began with."""
+    """State dicts alone are exported with what the run, or one before it, began with."""
     import_file(store, base, run="llama")
     run = store.fork("llama", "ft")
     model = AutoModelForCausalLM.from_pretrained(base)
