@@ -6,7 +6,7 @@ import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.errors import InvalidInputError, MissingDependencyError, StateError
 from ckptstore.integrations.pretrained import (
@@ -15,12 +15,15 @@ from ckptstore.integrations.pretrained import (
     empty_model,
     fill,
     write_as_read,
+    write_json,
 )
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["adapter_configs", "write_adapter"]
+
+_CONFIG: Final = "adapter_config.json"
 
 
 def adapter_configs(model: Any) -> dict[str, Any]:  # noqa: ANN401 - a PeftModel
@@ -29,7 +32,7 @@ def adapter_configs(model: Any) -> dict[str, Any]:  # noqa: ANN401 - a PeftModel
     for name, config in model.peft_config.items():
         with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
             config.save_pretrained(folder)
-            text = Path(folder, "adapter_config.json").read_text(encoding="utf-8")
+            text = Path(folder, _CONFIG).read_text(encoding="utf-8")
         found[name] = {**json.loads(text), "inference_mode": True}
     return found
 
@@ -114,9 +117,7 @@ def _write_alone(
     adapted = _filled(adapted, about, state, ref)
     adapted.save_pretrained(str(folder), **options)
     for name, config in about["adapter_config"].items():
-        place = folder if name == "default" else folder / name
-        text = json.dumps(config, indent=2, sort_keys=True)
-        (place / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
+        write_json((folder if name == "default" else folder / name) / _CONFIG, config)
 
 
 def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - a PeftModel

@@ -31,6 +31,7 @@ __all__ = [
     "export_pretrained",
     "fill",
     "write_as_read",
+    "write_json",
 ]
 
 _GIVE_MODEL = "give the model: export_pretrained(..., model=model)"
@@ -277,8 +278,22 @@ def write_as_read(
     save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})
     for part, config in {**about, "adapter_config": adapter}.items():
         if part in CONFIGS and config is not None:
-            text = json.dumps(config, indent=2, ensure_ascii=False)
-            (folder / f"{part}.json").write_text(text + "\n", encoding="utf-8")
+            write_json(folder / f"{part}.json", config)
+
+
+def write_json(path: Path, config: object) -> None:
+    """Write a configuration.
+
+    Raises
+    ------
+    InvalidInputError
+        It holds something that JSON does not have.
+    """
+    try:
+        text = json.dumps(config, indent=2)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"the version has nothing to write as {path}: {error}") from error
+    path.write_text(text + "\n", encoding="utf-8")
 
 
 def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of transformers
