@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptstore.errors import InvalidInputError, MissingDependencyError, StateError
+from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.integrations.pretrained import (
     check_names,
     class_named,
     empty_model,
     fill,
+    needed,
     write_as_read,
     write_json,
 )
@@ -65,11 +66,13 @@ def write_adapter(
     MissingDependencyError
         PEFT or transformers is not installed.
     """
-    peft = _peft()
+    peft = needed("peft", "peft")
     configs = about["adapter_config"]
-    for name in configs:
-        if name in {"", ".", ".."} or Path(name).name != name or "\0" in name:
+    for name, config in configs.items():
+        if not isinstance(name, str) or name == ".." or Path(name).name != name or "\0" in name:
             raise InvalidInputError(f"the version has an adapter of the name {name!r}")
+        if not isinstance(config, Mapping):
+            raise InvalidInputError(f"the version has no configuration of the adapter {name!r}")
     if merge and len(configs) > 1:
         msg = f"{ref!r} has several adapters ({', '.join(configs)}), and one can be merged"
         raise InvalidInputError(msg, hint="export them, and merge them with PEFT")
@@ -111,29 +114,25 @@ def _write_alone(
 ) -> None:
     """Write each adapter where PEFT looks for it."""
     adapted = _adapted(model or empty_model(about, ref), about, ref)
-    if state.keys() == _own(adapted, next(iter(about["adapter_config"]))).keys():
-        write_as_read({"adapter_config": about["adapter_config"]}, state, folder, options)
+    places = {
+        name: folder if name == "default" else folder / name for name in about["adapter_config"]
+    }
+    first = next(iter(places))
+    if state.keys() == _own(adapted, first).keys():
+        only = {first: about["adapter_config"][first]}
+        write_as_read({"adapter_config": only}, state, places[first], options)
         return
-    adapted = _filled(adapted, about, state, ref)
-    adapted.save_pretrained(str(folder), **options)
-    for name, config in about["adapter_config"].items():
-        write_json((folder if name == "default" else folder / name) / _CONFIG, config)
+    _filled(adapted, about, state, ref).save_pretrained(str(folder), **options)
+    for name, place in places.items():
+        write_json(place / _CONFIG, about["adapter_config"][name])
 
 
 def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - a PeftModel
     """Return the weights of one adapter by their names in a file."""
-    found: Mapping[str, torch.Tensor] = _peft().get_peft_model_state_dict(
+    found: Mapping[str, torch.Tensor] = needed("peft").get_peft_model_state_dict(
         adapted, adapter_name=name, save_embedding_layers=False
     )
     return found
-
-
-def _peft() -> Any:  # noqa: ANN401 - a module
-    try:
-        import peft
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError("peft is not installed", hint="pip install peft") from error
-    return peft
 
 
 def _base_model(about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401 - a PreTrainedModel
@@ -163,7 +162,7 @@ def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN
     InvalidInputError
         PEFT makes no adapter of the configuration.
     """
-    peft = _peft()
+    peft = needed("peft", "peft")
     adapted: Any = None
     try:
         for name, values in about["adapter_config"].items():
@@ -201,7 +200,7 @@ def _filled(
         fill(adapted, state, ref, assign=True, partly=True)
     else:
         try:
-            loaded = _peft().set_peft_model_state_dict(
+            loaded = needed("peft").set_peft_model_state_dict(
                 adapted, dict(state), names[0], low_cpu_mem_usage=True
             )
         except (RuntimeError, LookupError) as error:  # shapes, or a part that is not there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tempfile
@@ -30,6 +31,7 @@ __all__ = [
     "empty_model",
     "export_pretrained",
     "fill",
+    "needed",
     "write_as_read",
     "write_json",
 ]
@@ -98,8 +100,9 @@ def export_pretrained(
         base model. None: the class that the saved configuration names, of transformers itself.
     merge
         Write the whole model of a version with an adapter, which is added to its weights, and not
-        the adapter alone. Where the version holds no weights of the base model, they are those of
-        `model`, or else of where the adapter's configuration says.
+        the adapter alone (in a folder of its name, unless that is ``default``). Where the version
+        holds no weights of the base model, they are those of `model`, or else of where the
+        adapter's configuration says.
     options
         For ``save_pretrained``, such as ``max_shard_size="5GB"``.
 
@@ -119,13 +122,14 @@ def export_pretrained(
     state = _weights(store, version.id, ref)
     about = _about(store, version.id)
     path = Path(folder)
-    if merge and "adapter_config" not in about:
+    adapter = bool(about.get("adapter_config"))
+    if merge and not adapter:
         raise InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
     as_read = model is None and not merge and about.get("names") == names_digest(map(str, state))
     files = _files(about, path)
     if as_read:
         write_as_read(about, state, path, options)
-    elif "adapter_config" in about:
+    elif adapter:
         from ckptstore.integrations.adapter_export import write_adapter
 
         write_adapter(about, state, path, ref=ref, model=model, merge=merge, options=options)
@@ -267,15 +271,11 @@ def write_as_read(
     MissingDependencyError
         There is no huggingface_hub.
     """
-    try:
-        from huggingface_hub import save_torch_state_dict
-    except ModuleNotFoundError as error:
-        msg = "huggingface_hub is not installed"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[transformers]'") from error
+    hub = needed("huggingface_hub")
     folder.mkdir(parents=True, exist_ok=True)
-    adapter = about.get("adapter_config", {}).get("default")
+    adapter = next(iter(about.get("adapter_config", {}).values()), None)
     pattern = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
-    save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})
+    hub.save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})
     for part, config in {**about, "adapter_config": adapter}.items():
         if part in CONFIGS and config is not None:
             write_json(folder / f"{part}.json", config)
@@ -296,6 +296,21 @@ def write_json(path: Path, config: object) -> None:
     path.write_text(text + "\n", encoding="utf-8")
 
 
+def needed(name: str, what: str = "'ckptstore[transformers]'") -> Any:  # noqa: ANN401 - a module
+    """Return a module that an export needs.
+
+    Raises
+    ------
+    MissingDependencyError
+        It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        msg = f"{name} is not installed"
+        raise MissingDependencyError(msg, hint=f"pip install {what}") from error
+
+
 def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of transformers
     """Return the class of transformers that a configuration names.
 
@@ -306,13 +321,10 @@ def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of 
     MissingDependencyError
         There is no transformers.
     """
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        msg = "transformers is not installed"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[transformers]'") from error
-    name = (config.get("architectures") or [""])[0]
-    kind = getattr(transformers, name, None) if name else None
+    transformers = needed("transformers")
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else ""
+    kind = getattr(transformers, str(name), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         msg = f"transformers has no model class {name!r}"
         raise InvalidInputError(msg, hint=_GIVE_MODEL)
@@ -335,8 +347,6 @@ def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
     if config is None:
         raise InvalidInputError(f"{ref!r} has no configuration of a model", hint=_GIVE_MODEL)
     kind = class_named(config)
-    from transformers import GenerationConfig
-
     try:
         wanted = kind.config_class.from_dict(dict(config))
         wanted._attn_implementation = "eager"  # others may be code of the hub
@@ -344,7 +354,9 @@ def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
             made = kind(wanted)
         generation = about.get("generation_config")
         if generation is not None:
-            made.generation_config = GenerationConfig.from_dict(dict(generation))
+            made.generation_config = needed("transformers").GenerationConfig.from_dict(
+                dict(generation)
+            )
     except Exception as error:  # what a hostile configuration makes transformers raise
         msg = f"transformers makes no {kind.__name__} of the configuration of {ref!r}: {error}"
         raise InvalidInputError(msg, hint=_GIVE_MODEL) from error

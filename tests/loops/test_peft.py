@@ -136,6 +136,22 @@ def test_several_adapters_are_where_peft_looks(store: Store, base: Path, tmp_pat
         export_pretrained(store, "lora", tmp_path / "merged", merge=True)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_adapter_of_another_name_has_its_folder(
+    store: Store, base: Path, tmp_path: Path, *, alone: bool
+) -> None:
+    """As PEFT writes it, whether the version holds the weights of the base model or not."""
+    config = LoraConfig(target_modules=["c_attn"], init_lora_weights=False, fan_in_fan_out=True)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config, "mine")
+    weights = get_peft_model_state_dict(model, adapter_name="mine") if alone else model.state_dict()
+    store.run("lora").save({"model": weights, "pretrained": describe_model(model)}, step=1)
+
+    folder = export_pretrained(store, "lora", tmp_path / "out")
+
+    assert torch.equal(_logits(_read(base, folder / "mine")), _logits(model))
+    assert _near(export_pretrained(store, "lora", tmp_path / "merged", merge=True), model)
+
+
 @pytest.mark.parametrize("how", ["imported", "saved", "as trained"])
 def test_an_adapter_without_its_base_model(
     store: Store, base: Path, tmp_path: Path, how: str
@@ -197,6 +213,7 @@ def test_what_cannot_be_exported_is_told(
     ("name", "config", "message"),
     [
         ("../escaped", {}, "an adapter of the name"),
+        ("..", {}, "an adapter of the name"),
         ("default", {"peft_type": "NOTHING"}, "PEFT makes no adapter"),
     ],
 )

@@ -112,8 +112,8 @@ def test_a_fork_of_the_weights_has_the_files_too(
     elif how == "without":
         store.fork("llama", "ft", exclude=["pretrained"])
     else:
-        chosen = {"include": ["model.*"]} if how == "include" else {"roles": ["weights"]}
-        store.fork("llama", "ft", **chosen)
+        include, roles = (["model.*"], None) if how == "include" else (None, ["weights"])
+        store.fork("llama", "ft", include=include, roles=roles)
 
     assert ("pretrained" in target.load("ft")) == (how != "without")
     _check(
@@ -208,6 +208,7 @@ def test_weights_that_do_not_lie_below_model_are_told(
     ("config", "message"),
     [
         ({"architectures": ["os"]}, "no model class 'os'"),
+        ({"architectures": 3}, "no model class ''"),
         ({"architectures": ["GPT2LMHeadModel"], "n_head": 5}, "makes no GPT2LMHeadModel"),
         ("text", "something else at 'pretrained'"),
     ],

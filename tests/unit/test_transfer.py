@@ -14,6 +14,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
+from ckptstore.format.paths import Pattern
 from ckptstore.repo import create_on
 
 
@@ -245,7 +246,7 @@ def test_shapes_of_which_none_fits_are_an_error(store: ckptstore.Store) -> None:
     ],
 )
 def test_the_message_names_the_renaming_that_fits(
-    memory: MemoryBackend, saved: str, wanted: str, rename: dict[str, str]
+    memory: MemoryBackend, saved: str, wanted: str, rename: dict[Pattern, Pattern]
 ) -> None:
     """Names that differ by one prefix: the hint is the argument with which all of them load."""
     store = ckptstore.Store(create_on(memory))
