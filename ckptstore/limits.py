@@ -495,6 +495,9 @@ DCP_TRANSFORMS_MAX: Final = 64
 # Metadata of an imported file that is kept with the version. Source: what training scripts write is
 # under 1 KiB; leaves room for the user's own within METADATA_BYTES_MAX.
 IMPORT_METADATA_BYTES_MAX: Final = 64 * KIB
+# Files beside the weights of an imported folder, all together. Source: the largest tokenizer of a
+# published model has 33 MiB (262,144 words); they are held in memory while they are saved.
+PRETRAINED_BYTES_MAX: Final = 256 * MIB
 
 # --- tasks on several machines ----------------------------------------------------------------
 

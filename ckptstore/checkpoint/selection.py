@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
 from ckptstore.checkpoint.subset_manifest import part_of
@@ -16,7 +17,10 @@ from ckptstore.format.skeleton import prune
 from ckptstore.format.skeleton_edit import rename
 from ckptstore.model import RoleBytes
 
-__all__ = ["Selection", "logical_roles", "select"]
+__all__ = ["BESIDE", "Selection", "logical_roles", "select"]
+
+BESIDE: Final = "pretrained"
+"""Key of the state for configuration and tokenizer of its weights, which come along with these."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,8 @@ def select(manifest: Manifest, selection: Selection, *, version: str) -> Manifes
     node = content.node
     wanted = PathFilter(selection.include, selection.exclude)
     has_role = _role_filter(content, selection.roles)
-    node = prune(node, lambda path: wanted(path) and has_role(path))
+    along = _comes_along(content, wanted, has_role, PathFilter(None, selection.exclude))
+    node = prune(node, lambda path: (wanted(path) and has_role(path)) or along(path))
     wanted.check_all_used()
     if node == ["d"] and content.node != ["d"]:
         msg = "nothing of the version is left"
@@ -64,6 +69,22 @@ def select(manifest: Manifest, selection: Selection, *, version: str) -> Manifes
     if selection.rename:
         node = rename(node, Renames(selection.rename))
     return part_of(manifest, node, version=version)
+
+
+def _comes_along(
+    content: Content,
+    wanted: Callable[[Path], bool],
+    has_role: Callable[[Path], bool],
+    kept: Callable[[Path], bool],
+) -> Callable[[Path], bool]:
+    """Return which leaves are taken besides: what is at BESIDE and not excluded, with weights."""
+    records = content.manifest.tensors
+    weights = any(
+        records[leaf.index].role == "weights" and wanted(leaf.path) and has_role(leaf.path)
+        for leaf in content.leaves
+        if leaf.path[:1] != (BESIDE,)
+    )
+    return lambda path: weights and path[:1] == (BESIDE,) and kept(path)
 
 
 def _role_filter(content: Content, roles: Sequence[str] | None) -> Callable[[Path], bool]:

@@ -25,13 +25,21 @@ def import_(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="A .safetensors, .pt, .pth, .bin or .ckpt file, a folder of shards, or a "
-            "directory of torch.distributed.checkpoint.",
+            help="A .safetensors, .pt, .pth, .bin or .ckpt file, a folder of shards, of "
+            "Transformers or of PEFT, or a directory of torch.distributed.checkpoint.",
         ),
     ],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run; made if it is not there.")],
     *,
-    step: Annotated[int, typer.Option("--step", min=0, metavar="N", help="Step of the version.")],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            "--step",
+            min=0,
+            metavar="N",
+            help="Step of the version; 0 for a folder of Transformers, else needed.",
+        ),
+    ] = None,
     metric: MetricValues = None,
     lower: Annotated[
         list[str] | None,
@@ -45,14 +53,21 @@ def import_(
         list[str] | None, typer.Option("--tag", metavar="TAG", help="A tag. Repeatable.")
     ] = None,
     under: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--under", metavar="KEY", help="Put the content below this key of the state: model."
+            "--under",
+            metavar="KEY",
+            help="Put the content below this key of the state; 'model' for a folder of "
+            "Transformers.",
         ),
-    ] = "",
+    ] = None,
     options: WriterOptions,
 ) -> None:
     """Save the content of a file as a version; nothing in it is executed.
+
+    Of a folder with a config.json or adapter_config.json, configuration, tokenizer and the other
+    files beside the weights are kept with them; forks have them too, and export_pretrained
+    writes them again.
 
     Files of torch.save are read with weights_only=True: one that needs more is refused.
     """

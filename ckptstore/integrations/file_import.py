@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
+from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.errors import (
     CkptStoreError,
     FormatError,
@@ -32,6 +33,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.paths import Pattern
+from ckptstore.integrations.pretrained_files import names_digest, read_beside
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -42,6 +44,9 @@ TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
 _SAFETENSORS: Final = ".safetensors"
 _INDEX: Final = ".index.json"
+_USUAL: Final = frozenset({"model", "pytorch_model", "adapter_model"})
+"""Names that Transformers and PEFT give files of weights, up to the first dot."""
+_MODEL: Final = "model"
 _ZIP: Final = b"PK\x03\x04"
 
 
@@ -72,17 +77,21 @@ def import_file(
     path: str | os.PathLike[str],
     *,
     run: str,
-    step: int,
+    step: int | None = None,
     metrics: Mapping[str, float] | None = None,
     directions: Mapping[str, str] | None = None,
     tags: Sequence[str] = (),
     metadata: Mapping[str, Any] | None = None,
     roles: Mapping[Pattern, str] | None = None,
-    under: str = "",
+    under: str | None = None,
     codec: str | None = None,
     progress: ProgressCallback = silent,
 ) -> Version:
     """Save the content of a file as a new version of a run.
+
+    Of a folder of Transformers or PEFT, which has a ``config.json`` or ``adapter_config.json``,
+    the files beside the weights are kept too, below the key ``pretrained``, for
+    :func:`ckptstore.integrations.transformers.export_pretrained`. Nothing in it is executed.
 
     The file must not change meanwhile. Host memory stays within the store's budget: tensors are
     read from the mapped file.
@@ -94,11 +103,12 @@ def import_file(
         ``.index.json`` of shards; a directory of torch.distributed.checkpoint.
     run, step, metrics, tags, metadata, roles, codec
         As in :meth:`ckptstore.Run.save`. Where the state came from is added to the metadata as
-        ``import``.
+        ``import``. Such a folder has step 0 if none is given.
     directions
         Which way metrics get better, as in :meth:`ckptstore.Store.run`.
     under
         Put the file's content below this key of the state: ``model`` makes ``{"model": ...}``.
+        None: ``model`` for such a folder, else nothing.
     progress
         Called with the bytes done.
 
@@ -107,9 +117,12 @@ def import_file(
     ObjectNotFoundError
         There is no such file.
     InvalidInputError
-        It is of no kind that is read; or as in ``save``.
+        It is of no kind that is read; a file of such a folder is a link out of it; there is no
+        `step`; or as in ``save``.
     FormatError
         It is damaged, or not what its name says.
+    LimitError
+        The files beside the weights have more than ``PRETRAINED_BYTES_MAX`` bytes.
     PolicyError
         The pickle in it needs more than ``weights_only=True`` allows; nothing of it was run.
     StateError
@@ -117,31 +130,48 @@ def import_file(
     StorageError
         A file or the store failed; no version appeared.
     """
+    path = Path(path)
+    directory = _holds(path, ".metadata")
+    described = not directory and _holds(path, "config.json", "adapter_config.json")
+    if step is None and not described and path.exists():
+        raise InvalidInputError(f"{path} does not say its step", hint="give one: --step N")
+    key = under if under is not None else _MODEL if described else ""
     wishes: _Wishes = {
-        "step": step,
+        "step": step or 0,
         "metrics": metrics,
         "tags": tags,
-        "roles": roles,
+        "roles": {**(roles or {}), BESIDE: "weights"} if described else roles,
         "codec": codec,
         "progress": progress,
     }
-    if _is_directory_of_dcp(Path(path)):
+    if directory:
         from ckptstore.integrations.dcp.directory import import_directory
 
         return import_directory(
-            store, path, run=run, directions=directions, metadata=metadata, under=under, **wishes
+            store, path, run=run, directions=directions, metadata=metadata, under=key, **wishes
         )
-    with _opened(Path(path)) as found:
-        state = {under: found.state} if under else found.state
-        described = {**_origin(found), **(metadata or {})}
-        return store.run(run, metrics=directions).save(state, metadata=described, **wishes)
+    with _opened(path) as found:
+        state = {key: found.state} if key else found.state
+        if described:
+            state = _with_files(state, found, path)
+        about = {**_origin(found), **(metadata or {})}
+        return store.run(run, metrics=directions).save(state, metadata=about, **wishes)
 
 
-def _is_directory_of_dcp(path: Path) -> bool:
+def _holds(folder: Path, *names: str) -> bool:
     try:
-        return (path / ".metadata").is_file()
+        return any((folder / name).is_file() for name in names)
     except OSError as error:
-        raise translate(error, f"reading {path}") from error
+        raise translate(error, f"reading {folder}") from error
+
+
+def _with_files(state: Any, found: _Read, folder: Path) -> dict[str, Any]:  # noqa: ANN401
+    """Return the state of a folder with the files beside its weights."""
+    if not isinstance(state, dict) or not isinstance(found.state, dict) or BESIDE in state:
+        msg = f"the weights in {folder} leave no place for {BESIDE!r} beside them"
+        raise InvalidInputError(msg, hint=f"put them below another key: {_MODEL!r}")
+    beside = read_beside(folder, found.files)
+    return {**state, BESIDE: {**beside, "names": names_digest(map(str, found.state))}}
 
 
 def _origin(found: _Read) -> dict[str, Any]:
@@ -177,6 +207,8 @@ def _main_file(folder: Path) -> Path:
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     for suffix in (f"{_SAFETENSORS}{_INDEX}", _SAFETENSORS, f".bin{_INDEX}", ".bin"):
         found = [name for name in names if name.endswith(suffix)]
+        if len(found) > 1:
+            found = [name for name in found if name.partition(".")[0] in _USUAL] or found
         if len(found) == 1:
             return folder / found[0]
         if found:

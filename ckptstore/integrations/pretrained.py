@@ -1,42 +1,64 @@
-"""Folders that ``from_pretrained`` of transformers reads, from versions."""
+"""Folders that ``from_pretrained`` of transformers and PEFT reads, from versions."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
+from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.errors import (
     InvalidInputError,
     MissingDependencyError,
+    NotFoundError,
     StateError,
     TensorNotFoundError,
 )
+from ckptstore.integrations.pretrained_files import CONFIGS, names_digest
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["describe_model", "export_pretrained"]
+__all__ = [
+    "check_names",
+    "class_named",
+    "describe_model",
+    "empty_model",
+    "export_pretrained",
+    "fill",
+    "needed",
+    "write_as_read",
+    "write_json",
+]
 
-_PARTS: Final = ("config", "generation_config")
+_GIVE_MODEL = "give the model: export_pretrained(..., model=model)"
 
 
 def describe_model(model: Any, processing: Any = None) -> dict[str, Any]:  # noqa: ANN401
     """Return what a folder of ``save_pretrained`` holds besides the weights, as plain values.
 
+    Save it as ``pretrained`` beside the state dict ``model``, with the role of weights.
+
     Parameters
     ----------
     model
-        What has no ``config`` is described by nothing.
+        A model of transformers, or one of PEFT around it. What has no ``config`` is described by
+        nothing.
     processing
         A tokenizer or processor; its files are taken as they are.
     """
     found: dict[str, Any] = {}
-    for part in _PARTS:
+    if hasattr(model, "get_base_model"):
+        from ckptstore.integrations.adapter_export import adapter_configs
+
+        found["adapter_config"] = adapter_configs(model)
+        model = model.get_base_model()
+    for part in ("config", "generation_config"):
         config = getattr(model, part, None)
         if config is not None:
             found[part] = json.loads(config.to_json_string())
@@ -58,87 +80,285 @@ def export_pretrained(
     folder: str | os.PathLike[str],
     *,
     model: torch.nn.Module | None = None,
+    merge: bool = False,
     **options: Any,  # noqa: ANN401 - as save_pretrained
 ) -> Path:
     """Write the model of a version as ``save_pretrained`` does: safetensors and configuration.
 
+    Configuration and tokenizer that the version does not have are those of the version that its
+    run, or a run before it, began with: an imported folder, say.
+
     Parameters
     ----------
     ref
-        Names a version that :class:`ckptstore.integrations.transformers.StoreTrainerMixin` saved;
-        or any whose ``model`` is the state dict of `model`.
+        Names a version that :class:`ckptstore.integrations.transformers.StoreTrainerMixin` saved,
+        or that is an imported folder; or any whose ``model`` is the state dict of a model.
     folder
         Made if it is not there. What it holds of the same names is replaced.
     model
-        Of the class and configuration that was saved; it gets the weights. None: the class that
-        the saved configuration names, of transformers itself.
+        Of the class and configuration that was saved; it gets the weights. For an adapter, its
+        base model. None: the class that the saved configuration names, of transformers itself.
+    merge
+        Write the whole model of a version with an adapter, which is added to its weights, and not
+        the adapter alone (in a folder of its name, unless that is ``default``). Where the version
+        holds no weights of the base model, they are those of `model`, or else of where the
+        adapter's configuration says.
     options
         For ``save_pretrained``, such as ``max_shard_size="5GB"``.
 
     Raises
     ------
+    TensorNotFoundError
+        The version has nothing below ``model``.
     InvalidInputError
-        The version has no configuration, or names a class that transformers does not have.
+        The version has no configuration, or names a class that transformers does not have; or
+        there is nothing to merge.
     StateError
         Its weights do not fit the model.
     MissingDependencyError
-        No model is given, and there is no transformers to make one.
+        Transformers, or PEFT for an adapter, is needed and not installed.
     """
     version = store.resolve(ref)
-    state = store.load(f"#{version.id}", include=["model"])
+    state = _weights(store, version.id, ref)
     about = _about(store, version.id)
-    made = model if model is not None else _empty_model(about, ref)
-    loaded = made.load_state_dict(state["model"], strict=False, assign=model is None)
-    if loaded.missing_keys or loaded.unexpected_keys:
-        msg = (
-            f"the weights of {ref!r} do not fit {type(made).__name__}: missing "
-            f"{loaded.missing_keys[:3]}, unexpected {loaded.unexpected_keys[:3]}"
-        )
-        raise StateError(msg)
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
-    made.save_pretrained(path, **options)  # type: ignore[operator]  # a PreTrainedModel
-    for name, data in about.get("processing", {}).items():
-        target = path / name
-        if not target.resolve().is_relative_to(path.resolve()):
-            msg = f"the version names a file outside of the folder: {name!r}"
-            raise InvalidInputError(msg)
+    adapter = bool(about.get("adapter_config"))
+    if merge and not adapter:
+        raise InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
+    as_read = model is None and not merge and about.get("names") == names_digest(map(str, state))
+    files = _files(about, path)
+    if as_read:
+        write_as_read(about, state, path, options)
+    elif adapter:
+        from ckptstore.integrations.adapter_export import write_adapter
+
+        write_adapter(about, state, path, ref=ref, model=model, merge=merge, options=options)
+    else:
+        made = model if model is not None else empty_model(about, ref)
+        fill(made, state, ref, assign=model is None)
+        made.save_pretrained(path, **options)  # type: ignore[operator]  # a PreTrainedModel
+    for target, data in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
     return path
 
 
-def _about(store: Store, version: str) -> Mapping[str, Any]:
+def fill(
+    model: Any,  # noqa: ANN401 - a PreTrainedModel or PeftModel
+    state: Mapping[str, torch.Tensor],
+    ref: str,
+    *,
+    assign: bool,
+    partly: bool = False,
+) -> None:
+    """Load weights into a model; tied ones are needed once.
+
+    Parameters
+    ----------
+    assign
+        Take the tensors themselves: for a model on the meta device.
+    partly
+        Some may be missing.
+
+    Raises
+    ------
+    StateError
+        Names the first that are missing or left over, or that have another shape.
+    """
     try:
-        found = store.load(f"#{version}", include=["pretrained"])
+        missing, unexpected = model.load_state_dict(state, strict=False, assign=assign)
+    except RuntimeError as error:  # shapes
+        raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
+    if missing and not unexpected:
+        tie = getattr(model, "tie_weights", None)
+        if tie is not None:
+            tie()
+        own = model.state_dict(keep_vars=True)
+        filled = {id(own[name]) for name in state}
+        missing = [name for name in missing if id(own[name]) not in filled]
+    check_names(ref, model, [] if partly else missing, unexpected)
+
+
+def check_names(ref: str, model: object, missing: list[str], unexpected: list[str]) -> None:
+    """Refuse weights that are not those of a model.
+
+    Raises
+    ------
+    StateError
+        Names the first that are missing or left over.
+    """
+    if missing or unexpected:
+        msg = (
+            f"the weights of {ref!r} do not fit {type(model).__name__}: missing "
+            f"{missing[:3]}, unexpected {unexpected[:3]}"
+        )
+        raise StateError(msg)
+
+
+def _weights(store: Store, version: str, ref: str) -> Mapping[str, torch.Tensor]:
+    try:
+        found = store.load(f"#{version}", include=["model"]).get("model")
     except TensorNotFoundError:
-        return {}
-    about: Mapping[str, Any] = found["pretrained"]
-    return about
+        found = None
+    if not isinstance(found, Mapping):
+        msg = f"{ref!r} has no state dict at 'model'"
+        raise TensorNotFoundError(
+            msg, hint="fork it with rename={'': 'model'} if its weights lie at the root"
+        )
+    return found
 
 
-def _empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
-    """Return a model without weights, of the class that a configuration names."""
+def _about(store: Store, version: str) -> Mapping[str, Any]:
+    """Return what a version says of its model, and what those say that its runs began with."""
+    about = _said(store, version)
+    for found in store.repo.refresh().ancestors(version):
+        if about is not None and "processing" in about:
+            break
+        before = store.repo.catalog.version(found.parent) if found.parent else None
+        if found.deleted or (before is not None and before.run == found.run):
+            continue
+        said = _said(store, found.id) if found.id != version else None
+        if about is None:
+            about = said
+        elif said is not None:
+            about = {**about, "processing": said.get("processing", {})}
+    return about or {}
+
+
+def _said(store: Store, version: str) -> Mapping[str, Any] | None:
+    """Return what a version itself says of its model; None if nothing, or its data is gone."""
+    try:
+        about = store.load(f"#{version}", include=[BESIDE])[BESIDE]
+    except NotFoundError:
+        return None
+    parts = [about, *(about.get(part, {}) for part in (*CONFIGS, "processing"))] if about else []
+    if not all(isinstance(part, Mapping) for part in (about, *parts)):
+        raise InvalidInputError(f"#{version[:8]} holds something else at {BESIDE!r}")
+    found: Mapping[str, Any] = about
+    return found
+
+
+def _files(about: Mapping[str, Any], folder: Path) -> dict[Path, bytes]:
+    """Return the files that were kept as they are, by where they go.
+
+    Raises
+    ------
+    InvalidInputError
+        A name leads out of the folder, or what has it is no file.
+    """
+    found: dict[Path, bytes] = {}
+    for name, data in about.get("processing", {}).items():
+        if not isinstance(name, str) or "\0" in name or not isinstance(data, bytes):
+            raise InvalidInputError(f"the version holds something that is no file: {name!r}")
+        target = folder / name
+        if not target.resolve().is_relative_to(folder.resolve()):
+            msg = f"the version names a file outside of the folder: {name!r}"
+            raise InvalidInputError(msg)
+        found[target] = data
+    return found
+
+
+def write_as_read(
+    about: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    options: Mapping[str, Any],
+) -> None:
+    """Write weights under the names of an imported folder, or of an adapter's; no model is made.
+
+    Raises
+    ------
+    MissingDependencyError
+        There is no huggingface_hub.
+    """
+    hub = needed("huggingface_hub")
+    folder.mkdir(parents=True, exist_ok=True)
+    adapter = next(iter(about.get("adapter_config", {}).values()), None)
+    pattern = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
+    hub.save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})
+    for part, config in {**about, "adapter_config": adapter}.items():
+        if part in CONFIGS and config is not None:
+            write_json(folder / f"{part}.json", config)
+
+
+def write_json(path: Path, config: object) -> None:
+    """Write a configuration.
+
+    Raises
+    ------
+    InvalidInputError
+        It holds something that JSON does not have.
+    """
+    try:
+        text = json.dumps(config, indent=2)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInputError(f"the version has nothing to write as {path}: {error}") from error
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def needed(name: str, what: str = "'ckptstore[transformers]'") -> Any:  # noqa: ANN401 - a module
+    """Return a module that an export needs.
+
+    Raises
+    ------
+    MissingDependencyError
+        It is not installed.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        msg = f"{name} is not installed"
+        raise MissingDependencyError(msg, hint=f"pip install {what}") from error
+
+
+def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of transformers
+    """Return the class of transformers that a configuration names.
+
+    Raises
+    ------
+    InvalidInputError
+        Transformers has none of this name.
+    MissingDependencyError
+        There is no transformers.
+    """
+    transformers = needed("transformers")
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and names else ""
+    kind = getattr(transformers, str(name), None)
+    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
+        msg = f"transformers has no model class {name!r}"
+        raise InvalidInputError(msg, hint=_GIVE_MODEL)
+    return kind
+
+
+def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
+    """Return a model without weights, of the class that a configuration names.
+
+    Raises
+    ------
+    InvalidInputError
+        There is no configuration, or no class can be made of it.
+    MissingDependencyError
+        There is no transformers.
+    """
     import torch
 
-    try:
-        import transformers
-    except ModuleNotFoundError as error:
-        msg = "transformers is not installed"
-        raise MissingDependencyError(msg, hint="pip install 'ckptstore[transformers]'") from error
     config = about.get("config")
     if config is None:
-        msg = f"{ref!r} has no configuration of a model"
-        raise InvalidInputError(msg, hint="give the model: export_pretrained(..., model=model)")
-    name = (config.get("architectures") or [""])[0]
-    kind = getattr(transformers, name, None) if name else None
-    if kind is None or not issubclass(kind, transformers.PreTrainedModel):
-        msg = f"transformers has no model class {name!r}"
-        raise InvalidInputError(msg, hint="give the model: export_pretrained(..., model=model)")
-    with torch.device("meta"):
-        made = kind(kind.config_class.from_dict(config))
-    generation = about.get("generation_config")
-    if generation is not None:
-        made.generation_config = transformers.GenerationConfig.from_dict(generation)
+        raise InvalidInputError(f"{ref!r} has no configuration of a model", hint=_GIVE_MODEL)
+    kind = class_named(config)
+    try:
+        wanted = kind.config_class.from_dict(dict(config))
+        wanted._attn_implementation = "eager"  # others may be code of the hub
+        with torch.device("meta"):
+            made = kind(wanted)
+        generation = about.get("generation_config")
+        if generation is not None:
+            made.generation_config = needed("transformers").GenerationConfig.from_dict(
+                dict(generation)
+            )
+    except Exception as error:  # what a hostile configuration makes transformers raise
+        msg = f"transformers makes no {kind.__name__} of the configuration of {ref!r}: {error}"
+        raise InvalidInputError(msg, hint=_GIVE_MODEL) from error
     model: torch.nn.Module = made
     return model

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.errors import (
     InvalidInputError,
     PolicyError,
@@ -57,8 +58,8 @@ class StoreTrainerMixin:
     ``save_total_limit`` (older versions are deleted by commits), ``save_only_model``,
     ``load_best_model_at_end``, and with it ``EarlyStoppingCallback``. A version holds the model,
     optimizer, scheduler, gradient scaler, random state of each rank, the trainer's state, and
-    what ``from_pretrained`` needs: configuration and tokenizer. Its metrics are those logged at
-    its step, such as ``loss`` and ``eval_loss``.
+    what ``from_pretrained`` needs: configuration (of adapters of PEFT too) and tokenizer. Its
+    metrics are those logged at its step, such as ``loss`` and ``eval_loss``.
 
     Parameters
     ----------
@@ -252,7 +253,7 @@ class StoreTrainerMixin:
             "step": step,
             "metrics": self._metrics(step),
             "metadata": {"transformers": {"epoch": self.state.epoch}},
-            "roles": {"pretrained": "weights"},  # stays with them when the version is aged
+            "roles": {BESIDE: "weights"},  # stays with them when the version is aged
         }
         if not self._background:
             from_first(lambda: self._run.save(state, **wanted).id)  # all ranks fail if it fails
@@ -272,7 +273,7 @@ class StoreTrainerMixin:
             state["rng"] = capture_all()
         state["trainer_state"] = json.loads(json.dumps(vars(self.state)))
         if place()[0] == 0:
-            state["pretrained"] = describe_model(self.model, self.processing_class)
+            state[BESIDE] = describe_model(self.model, self.processing_class)
         return state
 
     def _collect_callbacks(self) -> None:

@@ -6,6 +6,7 @@ tensors of another shape are left alone. Only the chunks that are needed are rea
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from ckptstore.checkpoint.content import Content
+from ckptstore.checkpoint.name_fit import fitting_rename
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
@@ -25,6 +27,8 @@ from ckptstore.tensors.restore import Restorer
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
 __all__ = ["Mismatch", "TransferReport", "TransferRequest", "transfer"]
+
+_log = logging.getLogger("ckptstore")
 
 _TAKEN = frozenset({"tensor", "parameter", "buffer", "view", "numpy"})
 _SEEN = _TAKEN | {"quantized"}
@@ -41,8 +45,8 @@ class TransferRequest:
     """Prefix of a path of the version to what the target calls it."""
     cast: bool = True
     """Convert to the dtype of the target, where torch does that without losing the kind."""
-    strict: bool = False
-    """Refuse, before anything is read, unless every name fits."""
+    strict: bool | None = None
+    """Refuse, before anything is read, unless every name fits; None warns, False says nothing."""
     progress: ProgressCallback = silent
 
 
@@ -97,7 +101,7 @@ class TransferReport:
             ("mismatched", wrong),
         ):
             if names:
-                more = ", ..." if len(names) > _NAMES else ""
+                more = f" and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
                 parts.append(f"{len(names)} {title}: {', '.join(names[:_NAMES])}{more}")
         return "; ".join(parts)
 
@@ -149,8 +153,8 @@ def transfer(
     TensorNotFoundError
         A pattern or a prefix matches nothing.
     InvalidInputError
-        Two paths have one name after renaming; the target holds no tensor; or `strict` is asked
-        for and something does not fit. Nothing was read.
+        Two paths have one name after renaming; the target holds no tensor; nothing fits; or
+        `strict` is asked for and something does not fit. Nothing was read.
     CorruptTensorError, StorageError
         A tensor cannot be read. The target may then hold anything.
     """
@@ -161,9 +165,8 @@ def transfer(
         raise InvalidInputError(msg, hint="pass a module, or {'model': model}")
     plan = _plan(content, sources, targets, cast=request.cast)
     report = _report(version, plan)
-    if request.strict and not report.complete:
-        msg = f"{version.run}@{version.step} does not fit the target: {report}"
-        raise InvalidInputError(msg, hint="rename, or load what fits with strict=False")
+    if not report.complete:
+        _check_fit(report, request.strict, sources, targets)
     total = sum(job.nbytes for job in plan.jobs)
     done = 0
     for batch in _batches(plan.jobs, repo.options.host_bytes):
@@ -171,6 +174,32 @@ def transfer(
         done += sum(job.nbytes for job in batch)
         request.progress(Progress(stage="read", done=done, total=total))
     return report
+
+
+def _check_fit(
+    report: TransferReport,
+    strict: bool | None,
+    sources: Mapping[str, Leaf],
+    targets: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse what loads nothing, or not all if that is asked for; else warn, unless told not to.
+
+    Raises
+    ------
+    InvalidInputError
+        Says what does not fit, and the renaming that would.
+    """
+    if strict is False and report.loaded:
+        return
+    shown = f"{report.version.run}@{report.version.step}"
+    rename = fitting_rename(sources, targets)
+    if strict or not report.loaded:
+        how = "does not fit the target" if report.loaded else "has nothing that fits the target"
+        otherwise = "load what fits with strict=False" if report.loaded else "compare the names"
+        hint = f"pass {rename}" if rename else f"rename, or {otherwise}"
+        raise InvalidInputError(f"{shown} {how}: {report}", hint=hint)
+    hint = f"{rename} fits more" if rename else "strict=False says that this is meant"
+    _log.warning("%s fits the target in part: %s -- %s", shown, report, hint)
 
 
 def _sources(content: Content, request: TransferRequest) -> dict[str, Leaf]:

@@ -101,6 +101,9 @@ class Loading:
         VersionNotFoundError, TensorNotFoundError
             The ref or a pattern names nothing; or only a part of the version is here, and no
             replica has it either, or none can be reached: the message has every reason.
+        InvalidInputError
+            `map_location` names no device, or one that this process does not have; or a tensor of
+            `into` does not fit. Nothing was read.
         CorruptTensorError
             A stored tensor is damaged, here and in every replica; names it. Other tensors can still
             be loaded.
@@ -136,7 +139,7 @@ class Loading:
         exclude: Sequence[Pattern] | None = None,
         rename: Mapping[Pattern, Pattern] | None = None,
         cast: bool = True,
-        strict: bool = False,
+        strict: bool | None = None,
         progress: ProgressCallback = silent,
     ) -> TransferReport:
         """Fill a different model from a version, as far as names and shapes fit; say what did not.
@@ -156,7 +159,8 @@ class Loading:
         cast
             Convert values to the target's dtype; if not, another dtype is a mismatch.
         strict
-            Refuse before anything is read unless all names and shapes fit.
+            True: refuse before anything is read unless all names and shapes fit. None: load what
+            fits, and name the rest in a warning of the logger ``ckptstore``. False: no warning.
         progress
             Called with the bytes done.
 
@@ -165,7 +169,8 @@ class Loading:
         VersionNotFoundError, TensorNotFoundError
             The ref, a pattern or a prefix names nothing.
         InvalidInputError
-            The target holds no tensor, two paths get one name, or `strict` is not met.
+            The target holds no tensor, two paths get one name, nothing of the version fits the
+            target, or `strict` is not met; the hint names the `rename` that fits.
         CorruptTensorError, StorageError
             A tensor cannot be read; the target may then hold anything.
         """

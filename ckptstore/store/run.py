@@ -173,7 +173,7 @@ class Run(RunSaving):
         exclude: Sequence[Pattern] | None = None,
         rename: Mapping[Pattern, Pattern] | None = None,
         cast: bool = True,
-        strict: bool = False,
+        strict: bool | None = None,
         progress: ProgressCallback = silent,
     ) -> TransferReport:
         """Fill a different model from a version of this run; see :meth:`Store.load_into`."""

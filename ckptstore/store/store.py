@@ -199,7 +199,8 @@ class Store(
         new_run
             A name that no run has.
         include, exclude
-            Patterns of paths: which leaves of the state to take over; all if not given.
+            Patterns of paths: which leaves of the state to take over; all if not given. What is at
+            ``pretrained`` (configuration, tokenizer) comes along with weights unless excluded.
         rename
             Prefix of a path to what replaces it: ``{"model.backbone": "model.encoder"}``; see
             :mod:`ckptstore.format.renames`.

@@ -72,7 +72,7 @@ class Restorer:
         `into` has a tensor at a path where the version has none.
     InvalidInputError
         A tensor of `into` differs in dtype or shape, or shares memory with another that is not
-        shared in the version; or `map_location` is not valid.
+        shared in the version; or `map_location` names no device, or one that is not there.
     CorruptObjectError, UnsupportedFeatureError
         A record is not valid, or its dtype is unknown to this torch.
     """
@@ -156,13 +156,13 @@ class Restorer:
         devices: dict[int, torch.device] = {}
         known: dict[str, torch.device] = {}
         for leaf in self._leaves:
+            if leaf.kind in ON_CPU or self._records[leaf.index].role == "rng":
+                devices[leaf.index] = _CPU
+                continue
             saved = _saved_device(leaf.node)
             if saved not in known:
                 known[saved] = _device_for(saved, map_location)
-            if leaf.kind in ON_CPU or self._records[leaf.index].role == "rng":
-                devices[leaf.index] = _CPU
-            else:
-                devices.setdefault(leaf.index, known[saved])
+            devices.setdefault(leaf.index, known[saved])
         return devices
 
     def _plan_into(self, into: object) -> None:
@@ -198,9 +198,20 @@ def _device_for(saved: str, map_location: MapLocation) -> torch.device:
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise InvalidInputError(f"{wanted!r} is not a device: {error}") from error
+        raise InvalidInputError(
+            f"map_location is {wanted!r}, which names no device: {error}",
+            hint='"cpu" is host memory, "cuda" a GPU of NVIDIA or AMD, "mps" one of Apple',
+        ) from error
     if device.type == "meta":
         raise InvalidInputError("a state cannot be loaded to the meta device")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # by kind of device
+        why = str(error).strip().partition("\n")[0][:120]
+        raise InvalidInputError(
+            f"map_location is {str(device)!r}, a device that this process does not have: {why}",
+            hint='map_location="cpu" loads into host memory',
+        ) from error
     return device
 
 

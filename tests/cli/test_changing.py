@@ -110,6 +110,21 @@ def test_export_says_what_it_left_out(cli: Cli, history: Path, tmp_path: Path) -
     assert len(safetensors.torch.load_file(path)) == 5
 
 
+def test_import_of_a_folder_of_transformers(cli: Cli, store_path: Path, tmp_path: Path) -> None:
+    """Neither step nor key is asked for, and the fork of its weights has its files."""
+    folder = tmp_path / "base"
+    folder.mkdir()
+    safetensors.torch.save_file({"w": torch.ones(3)}, folder / "model.safetensors")
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    assert cli("import", folder, "llama", "-s", store_path).out.startswith("llama@0 is ")
+    assert cli("fork", "llama", "ft", "--include", "model.*", "-s", store_path).code == 0
+    with ckptstore.open(store_path) as store:
+        state = store.load("ft@0")
+    assert list(state) == ["model", "pretrained"]
+    assert state["pretrained"]["config"] == {"model_type": "gpt2"}
+    assert cli("import", tmp_path / "nope", "llama", "-s", store_path).code == 3
+
+
 def test_import_prints_the_id_when_quiet(cli: Cli, store_path: Path, tmp_path: Path) -> None:
     """Scripts get the id and nothing else; wrong options are refused before the file is read."""
     path = tmp_path / "w.pt"

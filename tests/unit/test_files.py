@@ -25,6 +25,7 @@ from ckptstore.errors import (
     CorruptTensorError,
     FormatError,
     InvalidInputError,
+    LimitError,
     ObjectNotFoundError,
     PolicyError,
     StateError,
@@ -407,6 +408,120 @@ def test_hostile_index_is_refused(
     with pytest.raises(FormatError, match=problem):
         import_file(store, folder, run="r", step=1)
     assert store.versions() == []
+
+
+# --- folders of Transformers and PEFT -----------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with weights, a configuration and a tokenizer."""
+    made = tmp_path / "hub" / "base"
+    made.mkdir(parents=True)
+    safetensors.torch.save_file({"w": torch.ones(5)}, made / "model.safetensors")
+    (made / "config.json").write_text('{"model_type": "gpt2", "layers": [1, 2.5, null]}')
+    (made / "tokenizer.json").write_bytes(b'{"words": ["\xc3\xa9"]}')
+    return made
+
+
+def test_a_folder_with_a_configuration_keeps_its_files(
+    store: ckptstore.Store, folder: Path
+) -> None:
+    """Weights lie below `model` at step 0; what is no description of them stays outside."""
+    kept = {"LICENSE": b"free", "modeling.py": b"raise SystemExit", "vocab.txt": b"a\nb"}
+    left_out = (".gitattributes", "training_args.bin", "model.h5", "picture.png", ".token.json")
+    for name, data in {**kept, **dict.fromkeys(left_out, b"x")}.items():
+        (folder / name).write_bytes(data)
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_bytes(b"{{ tools }}")
+    os.mkfifo(folder / "pipe.json")
+
+    version = import_file(store, folder, run="r")
+
+    state = store.load("r")
+    about = state["pretrained"]
+    assert version.step == 0
+    assert state["model"]["w"].tolist() == [1.0] * 5
+    assert about["config"] == {"model_type": "gpt2", "layers": [1, 2.5, None]}
+    assert about["processing"] == {
+        **kept,
+        "tokenizer.json": (folder / "tokenizer.json").read_bytes(),
+        "additional_chat_templates/tools.jinja": b"{{ tools }}",
+    }
+    assert set(version.roles) == {"weights"}
+
+
+def test_other_files_need_a_step_and_are_as_they_were(store: ckptstore.Store, folder: Path) -> None:
+    """A file by its name is its content alone, whatever lies beside it."""
+    path = folder / "model.safetensors"
+    with pytest.raises(InvalidInputError, match="does not say its step"):
+        import_file(store, path, run="r")
+    import_file(store, path, run="r", step=3)
+    assert set(store.load("r@3")) == {"w"}
+    import_file(store, folder, run="r", step=4, under="")
+    assert set(store.load("r@4")) == {"w", "pretrained"}
+    with pytest.raises(InvalidInputError, match="leave no place for 'pretrained'"):
+        import_file(store, folder, run="r", step=5, under="pretrained")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "config.json", "model.safetensors"])
+def test_a_link_out_of_a_folder_is_refused(store: ckptstore.Store, folder: Path, name: str) -> None:
+    """What lies elsewhere on the machine is not what was to be imported."""
+    (folder / name).rename(folder.parent / "secret")
+    (folder / name).symlink_to("../secret")
+    with pytest.raises(InvalidInputError, match=f"{name} leads out of its folder") as told:
+        import_file(store, folder, run="r")
+    assert "import the folder that it leads to" in told.value.hint
+    assert store.versions() == []
+
+
+def test_the_cache_of_the_hub_is_read_through_its_links(
+    store: ckptstore.Store, folder: Path, tmp_path: Path
+) -> None:
+    """Its files are links to blobs beside the snapshots; links that lead further are refused."""
+    model = tmp_path / "models--x"
+    snapshot = model / "snapshots" / "abc"
+    (model / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in folder.iterdir():
+        path.rename(model / "blobs" / path.stem)
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.stem}")
+    import_file(store, snapshot, run="r")
+    assert "tokenizer.json" in store.load("r")["pretrained"]["processing"]
+    (model / "secret").write_text("x")
+    (snapshot / "vocab.txt").symlink_to("../../blobs/../secret")
+    with pytest.raises(InvalidInputError, match="leads out of its folder"):
+        import_file(store, snapshot, run="r", step=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("{", "not JSON"), ("[" * 100_000, "not JSON"), ("\x80", "not JSON"), ("3", "no JSON object")],
+    ids=["cut", "deep", "bytes", "number"],
+)
+def test_a_damaged_configuration_is_told(
+    store: ckptstore.Store, folder: Path, text: str, problem: str
+) -> None:
+    """The weights alone can still be imported, as the hint says."""
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(FormatError, match=problem) as told:
+        import_file(store, folder, run="r")
+    assert "name their file" in told.value.hint
+    assert store.versions() == []
+
+
+def test_files_beside_the_weights_are_bounded(
+    store: ckptstore.Store, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All together, and read no further than the bound."""
+    sizes = sum((folder / name).stat().st_size for name in ("config.json", "tokenizer.json"))
+    monkeypatch.setattr("ckptstore.limits.PRETRAINED_BYTES_MAX", sizes)
+    import_file(store, folder, run="r")
+    with (folder / "vocab.txt").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(LimitError, match=r"vocab\.txt takes the files beside the weights over"):
+        import_file(store, folder, run="r", step=1)
 
 
 class _Bomb:

@@ -14,6 +14,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
+from ckptstore.format.paths import Pattern
 from ckptstore.repo import create_on
 
 
@@ -109,8 +110,8 @@ def test_values_are_cast_to_the_targets_dtype(store: ckptstore.Store) -> None:
     assert report.cast["model.0.weight"] == ("float32", "float16")
     assert "model.1.num_batches_tracked" not in report.cast
     _same(model, saved)
-    target = {"model": {"0.bias": torch.zeros(300, dtype=torch.int32)}}
-    (wrong,) = store.load_into("gpt", target, include=["model.0.bias"]).mismatched
+    target = {"model": {"0.bias": torch.zeros(300, dtype=torch.int32), "2.bias": torch.zeros(10)}}
+    (wrong,) = store.load_into("gpt", target, include=["model.*.bias"]).mismatched
     assert (wrong.why, wrong.version_dtype, wrong.target_dtype) == ("dtype", "float32", "int32")
     report = store.load_into("gpt", {"model": _model().half()}, include=["model"], cast=False)
     assert report.loaded == ("model.1.num_batches_tracked",)
@@ -208,3 +209,92 @@ def test_a_target_without_tensors_is_a_mistake(store: ckptstore.Store) -> None:
     """Nothing could ever be loaded into it."""
     with pytest.raises(InvalidInputError, match="no tensor in the target, a dict"):
         store.load_into("gpt", {})
+
+
+@pytest.mark.parametrize("strict", [None, False, True])
+def test_names_of_which_none_fits_are_an_error(store: ckptstore.Store, strict: bool | None) -> None:
+    """Nothing would be loaded: that is never what was meant, and the target is as it was."""
+    model = _model(seed=1)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    with pytest.raises(InvalidInputError, match="gpt@1 has nothing that fits the target") as told:
+        store.load_into("gpt", model, strict=strict)
+
+    assert told.value.hint == "pass rename={'model': ''}"
+    assert "0 loaded; 9 missing: 0.weight, 0.bias, " in told.value.message
+    assert " and 4 more" in told.value.message
+    _same(model, before)
+    report = store.load_into("gpt", model, rename={"model": ""}, strict=False)
+    assert report.missing == ()
+
+
+def test_shapes_of_which_none_fits_are_an_error(store: ckptstore.Store) -> None:
+    """The names are the same, and still nothing would be loaded."""
+    with pytest.raises(InvalidInputError, match=r"float32\[10\] into float32\[3\]") as told:
+        store.run("gpt").load_into(1, {"model": {"2.bias": torch.zeros(3)}}, strict=False)
+    assert told.value.hint == "rename, or compare the names"
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "rename"),
+    [
+        ("model", "", {"model": ""}),
+        ("", "model", {"": "model"}),
+        ("model.module", "model", {"model.module": "model"}),
+        ("model", "_orig_mod", {"model": "_orig_mod"}),
+        ("net.body", "encoder", {"net.body": "encoder"}),
+    ],
+)
+def test_the_message_names_the_renaming_that_fits(
+    memory: MemoryBackend, saved: str, wanted: str, rename: dict[Pattern, Pattern]
+) -> None:
+    """Names that differ by one prefix: the hint is the argument with which all of them load."""
+    store = ckptstore.Store(create_on(memory))
+    names = ["0.weight", "0.bias", "1.norm.weight", "1.norm.bias"]
+    values = {name: torch.full((2,), 1.0 + place) for place, name in enumerate(names)}
+    state = {f"{saved}.{name}".strip("."): value for name, value in values.items()}
+    store.run("r").save({**state, "other.1.bias": torch.ones(3)}, step=1)
+    target = {f"{wanted}.{name}".strip("."): torch.zeros(2) for name in names}
+
+    with pytest.raises(InvalidInputError, match="nothing that fits") as told:
+        store.load_into("r", target)
+    report = store.load_into("r", target, rename=rename, strict=False)
+
+    assert told.value.hint == f"pass rename={rename!r}"
+    assert report.missing == ()
+    assert [value.tolist() for value in target.values()] == [v.tolist() for v in values.values()]
+
+
+def test_a_target_that_is_filled_in_part_is_named_in_one_warning(
+    store: ckptstore.Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names of either side that the other lacks: a few, and a count; silent if so wished."""
+    model = _model(seed=1)
+    model.append(nn.Linear(10, 3))
+
+    store.load_into("gpt", {"model": model}, strict=False)
+    store.load_into("gpt", {"model": model[:3]}, include=["model"])
+    assert not caplog.records
+    store.load_into("gpt", {"model": model})
+
+    (warning,) = caplog.messages
+    assert warning.startswith("gpt@1 fits the target in part: 9 loaded; 2 missing: model.3.weight")
+    assert "18 unexpected: optimizer.state.0.step" in warning
+    assert "and 13 more -- strict=False says that this is meant" in warning
+
+
+def test_a_device_that_is_not_there_is_told_by_every_load(
+    memory: MemoryBackend, store: ckptstore.Store
+) -> None:
+    """A store, a run and a lazy version: an error of the call, and no tensor was read."""
+    metered = MeteredBackend(memory)
+    where = "hpu"
+    with ckptstore.Store(create_on(metered, exist_ok=True)) as reader:
+        run = reader.run("gpt")
+        for load in (run.load, run.version().load, lambda **how: reader.load("gpt", **how)):
+            with pytest.raises(InvalidInputError, match="map_location is 'hpu', a device that"):
+                load(map_location=where)
+        with pytest.raises(InvalidInputError, match="map_location is 'gpu', which names no device"):
+            run.load("latest-valid", map_location="gpu")
+
+    assert "read_into" not in metered.snapshot()

@@ -135,6 +135,25 @@ def test_map_location(shelf: Make) -> None:
             kept.load(map_location=wrong)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:7", "mps", "xpu", "hpu", "gpu", "vulkan"])
+@pytest.mark.parametrize("kind", ["text", "device", "dict"])
+def test_a_device_that_is_not_there_is_refused_before_reading(
+    shelf: Make, device: str, kind: str
+) -> None:
+    """Named at once, with what loads instead, and not as memory that cannot be had."""
+    if device.startswith(str(torch.accelerator.current_accelerator() or "none")):
+        device = f"{device.partition(':')[0]}:99"
+    where: Any = {"cpu": device} if kind == "dict" else device
+    if kind == "device" and device != "gpu":  # torch makes no such device
+        where = torch.device(device)
+    kept = shelf({"w": torch.ones(16)})
+
+    with pytest.raises(InvalidInputError, match=f"map_location is '{device}'") as told:
+        Restorer(kept.node, kept.records, map_location=where)
+
+    assert "cpu" in told.value.hint
+
+
 def test_generators_and_random_states_stay_on_the_cpu(shelf: Make) -> None:
     """What torch wants on the CPU is not sent to a device, whatever map_location says."""
     kept = shelf({"rng": torch.get_rng_state(), "n": np.zeros(1), "g": torch.Generator()})

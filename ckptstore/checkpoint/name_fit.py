@@ -1,0 +1,60 @@
+"""Finds the renaming by which the names of a version fit those of a target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckptstore.format.paths import path_text
+from ckptstore.format.skeleton import Leaf
+
+__all__ = ["fitting_rename"]
+
+_CANDIDATES_MAX = 8
+"""Renamings that are tried. Source: copies of one model in a state, such as averaged weights."""
+
+
+def fitting_rename(sources: Mapping[str, Leaf], targets: Iterable[str]) -> str:
+    """Return the argument that makes most names of a target fit, as one writes it; or nothing.
+
+    Parameters
+    ----------
+    sources
+        Leaves of the version by the names that the current renaming gives them.
+    targets
+        Names of the target.
+
+    Returns
+    -------
+    str
+        Such as ``rename={'model': ''}``. Empty where one prefix in place of another does not make
+        half of the target's names fit, or no more than fit already.
+    """
+    names = set(targets)
+    paths = {path_text(leaf.path) for leaf in sources.values()}
+    best, fits = "", max(len(names & sources.keys()), (len(names) - 1) // 2)
+    for old, new in _candidates(paths, max(names, key=lambda name: name.count("."))):
+        count = len(names & {_renamed(path, old, new) for path in paths})
+        if count > fits:
+            best, fits = f"rename={{{old!r}: {new!r}}}", count
+    return best
+
+
+def _candidates(paths: Iterable[str], name: str) -> list[tuple[str, str]]:
+    """Return what replaces what in the paths that end most like a name."""
+    wanted = name.split(".")
+    found: dict[tuple[str, str], int] = {}
+    for path in paths:
+        parts = path.split(".")
+        same = 0
+        while same < min(len(parts), len(wanted)) and parts[-1 - same] == wanted[-1 - same]:
+            same += 1
+        if same:
+            old, new = parts[: len(parts) - same], wanted[: len(wanted) - same]
+            found[".".join(old), ".".join(new)] = same
+    return sorted(found, key=lambda pair: (-found[pair], pair))[:_CANDIDATES_MAX]
+
+
+def _renamed(path: str, old: str, new: str) -> str:
+    if old and not path.startswith(f"{old}."):
+        return path
+    return ".".join(filter(None, (new, path[len(old) :].removeprefix("."))))

@@ -1,0 +1,211 @@
+"""Adapters of PEFT: their configuration in a version, and the folders that are made of one."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ckptstore.errors import InvalidInputError, StateError
+from ckptstore.integrations.pretrained import (
+    check_names,
+    class_named,
+    empty_model,
+    fill,
+    needed,
+    write_as_read,
+    write_json,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["adapter_configs", "write_adapter"]
+
+_CONFIG: Final = "adapter_config.json"
+
+
+def adapter_configs(model: Any) -> dict[str, Any]:  # noqa: ANN401 - a PeftModel
+    """Return the configurations of a model's adapters by their names, as PEFT writes them."""
+    found: dict[str, Any] = {}
+    for name, config in model.peft_config.items():
+        with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
+            config.save_pretrained(folder)
+            text = Path(folder, _CONFIG).read_text(encoding="utf-8")
+        found[name] = {**json.loads(text), "inference_mode": True}
+    return found
+
+
+def write_adapter(
+    about: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    *,
+    ref: str,
+    model: Any,  # noqa: ANN401 - a base model, a PeftModel, or None
+    merge: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Write the adapters of a version, or the model that they make of theirs.
+
+    Parameters
+    ----------
+    about
+        What the version says of its model.
+    state
+        The state dict of a ``PeftModel``, or that of one adapter alone.
+
+    Raises
+    ------
+    StateError
+        Weights are missing, or left over.
+    InvalidInputError
+        The base model is needed and cannot be had, or the adapter cannot be merged.
+    MissingDependencyError
+        PEFT or transformers is not installed.
+    """
+    peft = needed("peft", "peft")
+    configs = about["adapter_config"]
+    for name, config in configs.items():
+        if not isinstance(name, str) or name == ".." or Path(name).name != name or "\0" in name:
+            raise InvalidInputError(f"the version has an adapter of the name {name!r}")
+        if not isinstance(config, Mapping):
+            raise InvalidInputError(f"the version has no configuration of the adapter {name!r}")
+    if merge and len(configs) > 1:
+        msg = f"{ref!r} has several adapters ({', '.join(configs)}), and one can be merged"
+        raise InvalidInputError(msg, hint="export them, and merge them with PEFT")
+    if isinstance(model, peft.PeftModel):
+        model = model.unload()
+    if not merge:
+        _write_alone(about, state, folder, model, ref, options)
+        return
+    adapted = _with_own_base(about, state, ref) if model is None else None
+    if adapted is None:
+        base = _base_model(about, ref) if model is None else model
+        adapted = _filled(_adapted(base, about, ref), about, state, ref)
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        kind = next(iter(configs.values())).get("peft_type")
+        msg = f"the adapter of {ref!r} cannot be merged: it is of the kind {kind}"
+        raise InvalidInputError(msg, hint="export the adapter (merge=False)")
+    adapted.merge_and_unload().save_pretrained(folder, **options)
+
+
+def _with_own_base(about: Mapping[str, Any], state: Mapping[str, torch.Tensor], ref: str) -> Any:  # noqa: ANN401
+    """Return the adapted model of a version that holds the weights of its base too, else None."""
+    if "config" not in about:
+        return None
+    adapted = _adapted(empty_model(about, ref), about, ref)
+    if not state.keys() <= adapted.state_dict().keys():
+        return None
+    _filled(adapted, about, state, ref)
+    whole = not any(tensor.is_meta for tensor in adapted.state_dict().values())
+    return adapted if whole else None
+
+
+def _write_alone(
+    about: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    folder: Path,
+    model: Any,  # noqa: ANN401 - a base model, or None
+    ref: str,
+    options: Mapping[str, Any],
+) -> None:
+    """Write each adapter where PEFT looks for it."""
+    adapted = _adapted(model or empty_model(about, ref), about, ref)
+    places = {
+        name: folder if name == "default" else folder / name for name in about["adapter_config"]
+    }
+    first = next(iter(places))
+    if state.keys() == _own(adapted, first).keys():
+        only = {first: about["adapter_config"][first]}
+        write_as_read({"adapter_config": only}, state, places[first], options)
+        return
+    _filled(adapted, about, state, ref).save_pretrained(str(folder), **options)
+    for name, place in places.items():
+        write_json(place / _CONFIG, about["adapter_config"][name])
+
+
+def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - a PeftModel
+    """Return the weights of one adapter by their names in a file."""
+    found: Mapping[str, torch.Tensor] = needed("peft").get_peft_model_state_dict(
+        adapted, adapter_name=name, save_embedding_layers=False
+    )
+    return found
+
+
+def _base_model(about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401 - a PreTrainedModel
+    """Return the base model that an adapter names, from a folder or the hub."""
+    from transformers import AutoConfig
+
+    name = next(iter(about["adapter_config"].values())).get("base_model_name_or_path")
+    msg = f"{ref!r} holds an adapter without the weights of its base model"
+    hint = "give it: export_pretrained(..., merge=True, model=base_model)"
+    if not name:
+        raise InvalidInputError(f"{msg}, and does not name it", hint=hint)
+    try:
+        config = about.get("config") or AutoConfig.from_pretrained(name).to_dict()
+        return class_named(config).from_pretrained(name)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise InvalidInputError(
+            f"{msg}, and {name!r} cannot be loaded: {why}", hint=hint
+        ) from error
+
+
+def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401
+    """Return a base model with the adapters of a version, which have no weights yet.
+
+    Raises
+    ------
+    InvalidInputError
+        PEFT makes no adapter of the configuration.
+    """
+    peft = needed("peft", "peft")
+    adapted: Any = None
+    try:
+        for name, values in about["adapter_config"].items():
+            config = peft.PeftConfig.from_peft_type(**values)
+            if not getattr(base, "name_or_path", None):
+                base.name_or_path = config.base_model_name_or_path
+            config.base_model_name_or_path = base.name_or_path
+            if hasattr(config, "init_lora_weights"):
+                config.init_lora_weights = False  # the version has them
+            if adapted is None:
+                adapted = peft.get_peft_model(base, config, name, low_cpu_mem_usage=True)
+            else:
+                adapted.add_adapter(name, config, low_cpu_mem_usage=True)
+    except Exception as error:  # what a hostile configuration makes PEFT raise
+        msg = f"PEFT makes no adapter of the configuration of {ref!r}: {error}"
+        raise InvalidInputError(msg, hint="see pretrained.adapter_config of the version") from error
+    return adapted
+
+
+def _filled(
+    adapted: Any,  # noqa: ANN401 - a PeftModel
+    about: Mapping[str, Any],
+    state: Mapping[str, torch.Tensor],
+    ref: str,
+) -> Any:  # noqa: ANN401 - the same
+    """Load the weights of the adapters, and those of the base model that the version has.
+
+    Raises
+    ------
+    StateError
+        A weight of an adapter is missing, or a weight belongs to none.
+    """
+    names = list(about["adapter_config"])
+    if state.keys() <= adapted.state_dict().keys():
+        fill(adapted, state, ref, assign=True, partly=True)
+    else:
+        try:
+            loaded = needed("peft").set_peft_model_state_dict(
+                adapted, dict(state), names[0], low_cpu_mem_usage=True
+            )
+        except (RuntimeError, LookupError) as error:  # shapes, or a part that is not there
+            raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
+        check_names(ref, adapted, [], loaded.unexpected_keys)
+    weights = {key: value for name in names for key, value in _own(adapted, name).items()}
+    check_names(ref, adapted, [key for key, value in weights.items() if value.is_meta], [])
+    return adapted

@@ -1,0 +1,116 @@
+"""Files that a folder of Transformers or PEFT holds beside its weights; none of them is executed.
+
+They become the entry ``pretrained`` of a state: ``config``, ``generation_config`` and
+``adapter_config`` (by name of the adapter) as plain values, the others below ``processing`` as they
+are. ``names`` is a digest of the names that the folder gives its tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+from ckptstore import limits
+from ckptstore.backends.oserrors import translate
+from ckptstore.errors import FormatError, InvalidInputError, LimitError
+
+__all__ = ["CONFIGS", "names_digest", "read_beside"]
+
+CONFIGS: Final = ("config", "generation_config", "adapter_config")
+"""Parts that are kept as plain values, each from the JSON file of its name."""
+
+_KEPT: Final = frozenset(
+    {".json", ".jinja", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".spm", ".py", ".md"}
+)
+"""Suffixes of files that a tokenizer, a processor, a model of one's own or a reader needs."""
+_LICENSES: Final = frozenset({"LICENSE", "NOTICE"})
+_WITHOUT: Final = "to import the weights alone, name their file"
+_TEMPLATES: Final = "additional_chat_templates"
+
+
+def names_digest(names: Iterable[str]) -> str:
+    """Return what is equal for equal sets of names."""
+    return hashlib.sha256("\0".join(sorted(names)).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
+    """Return what a folder holds beside its weights.
+
+    Parameters
+    ----------
+    weights
+        Names of its files of weights: these are looked at, and not read.
+
+    Raises
+    ------
+    InvalidInputError
+        A file, one of the weights too, is a link out of the folder. Links of the cache of the
+        Hugging Face hub are followed.
+    FormatError
+        A configuration is not a JSON object.
+    LimitError
+        The files are too large.
+    StorageError
+        A file cannot be read.
+    """
+    place = folder.resolve()
+    within = [place]
+    if place.parent.name == "snapshots":  # of the hub's cache, whose files are links to blobs
+        within.append(place.parent.parent / "blobs")
+    for name in weights:
+        _check_inside(folder / name, within)
+    found: dict[str, Any] = {}
+    others: dict[str, bytes] = {}
+    left = limits.PRETRAINED_BYTES_MAX
+    for path in _files(folder):
+        _check_inside(path, within)
+        data = _read(path, left)
+        left -= len(data)
+        if path.suffix == ".json" and path.stem in CONFIGS:
+            found[path.stem] = _parse(path, data)
+        else:
+            others[path.relative_to(folder).as_posix()] = data
+    if "adapter_config" in found:
+        found["adapter_config"] = {"default": found["adapter_config"]}
+    return {**found, "processing": others}
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Yield the files that are kept, in order of their names; hidden ones are not."""
+    for path in [*sorted(folder.iterdir()), *sorted((folder / _TEMPLATES).glob("*.jinja"))]:
+        kept = path.suffix in _KEPT or path.name in _LICENSES
+        apart = path.name[0] == "." or path.name.endswith(".index.json")
+        if kept and not apart and path.is_file():
+            yield path
+
+
+def _check_inside(path: Path, within: Iterable[Path]) -> None:
+    target = path.resolve()
+    if not any(target.is_relative_to(place) for place in within):
+        msg = f"{path} leads out of its folder, to {target}"
+        raise InvalidInputError(msg, hint="import the folder that it leads to, or put a copy there")
+
+
+def _read(path: Path, left: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(left + 1)
+    except OSError as error:
+        raise translate(error, f"reading {path}") from error
+    if len(data) > left:
+        msg = f"{path} takes the files beside the weights over {limits.PRETRAINED_BYTES_MAX} bytes"
+        raise LimitError(msg, hint="move what the model does not need out of the folder")
+    return data
+
+
+def _parse(path: Path, data: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}", hint=_WITHOUT) from error
+    if not isinstance(parsed, dict):
+        raise FormatError(f"{path} holds no JSON object", hint=_WITHOUT)
+    return parsed
