@@ -27,7 +27,7 @@ STORE ?= $(or $(URL),demo-store)
 PIP = $(BIN)/python -m pip install -qq -c constraints-dev.txt
 TIMED = @began=$$(date +%s); $(1); echo "== $@: $$(($$(date +%s) - began)) s"
 
-.PHONY: help demo test test-lab soak coverage lint format bench docs clean
+.PHONY: help demo test test-all test-lab soak coverage lint format bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -66,7 +66,10 @@ demo: $(VENV)/.run ## train, save, kill -9, resume bit for bit (STORE=path or UR
 	@if [ "$(STORE)" = demo-store ]; then rm -rf demo-store; fi
 	@$(BIN)/python docs/demo/demo.py "$(STORE)"
 
-test: lint ## checks and tests; no root, no network
+test: lint ## checks, and the short tier of the tests; no root, no network
+	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --short $(TESTS))
+
+test-all: lint ## checks, and all tests that need neither root nor network
 	$(call TIMED,$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --durations=10 $(TESTS))
 
 test-lab: $(VENV)/.dev ## tests on real storage systems; root on Debian 12, 10 minutes
