@@ -230,7 +230,7 @@ def open_repo(
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
-    user_key = None if key is None else read_key(key)
+    key = None if key is None else read_key(key)
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
         if create:
@@ -239,10 +239,10 @@ def open_repo(
                 options=options,
                 environment=environment,
                 chunk_bytes=chunk_bytes,
-                key=user_key,
+                key=key,
                 exist_ok=True,
             )
-        return open_on(backend, key=user_key, options=options, environment=environment)
+        return open_on(backend, key=key, options=options, environment=environment)
     except BaseException:
         backend.close()
         raise
@@ -258,7 +258,7 @@ def create_repo(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Repo:
     """Create a store at a location that has none; raises as :func:`create_on`."""
-    user_key = None if key is None else read_key(key)
+    key = None if key is None else read_key(key)
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
         return create_on(
@@ -266,7 +266,7 @@ def create_repo(
             options=options,
             environment=environment,
             chunk_bytes=chunk_bytes,
-            key=user_key,
+            key=key,
         )
     except BaseException:
         backend.close()

@@ -94,6 +94,85 @@ def write_by(backend: PosixBackend, method: str, key: str, data: bytes) -> None:
         getattr(backend, method)(key, data)
 
 
+def record(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
+    """Return a list that fills with what makes names and contents durable, in order.
+
+    Paths are relative to `root`; a temporary file is ``FILE``.
+    """
+    calls: list[str] = []
+    paths: dict[int, str] = {}
+    real = {name: getattr(os, name) for name in ("open", "fsync", "link", "mkdir", "write")}
+
+    def note(name: str, path: str) -> None:
+        short = os.path.relpath(path, root)
+        calls.append(f"{name} {'FILE' if '.tmp-' in short else short}")
+
+    def opened(path: str, flags: int, *rest: Any) -> int:  # noqa: ANN401 - passed on
+        descriptor: int = real["open"](path, flags, *rest)
+        paths[descriptor] = path
+        if flags & os.O_DIRECTORY:
+            note("open", path)
+        return descriptor
+
+    def of_descriptor(name: str) -> Callable[..., Any]:
+        def call(descriptor: int, *rest: object) -> object:
+            note(name, paths[descriptor])
+            return real[name](descriptor, *rest)
+
+        return call
+
+    def linked(source: str, target: str, **options: bool) -> None:
+        note("link", target)
+        real["link"](source, target, **options)
+
+    def made(path: str | Path) -> None:
+        note("mkdir", str(path))
+        real["mkdir"](path)
+
+    for name, call in {
+        "open": opened, "link": linked, "mkdir": made,
+        "fsync": of_descriptor("fsync"), "write": of_descriptor("write"),
+    }.items():  # fmt: skip
+        monkeypatch.setattr(os, name, call)
+    return calls
+
+
+def synced(folder: str) -> list[str]:
+    """Return how the names in a folder are made durable: the second open finds a failed disk."""
+    return [f"open {folder}", f"fsync {folder}", f"open {folder}"]
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent", "open_writer"])
+def test_order_of_syncs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name is durable before what lies below it, the content before its name, then the name.
+
+    Folders on the way to a new root too; one that another process has made as well, as that one may
+    have died before it came to it.
+    """
+    backend = open_posix(str(tmp_path / "new" / "root"))
+    with monkeypatch.context() as patch:
+        calls = record(patch, tmp_path)
+        write_by(backend, method, "a/b/first", b"data")
+        of_file = [call for call in calls if call != "write FILE"]
+        assert of_file == [
+            "mkdir new", *synced("."), "mkdir new/root", *synced("new"),
+            "mkdir new/root/a", *synced("new/root"), "mkdir new/root/a/b", *synced("new/root/a"),
+            "fsync FILE", "link new/root/a/b/first", *synced("new/root/a/b"),
+        ]  # fmt: skip
+        if "write FILE" in calls:  # a writer writes by writev
+            assert calls.index("write FILE") < calls.index("fsync FILE")
+        calls.clear()
+        write_by(backend, method, "a/b/second", b"data")
+        assert [call for call in calls if call != "write FILE"] == [
+            "fsync FILE", "link new/root/a/b/second", *synced("new/root/a/b"),
+        ]  # fmt: skip
+        calls.clear()
+        (tmp_path / "new" / "root" / "others").mkdir()
+        calls.clear()
+        write_by(backend, method, "others/one", b"data")
+        assert calls[:4] == ["mkdir new/root/others", *synced("new/root")]
+
+
 @pytest.mark.parametrize("method", ["put", "put_if_absent", "open_writer"])
 def test_every_system_call_failing(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
