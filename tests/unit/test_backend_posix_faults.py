@@ -294,6 +294,32 @@ def test_file_system_without_links(
     assert names(tmp_path) == []
 
 
+def test_a_taken_name_is_no_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sshfs answers EPERM to ``link()`` on a name that is taken; a free one tells that none work."""
+    backend = open_posix(str(tmp_path))
+    backend.put_if_absent("a", b"first")
+    fail(monkeypatch, "link", errno.EPERM)
+    with pytest.raises(ObjectExistsError):
+        backend.put_if_absent("a", b"second")
+    backend.put("a", b"first")
+    with pytest.raises(UnsafeBackendError, match="no hard links"):
+        backend.put_if_absent("b", b"second")
+    assert names(tmp_path) == ["a"]
+    assert backend.get("a", bytes_max=9) == b"first"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_other_answers_tell_of_links_alone(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes that say that the call is not served say nothing of the name."""
+    backend = open_posix(str(tmp_path))
+    backend.put_if_absent("a", b"first")
+    fail(monkeypatch, "link", number)
+    with pytest.raises(UnsafeBackendError, match="no hard links"):
+        backend.put_if_absent("a", b"second")
+
+
 def test_folder_that_cannot_be_synced_is_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
