@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,10 +28,29 @@ settings.load_profile("steady")
 # Ranks meet on loopback, whatever this machine's name resolves to.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import cirules  # noqa: E402 - after the path
 from buckets import GcsBucket, S3Bucket  # noqa: E402 - after the path
 from faultproxy import FaultProxy  # noqa: E402
 from local_servers import Server, start_gcs, start_moto, start_rclone  # noqa: E402
 from threadwatch import begin  # noqa: E402
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give the long kinds of tests their time; by markers, which other hooks may set."""
+    cirules.give_time(items, float(config.getini("timeout")))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Refuse tests that are skipped in CI."""
+    return cirules.checked((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Refuse files that are skipped in CI."""
+    return cirules.checked((yield))
 
 
 @pytest.fixture(autouse=True)

@@ -124,9 +124,7 @@ def mend_keys(
     encryption_key = read_key(encryption_key)
     backend = open_backend(url, environment=SYSTEM, **storage_options)
     try:
-        return ops.mend_keys(
-            backend, encryption_key, single_writer=single_writer, dry_run=dry_run
-        )
+        return ops.mend_keys(backend, encryption_key, single_writer=single_writer, dry_run=dry_run)
     finally:
         backend.close()
 

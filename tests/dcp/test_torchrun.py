@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import ckptstore
+
+pytestmark = pytest.mark.timeout(600)
 
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "torch-distributed.md"
 

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from docpages import ROOT, read_page
+
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_the_loop_that_saves_in_the_background(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ class Locals:
         self.frames: list[tuple[str, str]] = []
 
     def of(self, attempt: Callable[[], object]) -> None:
-        """Let an attempt fail, and keep the variables of our frames; this test's own may hold keys."""
+        """Let an attempt fail, and keep the variables of all frames but this file's."""
         with pytest.raises(CkptStoreError) as caught:
             attempt()
         left: list[BaseException | None] = [caught.value]

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 from soaking import soak_rounds, soak_seed
 
-pytest.importorskip("distributed")
-
 HERE = Path(__file__).parent
 OPERATIONS = ("gc", "repack", "verify", "replicate")
 

@@ -207,10 +207,10 @@ def test_no_false_answer_to_a_create(kind: str) -> None:
             assert isinstance(error, FileExistsError)
 
 
-SECRET = "sup3r/secret+key=="
+SECRET = "sup3r/secret+key=="  # noqa: S105 - of no one
 
 
-class Answered(Exception):  # noqa: N818 - named as Azure's library names its own
+class Answered(Exception):
     """Carries status and code the way of Azure's library."""
 
     def __init__(self, status: int, code: object = None) -> None:
@@ -225,7 +225,7 @@ class Code(Enum):
     AUTHENTICATION_FAILED = "AuthenticationFailed"
 
 
-class OfRequests(Exception):  # noqa: N818 - as above
+class OfRequests(Exception):
     """Carries the status the way of requests and httpx."""
 
     def __init__(self, status: int) -> None:
@@ -248,7 +248,7 @@ def _caused(cause: Exception) -> OSError:
     [
         (Answered(403, Code.AUTHENTICATION_FAILED), StoragePermissionError,
          "HTTP 403 AuthenticationFailed", "credentials"),
-        (Answered(404, "ContainerNotFound"), StorageError, "ContainerNotFound", "create the bucket"),
+        (Answered(404, "ContainerNotFound"), StorageError, "ContainerNotFound", "create"),
         (Answered(404, "BlobNotFound"), ObjectNotFoundError, "HTTP 404 BlobNotFound", ""),
         (Answered(416, "InvalidRange"), CorruptObjectError, "HTTP 416", ""),
         (Answered(503, "ServerBusy"), TransientStorageError, "HTTP 503 ServerBusy", ""),

@@ -101,7 +101,9 @@ def record(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
     """
     calls: list[str] = []
     paths: dict[int, str] = {}
-    real = {name: getattr(os, name) for name in ("open", "fsync", "link", "mkdir", "write", "writev")}
+    real = {
+        name: getattr(os, name) for name in ("open", "fsync", "link", "mkdir", "write", "writev")
+    }
 
     def note(name: str, path: str) -> None:
         short = os.path.relpath(path, root)
@@ -295,7 +297,7 @@ def test_file_system_without_links(
 
 
 def test_a_taken_name_is_no_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sshfs answers EPERM to ``link()`` on a name that is taken; a free one tells that none work."""
+    """Sshfs answers EPERM to ``link()`` on a taken name; on a free one it tells that none work."""
     backend = open_posix(str(tmp_path))
     backend.put_if_absent("a", b"first")
     fail(monkeypatch, "link", errno.EPERM)

@@ -275,7 +275,9 @@ def test_an_interrupt_ends_a_save(stage: str, tmp_path: Path) -> None:
         interrupted(Bytes(noise(200)), backend)
 
     assert fault.hits == 1
-    end = time.monotonic() + PATIENCE_S  # an interrupted join returns a moment before its thread has ended
+    end = (
+        time.monotonic() + PATIENCE_S
+    )  # an interrupted join returns a moment before its thread has ended
     while threads_left() and time.monotonic() < end:
         time.sleep(0.01)
     assert not threads_left()

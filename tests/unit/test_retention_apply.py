@@ -102,7 +102,7 @@ def test_what_is_pinned_after_the_plan_keeps_its_content(
     with ckptstore.open(path) as other:
         other.pin("gpt@10")
     before = store.repo.refresh().number
-    with pytest.raises(PolicyError, match="gpt@10 .* is pinned") as caught:
+    with pytest.raises(PolicyError, match=r"gpt@10 .* is pinned") as caught:
         store.repo.log.append(lambda now: lifecycle_changes.relocate(now, [less]))
     assert "unpin it" in caught.value.hint
     assert store.repo.refresh().number == before
