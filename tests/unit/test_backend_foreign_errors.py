@@ -293,7 +293,7 @@ def test_answers_to_a_create(status: int, code: str, expected: type[CkptStoreErr
     assert not isinstance(plain.value, ObjectNotFoundError)
 
 
-class Picky(MemoryFileSystem):
+class Picky(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
     """Fails when it is made, as its options say."""
 
     protocol = "picky"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
@@ -95,7 +96,7 @@ def test_orphans_wait_for_their_age(place: Place, store: Store) -> None:
 def test_grace_and_age_are_by_the_storages_clock(ahead_s: float) -> None:
     """A storage whose clock is an hour off deletes nothing too early, and nothing too late."""
     place = new_place(ahead_s=ahead_s)
-    patience = {"grace_s": 600.0, "orphan_age_s": 600.0}
+    patience: dict[str, Any] = {"grace_s": 600.0, "orphan_age_s": 600.0}
     with place.open() as store:
         run = store.run("gpt")
         first, second = (run.save(parts_of(0, step), step=step) for step in range(2))
