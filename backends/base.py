@@ -210,7 +210,13 @@ class Backend(ABC):
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object; returns when it is durable and visible to every reader.
 
-        For names that are used once only; what happens to an existing object is not defined.
+        For names that are used once only. The same content again is no error.
+
+        Raises
+        ------
+        ObjectExistsError
+            The key is taken by other content, which stays. Storage that is not asked for a
+            condition replaces it whole instead: after success the object has these bytes.
         """
 
     @abstractmethod

@@ -96,7 +96,7 @@ class EncryptedBackend(WrapperBackend):
             self.inner.put(key, self._sealed(key, data))
         except ObjectExistsError:
             # An earlier try of the same call may have come through, under another salt.
-            if self.get(key, bytes_max=memoryview(data).nbytes) != data:
+            if self.get(key, bytes_max=limits.PACK_BYTES_MAX) != data:
                 raise
 
     def put_if_absent(self, key: str, data: Buffer) -> None:

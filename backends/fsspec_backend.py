@@ -6,6 +6,7 @@ a backend may be shared only where the probe has shown that put-if-absent holds.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -28,7 +29,7 @@ from ckptstore.backends.base import (
     check_prefix,
 )
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
-from ckptstore.backends.httperrors import error_for_silence
+from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.oserrors import translate as translate_os
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import Scatter, wanted_bytes
@@ -65,6 +66,10 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=10.0,
 )
 
+# What separates the parts of a connection string or of a query.
+_PARTS: Final = re.compile(r"[;&\s]")
+_SECRET_CHARS_MIN: Final = 4
+_SAID_CHARS_MAX: Final = 300
 # Under what names file systems tell the time of last change in ``info``.
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
@@ -211,6 +216,11 @@ class FsspecBackend(Backend):
         """Return ``call(fs, root)``, and translate what it raises."""
         try:
             fs, root = self._client.get()
+        except CkptStoreError:
+            raise
+        except Exception as error:  # a file system that connects when it is made
+            raise translate(error, f"open {self.url}", writing=True, conditional=False) from error
+        try:
             return call(fs, root)
         except CkptStoreError:
             raise
@@ -249,10 +259,38 @@ class _ClientFactory:
         self._options = options
 
     def __call__(self) -> tuple[Foreign, str]:
-        fs, root = fsspec.core.url_to_fs(
-            self._url, **self._options, use_listings_cache=False, skip_instance_cache=True
-        )
+        """Make it.
+
+        Raises
+        ------
+        InvalidUrlError
+            The file system does not take the URL or an option.
+        MissingDependencyError
+            It needs a package that is not installed.
+        """
+        try:
+            fs, root = fsspec.core.url_to_fs(
+                self._url, **self._options, use_listings_cache=False, skip_instance_cache=True
+            )
+        except ImportError as error:
+            raise _not_served(self._url, self._without_secrets(error)) from None
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            msg = f"{without_credentials(self._url)} does not open: {self._without_secrets(error)}"
+            hint = "check the URL and the storage options; use_listings_cache is given by ckptstore"
+            raise InvalidUrlError(msg, hint=hint) from None
         return fs, root.rstrip("/")
+
+    def _without_secrets(self, error: Exception) -> str:
+        """Return what a library says, without any value that the user gave."""
+        text = str(error)
+        parts = urlsplit("x://" + self._url.rpartition("://")[2])
+        given = {*_texts(self._options), parts.username or "", parts.password or ""}
+        for part in _PARTS.split(" ".join((*given, parts.query))):
+            given.add(part.partition("=")[2] or part)
+        for secret in sorted(given, key=len, reverse=True):
+            if len(secret) >= _SECRET_CHARS_MIN:
+                text = text.replace(secret, "***")
+        return f"{type(error).__name__}: {text[:_SAID_CHARS_MAX]}"
 
 
 def _files(fs: Foreign, top: str) -> dict[str, dict[str, object]]:
@@ -284,6 +322,35 @@ def _files(fs: Foreign, top: str) -> dict[str, dict[str, object]]:
     return found
 
 
+def _not_served(url: str, said: str) -> MissingDependencyError:
+    scheme = url.partition("://")[0].partition("::")[0]
+    msg = f"{scheme}:// needs a package that is not installed, or another version of it"
+    return MissingDependencyError(msg, hint=said)
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield all texts in options, which may be nested."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _answer(error: BaseException | None) -> tuple[int, str] | None:
+    """Return HTTP status and code of a library's error or of its cause; None if it has none."""
+    for found in (error, getattr(error, "__cause__", None)):
+        for holder in (found, getattr(found, "response", None)):
+            for name in ("status_code", "status"):
+                status = getattr(holder, name, None)
+                if isinstance(status, int) and 300 <= status < 600:
+                    code = getattr(found, "error_code", None)
+                    return status, str(getattr(code, "value", code) or "")
+    return None
+
+
 def _is_key(text: str) -> bool:
     try:
         return check_key(text) == text
@@ -309,6 +376,12 @@ def translate(error: Exception, what: str, *, writing: bool, conditional: bool) 
         return StorageError(msg) if writing else ObjectNotFoundError(msg)
     if isinstance(error, PermissionError):
         return StoragePermissionError(msg)
+    if (answer := _answer(error)) is not None:
+        status, code = answer
+        found = error_for_answer(status, code, what, conditional=conditional)
+        if writing and isinstance(found, ObjectNotFoundError):
+            return StorageError(found.message, hint="is there such a bucket, container or host?")
+        return found
     if conditional and isinstance(error, NotImplementedError | TypeError):
         return UnsafeBackendError(msg, hint="this file system cannot create a name if absent")
     if isinstance(error, TimeoutError | FSTimeoutError | ConnectionError | EOFError):
@@ -336,7 +409,6 @@ def open_fsspec(url: str, **options: object) -> FsspecBackend:
     except ValueError as error:
         msg = f"no backend serves {scheme}://"
         raise InvalidUrlError(msg, hint="a path, or a URL that fsspec knows") from error
-    except ImportError as error:
-        msg = f"{scheme}:// needs a package that is not installed"
-        raise MissingDependencyError(msg, hint=str(error)) from error
+    except (ImportError, AttributeError) as error:
+        raise _not_served(url, str(error)) from error
     return FsspecBackend(url, options)

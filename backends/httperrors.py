@@ -26,6 +26,9 @@ _FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorage
 # What S3 answers with status 400 although trying again helps: a body that came too slowly or was
 # damaged on its way. https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
 _PASSING_CODES = frozenset({"RequestTimeout", "BadDigest", "IncompleteBody", "SlowDown"})
+# Codes of S3 and of Azure.
+_NO_BUCKET_CODES = frozenset({"NoSuchBucket", "ContainerNotFound"})
+_EXISTS_CODES = frozenset({"BlobAlreadyExists"})
 # A GET, and a copy, of an object in an archive class that is not restored; both with status 403.
 _COLD_CODES = frozenset({"InvalidObjectState", "ObjectNotInActiveTierError"})
 _CREDENTIAL_CODES = frozenset(
@@ -48,8 +51,10 @@ def error_for_answer(status: int, code: str, what: str, *, conditional: bool) ->
         Whether the request was to create a name that is not there.
     """
     msg = f"{what}: HTTP {status} {code}".rstrip()
-    if code == "NoSuchBucket":
+    if code in _NO_BUCKET_CODES:
         return StorageError(msg, hint="create the bucket first; ckptstore never does")
+    if code in _EXISTS_CODES and conditional:
+        return ObjectExistsError(msg)
     if code in _COLD_CODES:
         return ColdObjectError(msg, hint="it lies in an archive class: ckptstore thaw restores it")
     if status == 507 or code in _FULL_CODES:

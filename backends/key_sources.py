@@ -31,7 +31,7 @@ from ckptstore.backends.sealing import KEY_BYTES, UserKey
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import EncryptionKeyError
 
-__all__ = ["KEY_HINT", "KeyInput", "is_key_spec", "make_key_file", "read_key"]
+__all__ = ["KEY_HINT", "KeyInput", "hidden", "is_key_spec", "make_key_file", "read_key"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -69,6 +69,20 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
     if source == "env":
         return UserKey(_parse(_from_variable(rest), key, text=True))
     return UserKey(_parse(_from_command(rest, environment), f"command:{_name(rest)} ..."))
+
+
+def hidden(key: KeyInput | None) -> KeyInput | None:
+    """Return a key whose ``repr`` does not show it: bytes as a :class:`UserKey`, others as given.
+
+    Tools that report errors print the local variables of every frame, so a function that is given
+    a key binds this to the parameter before it does anything else.
+
+    Raises
+    ------
+    EncryptionKeyError
+        The bytes are no key.
+    """
+    return read_key(key) if isinstance(key, bytes | bytearray) else key
 
 
 def is_key_spec(value: object) -> bool:

@@ -146,7 +146,9 @@ def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None
     links = _link_count(temp)
     if links == 2:
         return
-    if error.errno == errno.EEXIST and links == 1:
+    # SFTP has one code for every failure, of which sshfs makes EPERM: also where a name is taken.
+    taken = error.errno == errno.EEXIST or (error.errno == errno.EPERM and _link_count(final) > 0)
+    if taken and links == 1:
         _remove(temp)
         msg = f"{what}: exists"
         raise ObjectExistsError(msg) from error

@@ -28,10 +28,12 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 
-__all__ = ["Check", "ProbeReport", "offset_text", "probe"]
+__all__ = ["Check", "ProbeReport", "failed_check", "offset_text", "probe"]
 
 _BODY_BYTES: Final = 64 * limits.KIB
 _RACER_S: Final = 120.0
+_OF_CREATING: Final = frozenset({"create twice", "race"})
+"""Checks of put-if-absent alone, which a single writer can do without."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +123,20 @@ def probe(
         return run.report()
     finally:
         run.clean()
+
+
+def failed_check(report: Mapping[str, Any]) -> str:
+    """Return the name and the detail of a failed check that every store needs; empty if none.
+
+    Parameters
+    ----------
+    report
+        As :meth:`ProbeReport.to_dict` gives it.
+    """
+    for check in report["checks"]:
+        if not check["passed"] and check["name"] not in _OF_CREATING:
+            return f"{check['name']} ({check['detail']})"
+    return ""
 
 
 def offset_text(seconds: float) -> str:

@@ -39,7 +39,8 @@ FACTORIES: Final[dict[str, str]] = {
 """URL scheme -> ``module:factory``; a path has no scheme. Any other scheme goes to fsspec."""
 
 _FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*(?:::[A-Za-z0-9+.-]+)*)(?:://|::)")
+# fsspec has schemes with an underscore, such as arrow_hdfs, which RFC 3986 does not allow.
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*(?:::[A-Za-z0-9+._-]+)*)(?:://|::)")
 # A URL with one slash; a letter alone is a drive of another system.
 _ONE_SLASH = re.compile(r"([a-z0-9]{2,}):/(?=[^/])")
 # Which extra of ours brings the package that a scheme needs.
@@ -96,6 +97,10 @@ def _location_text(location: object) -> str:
     if not text:
         msg = "the URL is empty"
         raise InvalidUrlError(msg, hint="is CKPTSTORE_URL set?")
+    head, mark, _ = text.partition("://")
+    if mark and "/" not in head and not _SCHEME.match(text):
+        msg = f"{head[:80]!r} is no scheme of a URL"
+        raise InvalidUrlError(msg, hint=f"a folder of this name is ./{head[:80]}:/...")
     typo = _ONE_SLASH.match(text)
     if typo:
         slashes = ":///" if typo[1] in {"file", "local"} else "://"

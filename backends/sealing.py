@@ -56,6 +56,8 @@ class UserKey:
     __slots__ = ("_material", "id")
 
     def __init__(self, material: bytes) -> None:
+        self.id = ""
+        """Says which key it is, and tells nothing of it."""
         if len(material) != KEY_BYTES:
             msg = f"a key has {KEY_BYTES} bytes, not {len(material)}"
             raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
@@ -64,7 +66,6 @@ class UserKey:
             raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
         self._material = bytes(material)
         self.id = _derive(self._material, b"", _ID, 8).hex()
-        """Says which key it is, and tells nothing of it."""
 
     def wrapping(self, salt: bytes) -> AESGCM:
         """Return what wraps a data key in the slot of this salt."""
@@ -221,10 +222,10 @@ def unwrap(
         cipher = user_key.wrapping(bytes.fromhex(slot.salt))
         context = wrapping_context(record, user_key.id, sealed=slot.sealed)
         try:
-            material = cipher.decrypt(_WRAP_NONCE, bytes.fromhex(slot.wrapped), context)
+            # No local variable holds the bytes: tools that report errors print those.
+            found = DataKey(cipher.decrypt(_WRAP_NONCE, bytes.fromhex(slot.wrapped), context))
         except InvalidTag:
             continue
-        found = DataKey(material)
         if not hmac.compare_digest(found.check(record.store_id), record.encryption.check):
             continue
         if record.seal and not hmac.compare_digest(found.seal_of(record), record.seal):

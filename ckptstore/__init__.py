@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from ckptstore.errors import CkptStoreError
+from ckptstore.errors import CkptStoreError, StorageError
 
 if TYPE_CHECKING:
     from ckptstore.catalog.early_stopping import DivergenceGuard, EarlyStopping
@@ -38,6 +38,7 @@ __all__ = [
     "RoleBytes",
     "Run",
     "RunInfo",
+    "StorageError",
     "Store",
     "TypeAdapter",
     "Version",

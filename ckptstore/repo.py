@@ -32,6 +32,7 @@ from ckptstore.config import SYSTEM, Environment, Options, writer_identity
 from ckptstore.errors import (
     InvalidInputError,
     ReadOnlyError,
+    StorageError,
     StoreExistsError,
     StoreNotFoundError,
     UnsafeBackendError,
@@ -73,11 +74,22 @@ _HINT_UNSAFE: Final = (
 
 
 def probe_backend(backend: Backend, environment: Environment) -> Finding:
-    """Run the probe of :mod:`ckptstore.backends.probe`; writes and deletes a few small objects."""
-    from ckptstore.backends.probe import probe
+    """Run the probe of :mod:`ckptstore.backends.probe`; writes and deletes a few small objects.
 
-    report = probe(backend, environment=environment)
-    return Finding(put_if_absent=report.put_if_absent, report=report.to_dict())
+    Raises
+    ------
+    StorageError
+        The storage failed, or a check that every store needs, whoever writes to it.
+    """
+    from ckptstore.backends.probe import failed_check, probe
+
+    found = probe(backend, environment=environment)
+    report = found.to_dict()
+    if failed := failed_check(report):
+        msg = f"{backend.url} cannot hold a store, not even for a single writer: {failed} failed"
+        hint = f"ckptstore doctor {backend.url} shows all checks; use another storage or driver"
+        raise StorageError(msg, hint=hint)
+    return Finding(put_if_absent=found.put_if_absent, report=report)
 
 
 class Repo:
@@ -156,7 +168,7 @@ class Repo:
         Raises
         ------
         StorageError
-            If the probe cannot write.
+            As :func:`probe_backend`.
         """
         with self._lock:
             if self._verdict is None:
@@ -230,7 +242,7 @@ def open_repo(
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
-    user_key = None if key is None else read_key(key)
+    key = None if key is None else read_key(key)
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
         if create:
@@ -239,10 +251,10 @@ def open_repo(
                 options=options,
                 environment=environment,
                 chunk_bytes=chunk_bytes,
-                key=user_key,
+                key=key,
                 exist_ok=True,
             )
-        return open_on(backend, key=user_key, options=options, environment=environment)
+        return open_on(backend, key=key, options=options, environment=environment)
     except BaseException:
         backend.close()
         raise
@@ -258,7 +270,7 @@ def create_repo(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Repo:
     """Create a store at a location that has none; raises as :func:`create_on`."""
-    user_key = None if key is None else read_key(key)
+    key = None if key is None else read_key(key)
     backend = open_backend(url, environment=environment, **(storage_options or {}))
     try:
         return create_on(
@@ -266,7 +278,7 @@ def create_repo(
             options=options,
             environment=environment,
             chunk_bytes=chunk_bytes,
-            key=user_key,
+            key=key,
         )
     except BaseException:
         backend.close()
@@ -316,6 +328,8 @@ def create_on(
         ``store.json``.
     UnsafeBackendError
         If the storage has no put-if-absent, and the user did not vouch to be alone.
+    StorageError
+        If the storage fails, or does not return what was written, for a single writer too.
     InvalidInputError
         If the chunk size is not within its limits.
     ReadOnlyError

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,6 +43,7 @@ settings.load_profile("steady")
 # Ranks meet on loopback, whatever this machine's name resolves to.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import cirules  # noqa: E402 - after the path
 from buckets import GcsBucket, S3Bucket  # noqa: E402 - after the path
 from cputimes import CpuTimes  # noqa: E402
 from faultproxy import FaultProxy  # noqa: E402
@@ -65,8 +66,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
     return _Files(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Apply ``short``; begin with the files that have slow tests, so that none is left for last."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Apply the markers; begin with the files of slow tests, so that none is left for last."""
+    cirules.give_time(items, float(config.getini("timeout")))
     for item in items:
         only = item.get_closest_marker("short")
         if only and not re.match(only.args[0], item.nodeid.partition("[")[2]):
@@ -93,6 +95,18 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.markexpr = f"({given}) and not slow" if given else "not slow"
         if config.getoption("--hypothesis-profile") is None:
             settings.load_profile("quick")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Refuse tests that are skipped in CI."""
+    return cirules.checked((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Refuse files that are skipped in CI."""
+    return cirules.checked((yield))
 
 
 @pytest.fixture(autouse=True)

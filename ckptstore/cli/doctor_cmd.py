@@ -69,7 +69,7 @@ def doctor(
         "url": where,
         **report.to_dict(),
         "concurrent_writers": report.passed,
-        "advice": advice(report.put_if_absent),
+        "advice": advice(report.to_dict()),
         "speed": None
         if speed is None
         else {

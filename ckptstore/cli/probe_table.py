@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckptstore.backends.base import PutIfAbsent
+from ckptstore.backends.probe import failed_check
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.text import seconds_text
 
@@ -21,9 +22,11 @@ _ADVICE = {
 }
 
 
-def advice(verdict: PutIfAbsent) -> str:
-    """Return what a storage may be used for."""
-    return _ADVICE[verdict]
+def advice(report: Mapping[str, Any]) -> str:
+    """Return what a storage may be used for, by the report of a probe as JSON values."""
+    if failed := failed_check(report):
+        return f"no store can be kept here, not even for a single writer: {failed} failed"
+    return _ADVICE[PutIfAbsent(report["put_if_absent"])]
 
 
 def draw_findings(screen: Screen, report: Mapping[str, Any]) -> None:
@@ -58,4 +61,4 @@ def draw_findings(screen: Screen, report: Mapping[str, Any]) -> None:
     verdict = PutIfAbsent(report["put_if_absent"])
     atomic = verdict is PutIfAbsent.ATOMIC
     screen.line(f"put-if-absent: {verdict.value}", "green" if atomic else "bold red")
-    screen.line(f"{report['backend']}: {advice(verdict)}", "bold")
+    screen.line(f"{report['backend']}: {advice(report)}", "bold")

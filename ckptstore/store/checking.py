@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from ckptstore.backends.key_sources import hidden
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
@@ -173,6 +174,7 @@ class Checking:
         """
         from ckptstore.maintenance.repair.repair import repair
 
+        source_key = hidden(source_key)
         given: Sequence[Source] = ()
         if isinstance(source, Checking | str | os.PathLike):
             given = (source,)

@@ -66,7 +66,7 @@ def mend_superblock(
     """
     from ckptstore.maintenance.repair import fix_superblock as ops
 
-    user_key = None if encryption_key is None else read_key(encryption_key)
+    encryption_key = None if encryption_key is None else read_key(encryption_key)
     backend = open_backend(url, environment=SYSTEM, **storage_options)
     try:
         return ops.mend_superblock(
@@ -74,7 +74,7 @@ def mend_superblock(
             source=None if source is None else source.repo,
             options=Options(single_writer=single_writer),
             dry_run=dry_run,
-            key=user_key,
+            key=encryption_key,
         )
     finally:
         backend.close()
@@ -121,10 +121,10 @@ def mend_keys(
     """
     from ckptstore.maintenance.repair import fix_keys as ops
 
-    user_key = read_key(encryption_key)
+    encryption_key = read_key(encryption_key)
     backend = open_backend(url, environment=SYSTEM, **storage_options)
     try:
-        return ops.mend_keys(backend, user_key, single_writer=single_writer, dry_run=dry_run)
+        return ops.mend_keys(backend, encryption_key, single_writer=single_writer, dry_run=dry_run)
     finally:
         backend.close()
 
@@ -173,7 +173,7 @@ def rotate_key(
     from ckptstore.backends.base import PutIfAbsent
     from ckptstore.repo import open_repo
 
-    old, new = read_key(encryption_key), read_key(new_key)
+    old, new = encryption_key, new_key = read_key(encryption_key), read_key(new_key)
     options = Options(single_writer=single_writer)
     with open_repo(url, key=old, options=options, storage_options=storage_options) as repo:
         repo.check_writable()

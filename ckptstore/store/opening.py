@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
-from ckptstore.backends.key_sources import is_key_spec
+from ckptstore.backends.key_sources import hidden, is_key_spec
 from ckptstore.config import Options, workers_default
 from ckptstore.errors import InvalidInputError
 from ckptstore.repo import open_repo
@@ -101,6 +101,7 @@ def open_store(
     StorageError
         The storage failed, or refused the credentials.
     """
+    encryption_key = hidden(encryption_key)
     if is_key_spec(storage_options.get("key")):
         msg = "key is an option of the storage library, and not the key of an encrypted store"
         raise InvalidInputError(msg, hint="give encryption_key=")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from ckptstore.backends.key_sources import hidden
 from ckptstore.config import SYSTEM
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError, MissingKeyError, StoreNotFoundError
@@ -117,6 +118,7 @@ class Replicating:
         from ckptstore.maintenance.core.select_versions import select_versions
         from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
 
+        to_key = hidden(to_key)
         to = self._named(to) or to
         target = self._target(to, to_key, dry_run=dry_run)
         if bytes_per_s < 0:

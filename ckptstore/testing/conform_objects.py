@@ -15,6 +15,7 @@ from ckptstore.errors import (
     CorruptObjectError,
     InvalidKeyError,
     NotFoundError,
+    ObjectExistsError,
     ObjectNotFoundError,
 )
 from ckptstore.limits import MIB
@@ -80,6 +81,23 @@ class ObjectConformance(SideDoor):
         backend.put("a/b", b"same")
         backend.put("a/b", b"same")
         assert self.raw_read("a/b") == b"same"
+
+    @pytest.mark.parametrize("other", [b"else", b"", b"longer than the first"])
+    def test_put_of_other_content(self, backend: Backend, other: bytes) -> None:
+        """A key that is taken is replaced whole, or stays and the caller is told; nothing between.
+
+        So whoever hears of no error finds what it wrote.
+        """
+        backend.put("a/b", b"same")
+        try:
+            backend.put("a/b", other)
+        except ObjectExistsError:
+            expected = b"same"
+        else:
+            expected = other
+        assert self.raw_read("a/b") == expected
+        assert backend.get("a/b", bytes_max=100) == expected
+        assert self.raw_keys() == {"a/b"}
 
     def test_missing_object_is_not_found(self, backend: Backend) -> None:
         """Every read of an object that is not there raises the one not-found error."""

@@ -113,7 +113,8 @@ def _member(module: ModuleType, name: str) -> str:
     value = getattr(module, name)
     if inspect.isclass(value):
         if issubclass(value, errors.CkptStoreError):
-            return f"### {name}\n\nThe root of all errors; see [errors](errors.md).\n"
+            said = (inspect.getdoc(value) or "").partition("\n")[0]
+            return f"### {name}\n\n{said} See [errors](errors.md).\n"
         return _class(name, value)
     if inspect.isfunction(value):
         return f"### {name}\n\n{_signature(name, value)}{_prose(value)}\n"

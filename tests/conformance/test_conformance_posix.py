@@ -12,6 +12,7 @@ import pytest
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.posix import PosixBackend, open_posix
+from ckptstore.errors import ObjectExistsError
 from ckptstore.testing.conformance import BackendConformance
 
 
@@ -19,6 +20,14 @@ class PosixSuite(BackendConformance):
     """Looks at the files themselves."""
 
     root: Path
+
+    @pytest.mark.parametrize("other", [b"else", b"", b"longer than the first"])
+    def test_put_keeps_what_is_there(self, backend: Backend, other: bytes) -> None:
+        """Where names are created by ``link()``, other content under a taken key is refused."""
+        backend.put("a/b", b"same")
+        with pytest.raises(ObjectExistsError):
+            backend.put("a/b", other)
+        assert backend.get("a/b", bytes_max=100) == b"same"
 
     def raw_read(self, key: str) -> bytes | None:
         """Read the file."""

@@ -16,6 +16,7 @@ from ckptstore.backends.probe import ProbeReport, probe
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.speed import measure
 from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.cli.probe_table import advice
 from ckptstore.errors import AmbiguousWriteError, CkptStoreError, FormatError, StorageError
 from ckptstore.events import Progress
 from ckptstore.testing.faulty import CALLS, FaultyBackend, When
@@ -122,6 +123,8 @@ def test_stale_listing_is_no_atomic_storage() -> None:
     report = probe(StaleListing(MemoryBackend("probe-stale")))
     assert names(report)["list after write"] is False
     assert report.put_if_absent is PutIfAbsent.UNKNOWN
+    said = "not even for a single writer: list after write (0 of 10 new objects were listed) failed"
+    assert said in advice(report.to_dict())
 
 
 def test_unclear_answers_are_no_verdict() -> None:

@@ -34,7 +34,10 @@ from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
 from ckptstore.store import Run
 from ckptstore.tensors.adapters import TypeAdapter
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
 
 
 @pytest.fixture

@@ -39,6 +39,8 @@ from ckptstore.integrations.dcp.metadata_pickle import read_metadata
 from ckptstore.integrations.files import import_file
 from ckptstore.store import Store
 
+pytestmark = pytest.mark.timeout(300)
+
 PLAIN = {
     "model": {"w": torch.arange(6000.0).reshape(60, 100), "half": torch.ones(3, 5).bfloat16()},
     "optimizer": {"state": [{"m": torch.full((4,), 2.0)}, {"m": torch.zeros(0, 3)}], "lr": 0.1},

@@ -10,6 +10,8 @@ from rankkit.groups import Group, run_ranks
 
 import ckptstore
 
+pytestmark = pytest.mark.timeout(300)
+
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:

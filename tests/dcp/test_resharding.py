@@ -19,6 +19,8 @@ import ckptstore
 from ckptstore.errors import TensorIndexError
 from ckptstore.format.manifest import FLAG_BLOCKS
 
+pytestmark = pytest.mark.timeout(300)
+
 SEEDS = (1, 2)
 
 

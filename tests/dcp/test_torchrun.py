@@ -12,6 +12,8 @@ import pytest
 
 import ckptstore
 
+pytestmark = pytest.mark.timeout(600)
+
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "torch-distributed.md"
 
 

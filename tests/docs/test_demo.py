@@ -12,6 +12,8 @@ import pytest
 from buckets import S3Bucket
 from docpages import ROOT
 
+pytestmark = pytest.mark.timeout(600)
+
 DEMO = [sys.executable, str(ROOT / "docs" / "demo" / "demo.py")]
 SMALL = ["--steps", "10", "--width", "32", "--batch", "2"]
 

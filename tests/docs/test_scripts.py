@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from docpages import ROOT, read_page
 
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.mark.slow
 def test_the_loop_that_saves_in_the_background(tmp_path: Path) -> None:

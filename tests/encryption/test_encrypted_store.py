@@ -220,6 +220,7 @@ with ckptstore.open(sys.argv[1], encryption_key=bytes(range(1, 33))) as store:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_savers_that_are_killed(store: Store, tmp_path: Path) -> None:
     """After each SIGKILL everything that was committed is there, and a saver goes on."""
     step = 0

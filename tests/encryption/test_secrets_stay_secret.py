@@ -7,18 +7,26 @@ import json
 import logging
 import pickle
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from buckets import S3Bucket
 from local_servers import SECRET
 
 import ckptstore
+from ckptstore import keyring
 from ckptstore.backends.encrypted import EncryptedBackend
+from ckptstore.backends.key_sources import hidden
+from ckptstore.backends.sealing import UserKey
 from ckptstore.cli.main import COMMANDS
 from ckptstore.cli.main import run as run_program
+from ckptstore.config import Options
 from ckptstore.errors import CkptStoreError
+from ckptstore.format.encryption import decode_key_record, encode_key_record
+from ckptstore.keyring import open_keys
+from ckptstore.repo import create_repo
 from ckptstore.store import Store
 
 KEY = bytes(range(33, 65))
@@ -161,6 +169,119 @@ def test_keys_show_in_no_traceback(tmp_path: Path, caplog: pytest.LogCaptureFixt
     everything = "\n".join([*texts, caplog.text]).encode()
     for material in (KEY, NEW, secret):
         assert not [form for form in forms(material) if form in everything]
+
+
+class Locals:
+    """Collects what tools that print the local variables of every frame would print."""
+
+    def __init__(self) -> None:
+        self.frames: list[tuple[str, str]] = []
+
+    def of(self, attempt: Callable[[], object]) -> None:
+        """Let an attempt fail, and keep the variables of all frames but this file's."""
+        with pytest.raises(CkptStoreError) as caught:
+            attempt()
+        left: list[BaseException | None] = [caught.value]
+        while left:
+            if (error := left.pop()) is None:
+                continue
+            told = traceback.TracebackException.from_exception(error, capture_locals=True)
+            for frame in told.stack:
+                if frame.filename != __file__:
+                    where = f"{type(error).__name__} in {frame.name}"
+                    self.frames.append((where, repr(frame.locals)))
+            left += [error.__cause__, error.__context__]
+
+
+@pytest.mark.parametrize("given", ["bytes", "file"])
+def test_keys_show_in_no_local_variable(tmp_path: Path, given: str) -> None:
+    """No frame of ours holds the bytes of a user's key or of a data key while an error passes."""
+    one: bytes | str
+    two: bytes | str
+    one, two = KEY, NEW
+    if given == "file":
+        for name, material in (("one", KEY), ("two", NEW)):
+            (tmp_path / name).write_bytes(material.hex().encode())
+            (tmp_path / name).chmod(0o600)
+        one, two = (f"file:{tmp_path}/{name}" for name in ("one", "two"))
+    place = tmp_path / "s"
+    with ckptstore.open(place, create=True, encryption_key=one) as store:
+        store.run("r").save({"x": b"y" * 300_000}, step=1)
+    secret = data_key(place, KEY)
+    (pack,) = place.glob("packs/*/*.pack")
+    pack.write_bytes(pack.read_bytes()[:-1] + b"!")
+    seen = Locals()
+    with ckptstore.open(place, encryption_key=one) as store:
+        seen.of(lambda: store.load("r@1"))
+        seen.of(lambda: store.replicate(store, to_key=two))
+        seen.of(lambda: store.repair(tmp_path / "no", source_key=two))
+    seen.of(lambda: ckptstore.open(place, encryption_key=two))
+    seen.of(lambda: ckptstore.rotate_key(place, encryption_key=two, new_key=one))
+    seen.of(lambda: ckptstore.mend_keys(place, encryption_key=two))
+    superblock = (place / "store.json").read_bytes()
+    (place / "store.json").unlink()
+    seen.of(lambda: ckptstore.mend_superblock(place, encryption_key=two))
+    (place / "store.json").write_bytes(superblock)
+    seen.of(lambda: create_repo(str(place), key=two))
+    (record,) = (place / "keys").iterdir()
+    lie = decode_key_record(record.read_bytes(), where="here")
+    lie = msgspec.structs.replace(lie, seal="00" * 32)
+    record.write_bytes(encode_key_record(lie))
+    seen.of(lambda: ckptstore.open(place, encryption_key=one))
+
+    assert {"CorruptTensorError in load", "WrongKeyError in open_store"} <= {
+        where for where, _ in seen.frames
+    }
+    assert "CorruptObjectError in unwrap" in {where for where, _ in seen.frames}
+    for material in (KEY, NEW, secret):
+        # A variable is printed by its repr, and here once more by that of the dict that holds it.
+        whole = [*forms(material), *(repr(form)[2:-1].encode() for form in forms(material))]
+        hits = {where for where, told in seen.frames for form in whole if form in told.encode()}
+        assert not hits
+
+
+@pytest.mark.parametrize("material", [b"short", bytes(32)], ids=["short", "zeros"])
+def test_a_key_that_is_refused_has_a_repr(material: bytes) -> None:
+    """Whatever prints the variables of the frame that refuses it finds one, which shows nothing."""
+    seen = Locals()
+    seen.of(lambda: UserKey(material))
+    assert any("<key >" in told for _, told in seen.frames)
+
+
+def test_keys_show_in_no_repr(tmp_path: Path) -> None:
+    """Keys, whatever holds one, and pickled or formatted forms of it: names of keys at most."""
+    with ckptstore.open(tmp_path / "s", create=True, encryption_key=KEY) as store:
+        backend = store.repo.backend
+        assert isinstance(backend, EncryptedBackend)
+        store.run("r").save({"x": b"y" * 300_000}, step=1)
+        writer = backend.open_writer("packs/aa/one.pack")
+        sealer = backend._key.sealer("a", bytes(32))
+        user_key = UserKey(KEY)
+        record, opened = open_keys(backend.inner, user_key)
+        holders = [
+            user_key, backend._key, opened, sealer, backend, writer, record, store, store.repo,
+            store.repo.superblock, store.info, store.repo.options, Options(), hidden(KEY),
+            {"key": opened}, [user_key], rotated(store),
+        ]  # fmt: skip
+        texts = [form(each) for each in holders for form in (repr, str, "{!r}".format)]
+        # Python's own repr of an object names its class alone: look into its attributes too.
+        texts += [repr(vars(each)) for each in (backend, writer, store, store.repo)]
+        writer.abort()
+    secret = data_key(tmp_path / "s", KEY)
+    everything = "\n".join(texts).encode()
+    assert repr(opened) == "<data key>"
+    assert repr(user_key) == f"<key {user_key.id}>"
+    for material in (KEY, NEW, secret):
+        assert not [form for form in forms(material) if form in everything]
+
+
+def rotated(store: Store) -> object:
+    """Return what a rotation of the key reports, which is undone again."""
+    old, new = UserKey(KEY), UserKey(NEW)
+    backend = store.repo.backend
+    assert isinstance(backend, EncryptedBackend)
+    keyring.rotate(backend, old, new, keep_old=False, conditional=True)
+    return keyring.rotate(backend, new, old, keep_old=False, conditional=True)
 
 
 def test_credentials_of_storage_options_show_nowhere(

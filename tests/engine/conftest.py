@@ -11,6 +11,5 @@ from daskcluster import Cluster
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
     """Start a scheduler and two workers with a nanny each, as three programs."""
-    pytest.importorskip("distributed")
     with Cluster(workers=2) as running:
         yield running

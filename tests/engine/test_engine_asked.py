@@ -62,7 +62,6 @@ def test_jobs_take_an_engine(tmp_path: Path) -> None:
 
 def test_encrypted_stores_travel_through_workers(tmp_path: Path) -> None:
     """Workers read and write what is encrypted, either way; the key is on no disk."""
-    pytest.importorskip("cryptography")
     trained(tmp_path / "plain")
     with (
         ckptstore.open(tmp_path / "plain") as plain,

@@ -78,8 +78,6 @@ def group(pid: int) -> list[int]:
 @pytest.mark.parametrize("whole_group", [False, True])
 def test_ctrl_c_leaves_no_process_behind(tmp_path: Path, spec: str, whole_group: bool) -> None:
     """At once, though tasks are under way; a terminal sends it to the workers too."""
-    if spec == "dask:local":
-        pytest.importorskip("distributed")
     program, pids = start(tmp_path, spec)
     if whole_group:
         os.killpg(program.pid, signal.SIGINT)

@@ -158,7 +158,6 @@ def test_an_executor_that_breaks_is_told_of() -> None:
 
 def test_a_scheduler_that_is_gone_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No one waits for ever: the scheduler dies while a task runs, and a typed error comes."""
-    pytest.importorskip("distributed")
     monkeypatch.setattr(limits, "ENGINE_LOOK_S", 0.2)
     with Cluster(workers=1) as mine, open_engine(mine.address) as engine:
 
@@ -174,7 +173,6 @@ def test_a_scheduler_that_is_gone_ends_it(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_a_scheduler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a missing scheduler nor one without workers is waited for without end."""
-    pytest.importorskip("distributed")
     monkeypatch.setattr(limits, "CONNECT_TIMEOUT_S", 0.5)
     with (
         pytest.raises(StorageError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"),
@@ -204,7 +202,7 @@ def test_without_dask_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -
 
 def test_where_nothing_is_to_do_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler of dask:local is made for the first task; one that cannot be is an error."""
-    distributed = pytest.importorskip("distributed")
+    import distributed  # slow to import
 
     def refuse(**_: object) -> None:
         msg = "no room"

@@ -10,8 +10,6 @@ import pytest
 from programs import run_program
 from soaking import soak_rounds, soak_seed
 
-pytest.importorskip("distributed")
-
 OPERATIONS = ("gc", "repack", "verify", "replicate")
 
 

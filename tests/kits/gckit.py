@@ -73,11 +73,23 @@ def needs(store: Store, version: Version) -> set[str]:
     return {version.manifest_key, *map(pack_key, packs)}
 
 
-def new_place() -> Place:
-    """Make an empty store of its own."""
+class _Skewed(SimulatedEnvironment):
+    """The clock of another machine: ahead of an environment's by a fixed time."""
+
+    def __init__(self, near: SimulatedEnvironment, ahead_s: float) -> None:
+        super().__init__()
+        self._near = near
+        self._ahead_ms = round(ahead_s * 1000)
+
+    def now_ms(self) -> int:
+        return self._near.now_ms() + self._ahead_ms
+
+
+def new_place(*, ahead_s: float = 0.0) -> Place:
+    """Make an empty store of its own, whose storage's clock is ahead of its clients'."""
     number = next(_names)
     environment = SimulatedEnvironment(number)
-    backend = MemoryBackend(f"gc/{number}", environment=environment)
+    backend = MemoryBackend(f"gc/{number}", environment=_Skewed(environment, ahead_s))
     create_on(backend, environment=environment, chunk_bytes=CHUNK_BYTES, prober=_trusting).close()
     return Place(backend, environment)
 

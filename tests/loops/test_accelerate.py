@@ -204,6 +204,7 @@ def test_what_is_no_run_is_refused(store: Store) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_resume_with_their_own_randomness(
     tmp_path: Path, ranks: Callable[[str, int], list[int]]
 ) -> None:

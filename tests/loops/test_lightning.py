@@ -490,6 +490,7 @@ def test_preemption_saves_and_ends(kit: Package, store: Store) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_end_at_one_step(tmp_path: Path, ranks: Callable[[str, int], list[int]]) -> None:
     """With DDP, SIGTERM to one rank ends both, with one version that has both random states."""
     ckptstore.open(tmp_path / "ckpts", create=True).close()

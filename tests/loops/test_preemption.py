@@ -298,6 +298,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("training", "stop_at"),
     [("in step", 5), ("apart", 6), ("asked seldom", 8), ("on devices", 5)],
@@ -312,6 +313,7 @@ def test_all_ranks_stop_at_one_step(
     assert saved == [stop_at]
 
 
+@pytest.mark.timeout(300)
 def test_a_signal_from_outside_stops_all_ranks(told: dict[str, list[list[int]]]) -> None:
     """At whatever moment it comes: all ranks stop at one step, and a restart finds that one."""
     said, saved = told["outside"]

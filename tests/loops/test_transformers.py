@@ -357,6 +357,7 @@ def test_what_is_no_run_is_refused(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_stop_together_and_resume(
     tmp_path: Path, ranks: Callable[[str, int], list[int]]
 ) -> None:

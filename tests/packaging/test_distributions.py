@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.timeout(600)
+
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ("ckptstore", "backends", "tests", "benchmarks", "docs")
 

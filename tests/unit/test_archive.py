@@ -479,7 +479,6 @@ def test_a_cold_version_is_read_from_a_replica_that_is_not(
 
 def test_an_encrypted_store_gets_cold_and_comes_back(shelf: Shelf, clock: Clock) -> None:
     """What is encrypted tells its class as anything else; verification leaves it alone."""
-    pytest.importorskip("cryptography")
     from ckptstore.backends.sealing import UserKey
 
     backend = ColdBackend(MemoryBackend(f"enc-{uuid.uuid4().hex}"), shelf)

@@ -6,17 +6,21 @@ import asyncio
 import errno
 import http.client
 import socket
+import traceback
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import botocore.exceptions as boto
+import fsspec
 import fsspec.asyn
 import google.auth.exceptions
 import pytest
 import urllib3.exceptions
 from fsspec.exceptions import FSTimeoutError
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.fsspec_backend import open_fsspec
@@ -30,11 +34,16 @@ from ckptstore.errors import (
     AmbiguousWriteError,
     CkptStoreError,
     ColdObjectError,
+    CorruptObjectError,
+    InvalidUrlError,
+    MissingDependencyError,
     ObjectExistsError,
     ObjectNotFoundError,
     StorageError,
+    StorageFullError,
     StoragePermissionError,
     TransientStorageError,
+    UnsafeBackendError,
 )
 from ckptstore.repo import open_on
 
@@ -196,6 +205,138 @@ def test_no_false_answer_to_a_create(kind: str) -> None:
         if isinstance(caught.value, ObjectExistsError):
             assert kind == "fsspec"
             assert isinstance(error, FileExistsError)
+
+
+SECRET = "sup3r/secret+key=="  # noqa: S105 - of no one
+
+
+class Answered(Exception):
+    """Carries status and code the way of Azure's library."""
+
+    def __init__(self, status: int, code: object = None) -> None:
+        super().__init__("the server's words, which nobody reads")
+        self.status_code = status
+        self.error_code = code
+
+
+class Code(Enum):
+    """Codes are an enumeration in some versions of it."""
+
+    AUTHENTICATION_FAILED = "AuthenticationFailed"
+
+
+class OfRequests(Exception):
+    """Carries the status the way of requests and httpx."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__("x")
+        self.response = Answered(status)
+
+
+def _aiohttp_error(status: int) -> aiohttp.ClientResponseError:
+    return aiohttp.ClientResponseError(None, (), status=status)  # type: ignore[arg-type]
+
+
+def _caused(cause: Exception) -> OSError:
+    error = OSError("as a wrapper has it")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "said", "hint"),
+    [
+        (Answered(403, Code.AUTHENTICATION_FAILED), StoragePermissionError,
+         "HTTP 403 AuthenticationFailed", "credentials"),
+        (Answered(404, "ContainerNotFound"), StorageError, "ContainerNotFound", "create"),
+        (Answered(404, "BlobNotFound"), ObjectNotFoundError, "HTTP 404 BlobNotFound", ""),
+        (Answered(416, "InvalidRange"), CorruptObjectError, "HTTP 416", ""),
+        (Answered(503, "ServerBusy"), TransientStorageError, "HTTP 503 ServerBusy", ""),
+        (Answered(507), StorageFullError, "HTTP 507", "quota"),
+        (OfRequests(401), StoragePermissionError, "HTTP 401", "credentials"),
+        (_aiohttp_error(403), StoragePermissionError, "HTTP 403", "credentials"),
+        (_caused(Answered(403, "AuthorizationFailure")), StoragePermissionError,
+         "HTTP 403 AuthorizationFailure", "credentials"),
+        (Answered(200), StorageError, "Answered", ""),
+        (Answered(0), StorageError, "Answered", ""),
+    ],
+)  # fmt: skip
+def test_answers_of_other_file_systems(
+    error: Exception, expected: type[CkptStoreError], said: str, hint: str
+) -> None:
+    """Status and code of a library that we do not know decide, and are told with a hint."""
+    for operation in ("get", "stat", "list"):
+        with pytest.raises(CkptStoreError) as caught:
+            OPERATIONS[operation](broken("fsspec", error))
+        assert type(caught.value) is expected
+        assert said in caught.value.message
+        assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "expected"),
+    [
+        (409, "BlobAlreadyExists", ObjectExistsError),
+        (412, "ConditionNotMet", ObjectExistsError),
+        (501, "", UnsafeBackendError),
+        (500, "InternalError", AmbiguousWriteError),
+        (404, "", StorageError),
+    ],
+)
+def test_answers_to_a_create(status: int, code: str, expected: type[CkptStoreError]) -> None:
+    """A name that is taken, a condition that is refused, and silence are told apart by code."""
+    with pytest.raises(expected) as caught:
+        broken("fsspec", Answered(status, code)).put_if_absent("a", b"x")
+    assert type(caught.value) is expected
+    with pytest.raises(StorageError) as plain:
+        broken("fsspec", Answered(404)).put("a", b"x")
+    assert not isinstance(plain.value, ObjectNotFoundError)
+
+
+class Picky(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships no types
+    """Fails when it is made, as its options say."""
+
+    protocol = "picky"
+
+    def __init__(self, error: Exception | None = None, **options: Any) -> None:  # noqa: ANN401
+        if error is not None:
+            raise error
+        super().__init__(**options)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "said"),
+    [
+        (ValueError("give connection_string or account_name"), InvalidUrlError, "account_name"),
+        (TypeError("unexpected keyword argument 'acount'"), InvalidUrlError, "'acount'"),
+        (AttributeError("no attribute 'host'"), InvalidUrlError, "'host'"),
+        (ImportError("No module named 'pyarrow'"), MissingDependencyError, "'pyarrow'"),
+        (ConnectionRefusedError("x"), TransientStorageError, "picky://here"),
+        (FileNotFoundError("x"), StorageError, "picky://here"),
+        (Answered(403), StoragePermissionError, "HTTP 403"),
+        (ValueError(f"bad {SECRET} in AccountKey={SECRET};x"), InvalidUrlError, "bad *** in"),
+        (ImportError(f"no {SECRET!r}"), MissingDependencyError, "no '***'"),
+    ],
+)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_file_system_that_cannot_be_made(
+    operation: str, error: Exception, expected: type[CkptStoreError], said: str
+) -> None:
+    """The library's own sentence is told, without any secret; also where a create is asked for."""
+    fsspec.register_implementation("picky", Picky, clobber=True)
+    options: dict[str, object] = {
+        "error": error,
+        "connection_string": f"AccountName=me;AccountKey={SECRET};Suffix=x",
+        "client": {"headers": ["x", f"Bearer {SECRET}"]},
+    }
+    backend = open_fsspec("picky://here", **options)
+    with pytest.raises(CkptStoreError) as caught:
+        OPERATIONS[operation](backend)
+    assert type(caught.value) is expected
+    assert said in str(caught.value)
+    assert SECRET not in str(caught.value)
+    if SECRET in str(error):
+        assert SECRET not in "".join(traceback.format_exception(caught.value))
 
 
 def test_a_server_that_is_down_is_no_empty_place() -> None:

@@ -94,6 +94,82 @@ def write_by(backend: PosixBackend, method: str, key: str, data: bytes) -> None:
         getattr(backend, method)(key, data)
 
 
+def record(monkeypatch: pytest.MonkeyPatch, root: Path) -> list[str]:
+    """Return a list that fills with what makes names and contents durable, in order.
+
+    Paths are relative to `root`; a temporary file is ``FILE``.
+    """
+    calls: list[str] = []
+    paths: dict[int, str] = {}
+    real = {
+        name: getattr(os, name) for name in ("open", "fsync", "link", "mkdir", "write", "writev")
+    }
+
+    def note(name: str, path: str) -> None:
+        short = os.path.relpath(path, root)
+        calls.append(f"{name} {'FILE' if '.tmp-' in short else short}")
+
+    def opened(path: str, flags: int, *rest: Any) -> int:  # noqa: ANN401 - passed on
+        descriptor: int = real["open"](path, flags, *rest)
+        paths[descriptor] = path
+        if flags & os.O_DIRECTORY:
+            note("open", path)
+        return descriptor
+
+    def of_descriptor(name: str) -> Callable[..., Any]:
+        def call(descriptor: int, *rest: object) -> object:
+            note(name.removesuffix("v"), paths[descriptor])
+            return real[name](descriptor, *rest)
+
+        return call
+
+    def linked(source: str, target: str, **options: bool) -> None:
+        note("link", target)
+        real["link"](source, target, **options)
+
+    def made(path: str | Path, *rest: Any) -> None:  # noqa: ANN401 - passed on
+        note("mkdir", str(path))
+        real["mkdir"](path, *rest)
+
+    for name, call in {"open": opened, "link": linked, "mkdir": made}.items():
+        monkeypatch.setattr(os, name, call)
+    for name in ("fsync", "write", "writev"):
+        monkeypatch.setattr(os, name, of_descriptor(name))
+    return calls
+
+
+def synced(folder: str) -> list[str]:
+    """Return how the names in a folder are made durable: the second open finds a failed disk."""
+    return [f"open {folder}", f"fsync {folder}", f"open {folder}"]
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent", "open_writer"])
+def test_order_of_syncs(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each name is durable before what lies below it, the content before its name, then the name.
+
+    Folders on the way to a new root too; one that another process has made as well, as that one may
+    have died before it came to it.
+    """
+    backend = open_posix(str(tmp_path / "new" / "root"))
+    with monkeypatch.context() as patch:
+        calls = record(patch, tmp_path)
+        write_by(backend, method, "a/b/first", b"data")
+        assert calls == [
+            "mkdir new", *synced("."), "mkdir new/root", *synced("new"),
+            "mkdir new/root/a", *synced("new/root"), "mkdir new/root/a/b", *synced("new/root/a"),
+            "write FILE", "fsync FILE", "link new/root/a/b/first", *synced("new/root/a/b"),
+        ]  # fmt: skip
+        calls.clear()
+        write_by(backend, method, "a/b/second", b"data")
+        assert calls == [
+            "write FILE", "fsync FILE", "link new/root/a/b/second", *synced("new/root/a/b"),
+        ]  # fmt: skip
+        (tmp_path / "new" / "root" / "others").mkdir()
+        calls.clear()
+        write_by(backend, method, "others/one", b"data")
+        assert calls[:4] == ["mkdir new/root/others", *synced("new/root")]
+
+
 @pytest.mark.parametrize("method", ["put", "put_if_absent", "open_writer"])
 def test_every_system_call_failing(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +294,32 @@ def test_file_system_without_links(
     with pytest.raises(UnsafeBackendError):
         backend.put_if_absent("a", b"mine")
     assert names(tmp_path) == []
+
+
+def test_a_taken_name_is_no_lack_of_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sshfs answers EPERM to ``link()`` on a taken name; on a free one it tells that none work."""
+    backend = open_posix(str(tmp_path))
+    backend.put_if_absent("a", b"first")
+    fail(monkeypatch, "link", errno.EPERM)
+    with pytest.raises(ObjectExistsError):
+        backend.put_if_absent("a", b"second")
+    backend.put("a", b"first")
+    with pytest.raises(UnsafeBackendError, match="no hard links"):
+        backend.put_if_absent("b", b"second")
+    assert names(tmp_path) == ["a"]
+    assert backend.get("a", bytes_max=9) == b"first"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP])
+def test_other_answers_tell_of_links_alone(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Codes that say that the call is not served say nothing of the name."""
+    backend = open_posix(str(tmp_path))
+    backend.put_if_absent("a", b"first")
+    fail(monkeypatch, "link", number)
+    with pytest.raises(UnsafeBackendError, match="no hard links"):
+        backend.put_if_absent("a", b"second")
 
 
 def test_folder_that_cannot_be_synced_is_no_success(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import ckptstore
 from ckptstore.backends import registry
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import PosixBackend
@@ -28,6 +29,9 @@ from ckptstore.errors import InvalidUrlError, MissingDependencyError
         ("memory://x", "memory"),
         ("simplecache::s3://b/x", "simplecache::s3"),
         ("a:b/c", ""),
+        ("arrow_hdfs://host/x", "arrow_hdfs"),
+        ("simplecache::arrow_hdfs://host/x", "simplecache::arrow_hdfs"),
+        ("folder/a://b", ""),
     ],
 )
 def test_schemes(location: str, scheme: str) -> None:
@@ -46,6 +50,38 @@ def test_paths_and_file_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert open_backend(f"file://{tmp_path}/x%20y", retry=False).url == str(tmp_path / "x y")
     assert open_backend(f"local://{tmp_path}", retry=False).name == "local"
     assert not (tmp_path / "x y").exists(), "opening creates nothing"
+
+
+@pytest.mark.filterwarnings("ignore:The 'arrow_hdfs' protocol:DeprecationWarning")
+def test_a_url_makes_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL whose scheme nobody serves, or whose package is missing, is never a relative path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.fs", None)
+    for location, error in (
+        ("arrow_hdfs://host/x", MissingDependencyError),
+        ("my_hdfs://host/x", InvalidUrlError),
+        ("2fs://host/x", InvalidUrlError),
+    ):
+        with pytest.raises(error):
+            ckptstore.open(location, create=True)
+    assert list(tmp_path.iterdir()) == []
+    assert open_backend("./2fs:/host/x", retry=False).url == str(tmp_path / "2fs:" / "host" / "x")
+
+
+@pytest.mark.parametrize("error", [ImportError("Install adlfs"), AttributeError("no such name")])
+def test_a_package_that_does_not_serve_its_scheme(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package without what fsspec looks for in it, as adlfs for ``adl``, counts as missing."""
+
+    def get_filesystem_class(_scheme: str) -> None:
+        raise error
+
+    monkeypatch.setattr("fsspec.get_filesystem_class", get_filesystem_class)
+    with pytest.raises(MissingDependencyError, match="adl://") as caught:
+        open_backend("adl://host/x")
+    assert str(error) in caught.value.hint
 
 
 def test_retry_is_the_default() -> None:
@@ -68,6 +104,11 @@ def test_retry_is_the_default() -> None:
         "s3://b/x?versionId=1",
         "gs://b#x",
         "nosuchscheme://x",
+        "no_such_scheme://host/x",
+        "1st://host/x",
+        "s 3://bucket/x",
+        "_://x",
+        "://x",
         "a\0b",
     ],
 )

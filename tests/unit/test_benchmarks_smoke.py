@@ -50,6 +50,8 @@ from benchmarks.results import read_result, write_result  # noqa: E402
 from benchmarks.states import StateSpec, make_state, same  # noqa: E402
 from benchmarks.trajectories import Plan, trajectories  # noqa: E402
 
+pytestmark = pytest.mark.timeout(600)
+
 _PAGE = _ROOT / "docs" / "benchmarks.md"
 
 

@@ -131,6 +131,29 @@ def test_let_go_there_at_the_same_moment(
     assert hot.verify().ok
 
 
+@pytest.mark.parametrize("when", ["before", "at the same moment"])
+def test_a_damaged_copy_counts_for_nothing(
+    hot: ckptstore.Store, cold: ckptstore.Store, when: str
+) -> None:
+    """A version that the other store has quarantined stays here, though its objects are there."""
+    copy = cold.resolve("gpt@1")
+
+    def quarantine() -> None:
+        lost = {copy.id: copy.manifest_digest}
+        cold.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+
+    if when == "before":
+        quarantine()
+    else:
+        _watched(hot).before = quarantine
+    report = _evict(hot, cold)
+    assert [one.step for one in report.evicted] == [2]
+    assert report.returned == (() if when == "before" else (copy.id,))
+    assert _levels(hot) == ["full", "record", "full"]
+    hot.gc(grace_s=0.0, orphan_age_s=0.0)
+    _assert_loads(hot, 1)
+
+
 def test_collected_here_at_the_same_moment(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
     """A collection without grace that is faster yet: the report names what is to be undeleted."""
     other = ckptstore.Store(create_on(cold.repo.backend, exist_ok=True))

@@ -37,16 +37,22 @@ ZERO: dict[str, Any] = {"grace_s": 0.0, "orphan_age_s": 0.0}
 
 
 class _Watched(MemoryBackend):
-    """Calls something right before a commit lands, once."""
+    """Calls something right before a commit lands, once: the next one, or the next of a kind."""
 
     before: Callable[[], object] | None = None
+    kind: type | None = None
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Create an object."""
-        if self.before and key.startswith("commits/"):
+        if self.before and key.startswith("commits/") and self._is_awaited(bytes(data)):
             call, self.before = self.before, None
             call()
         super().put_if_absent(key, data)
+
+    def _is_awaited(self, data: bytes) -> bool:
+        return self.kind is None or any(
+            isinstance(op, self.kind) for op in decode_commit(data, where="").ops
+        )
 
 
 def _watched(store: ckptstore.Store) -> _Watched:
@@ -266,22 +272,20 @@ def test_changed_here_between_pin_and_commit(
 def test_evicted_again_while_it_comes_back(
     stores: tuple[ckptstore.Store, ckptstore.Store],
 ) -> None:
-    """Whoever takes a pin away looks afterwards whether it is needed again."""
+    """A pin that an eviction relied on while it was being taken away is left again."""
     hot, cold = stores
     hot.evict(replica="cold", keep="last 1")
     second = ckptstore.Store(_anew(hot).repo, replicas={"cold": _anew(cold)})
     done = []
 
     def evict_again() -> None:
-        # Right before the commit that takes the pin away: the version has just come back.
+        # The version has come back, and its pin is still there: the eviction leaves none.
         done.append(second.evict(["gpt@1"], replica="cold"))
 
-    def armed() -> None:
-        _watched(cold).before = evict_again
-
-    _watched(hot).before = armed  # the commit that brings it back
+    _watched(cold).kind, _watched(cold).before = Unpin, evict_again
     hot.replica("cold").replicate(hot, ["gpt@1"])
     assert [one.step for one in done[0].evicted] == [1]
+    assert done[0].pinned == ()
     assert hot.resolve("gpt@1").level == "record"
     assert _pinned(cold) == [1, 2, 3]
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,14 +33,15 @@ from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
 CHUNK_BYTES = 1 << 16
+PATIENCE_S = 60.0
 
 
 @dataclass
 class Bytes:
-    """A tensor of bytes that counts how often it is read, and may fail at one piece."""
+    """A tensor of bytes that counts how often it is read, and may fail where its readers meet."""
 
     data: bytes
-    fail_at: int = -1
+    meeting: Meeting | None = None
     reads: list[int] = field(default_factory=list)
     dtype: str = "uint8"
     itemsize: int = 1
@@ -62,19 +64,56 @@ class Bytes:
     def copy_into(self, start: int, out: memoryview) -> None:
         """Copy a piece, or fail."""
         self.reads.append(start)
-        if start == self.fail_at * CHUNK_BYTES:
-            msg = "this piece cannot be read"
-            raise OSError(msg)
-        time.sleep(0.001)  # gives the other worker its turn
+        if self.meeting is not None:
+            self.meeting.arrive()
         out[:] = self.data[start : start + len(out)]
 
 
-class Slow(WrapperBackend):
-    """Reads as if it were far away, so that there is a while to hear of a failure."""
+@dataclass
+class Meeting:
+    """Where all workers are at once: then one fails, and the others go on when that is known.
+
+    It is known when the worker that fails has set an event, whichever that is.
+    """
+
+    workers: int
+    monkeypatch: pytest.MonkeyPatch
+    failing: int = 0
+
+    def __post_init__(self) -> None:
+        """Watch the events."""
+        self._all_here = threading.Barrier(self.workers)
+        self._known = threading.Event()
+        real = threading.Event.set
+
+        def watched(event: threading.Event) -> None:
+            real(event)
+            if threading.get_ident() == self.failing:
+                real(self._known)
+
+        self.monkeypatch.setattr(threading.Event, "set", watched)
+
+    def arrive(self) -> None:
+        """Wait for the others, the first time; fail, or wait until one has."""
+        if self.failing:
+            return
+        if self._all_here.wait(PATIENCE_S) == 0:
+            self.failing = threading.get_ident()
+            msg = "this piece cannot be read"
+            raise StorageError(msg)
+        assert self._known.wait(PATIENCE_S)
+
+
+class Far(WrapperBackend):
+    """Counts what is read, and fails where its readers meet."""
+
+    meeting: Meeting
+    reads = 0
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Let the other thread have its turn, then read."""
-        time.sleep(0.001)
+        """Meet, then read."""
+        self.reads += 1
+        self.meeting.arrive()
         self.inner.read_into(key, offset, buffers)
 
 
@@ -97,15 +136,15 @@ def noise(chunks: int) -> bytes:
     return b"".join(n.to_bytes(4, "big") * (CHUNK_BYTES // 4) for n in range(chunks))
 
 
-def test_a_failing_worker_stops_the_others() -> None:
+def test_a_failing_worker_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one piece fails, each other worker finishes the piece it has, and no more."""
-    source = Bytes(noise(4000), fail_at=10)
+    source = Bytes(noise(40), Meeting(4, monkeypatch))
     backend = MemoryBackend("failures/worker")
 
     with pytest.raises(OSError, match="cannot be read"):
         write(source, backend)
 
-    assert len(source.reads) < 4000 / 2  # a thread may be kept waiting before it says so
+    assert len(source.reads) == 4
     assert not backend.objects
     assert not threads_left()
 
@@ -122,23 +161,24 @@ def test_a_failing_pack_stops_the_save() -> None:
     assert not threads_left()
 
 
-def test_a_failing_read_stops_the_load() -> None:
+def test_a_failing_read_stops_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one range fails, no thread starts another."""
     backend = MemoryBackend("failures/read")
-    written = write(Bytes(noise(2000)), backend)
-    fault = Fault(calls=frozenset({"read_into"}), at=2)
-    wants = [Want(row=row, out=None, label="w") for row in range(0, 2000, 2)]
+    written = write(Bytes(noise(100)), backend)
+    far = Far(backend)
+    far.meeting = Meeting(4, monkeypatch)
+    wants = [Want(row=row, out=None, label="w") for row in range(0, 100, 2)]
 
-    with pytest.raises(StorageError, match="injected"):
+    with pytest.raises(StorageError, match="cannot be read"):
         read_pieces(
             written.table,
             wants,
-            backend=FaultyBackend(Slow(backend), fault),
-            options=Options(workers=2),
+            backend=far,
+            options=Options(workers=4),
             progress=silent,
         )
 
-    assert fault.seen < 1000 / 2
+    assert far.reads == 4
     assert not threads_left()
 
 
@@ -235,7 +275,9 @@ def test_an_interrupt_ends_a_save(stage: str, tmp_path: Path) -> None:
         interrupted(Bytes(noise(200)), backend)
 
     assert fault.hits == 1
-    end = time.monotonic() + 120  # an interrupted join returns a moment before its thread has ended
+    end = (
+        time.monotonic() + PATIENCE_S
+    )  # an interrupted join returns a moment before its thread has ended
     while threads_left() and time.monotonic() < end:
         time.sleep(0.01)
     assert not threads_left()
@@ -245,9 +287,9 @@ def test_an_interrupt_ends_a_save(stage: str, tmp_path: Path) -> None:
 
 
 def interrupted(source: Bytes, backend: Backend) -> None:
-    """Write, and give a signal that came at the very end the time to be seen."""
+    """Write, and wait for the signal if it comes at the very end."""
     write(source, backend)
-    time.sleep(5)
+    threading.Event().wait(PATIENCE_S)
 
 
 def test_progress_counts_to_the_whole() -> None:

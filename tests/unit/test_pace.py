@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
 import ckptstore
 from ckptstore import limits
@@ -169,7 +170,6 @@ def store_of(bytes_per_s: float, claim: float) -> Store:
 
 def test_end_to_end_on_a_storage_that_is_slower_than_it_claims() -> None:
     """The first save believes the claim; its receipt says so, and what the second one knows."""
-    torch = pytest.importorskip("torch")
     with store_of(bytes_per_s=50e6, claim=5e9) as store:
         run = store.run("a")
         receipts = []
@@ -189,7 +189,6 @@ def test_end_to_end_on_a_storage_that_is_slower_than_it_claims() -> None:
 
 def test_choices_of_the_user_are_kept() -> None:
     """``planes`` and ``raw`` are what they say on any storage, and teach what they took."""
-    torch = pytest.importorskip("torch")
     state = {"w": torch.randn(BIG // 4)}
     with store_of(bytes_per_s=50e6, claim=5e9) as store:
         packed = store.run("a").save(state, step=0, codec="planes")
@@ -203,7 +202,6 @@ def test_choices_of_the_user_are_kept() -> None:
 
 def test_the_codec_does_not_decide_what_is_shared() -> None:
     """Pieces are named before the codec: an unchanged state costs nothing."""
-    torch = pytest.importorskip("torch")
     state = {"w": torch.randn(1 << 20)}
     with store_of(bytes_per_s=50e6, claim=5e9) as store:
         store.run("a").save(state, step=0, codec="planes")
@@ -213,7 +211,6 @@ def test_the_codec_does_not_decide_what_is_shared() -> None:
 
 def test_the_receipt_says_what_was_chosen(tmp_path: object) -> None:
     """``Receipt.auto`` of a pending save; empty where the user chose."""
-    torch = pytest.importorskip("torch")
     with ckptstore.open(f"{tmp_path}/store", create=True, engine="thread") as store:
         state = {"w": torch.randn(1000)}
         pending = store.run("a").save_async(state, step=0)

@@ -29,6 +29,7 @@ def test_root_names_are_these() -> None:
         "RoleBytes",
         "Run",
         "RunInfo",
+        "StorageError",
         "Store",
         "TypeAdapter",
         "Version",

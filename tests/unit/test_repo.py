@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +253,73 @@ def test_a_declared_single_writer_never_tries_the_condition(
     with pytest.raises(UnsafeBackendError, match="reading is safe"):
         other.log.append(saving(step=2))
     assert fault.seen == 0
+
+
+class Rangeless(WrapperBackend):
+    """Takes no notice of where a range begins."""
+
+    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Read from the beginning on."""
+        self.inner.read_into(key, 0, buffers)
+
+
+class Altering(WrapperBackend):
+    """Gives other bytes than were stored."""
+
+    def get(self, key: str, *, bytes_max: int) -> bytes:
+        """Return them in upper case."""
+        return self.inner.get(key, bytes_max=bytes_max).swapcase()
+
+
+class Stale(WrapperBackend):
+    """Lists nothing of what was just written."""
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        """Leave the last object out."""
+        return iter(list(self.inner.list(prefix, after=after))[:-1])
+
+
+class Keeping(WrapperBackend):
+    """Deletes nothing that the probe reads."""
+
+    def delete(self, key: str) -> None:
+        """Delete all but what the probe looks at."""
+        if "read-1" not in key:
+            self.inner.delete(key)
+
+
+@pytest.mark.parametrize("single_writer", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (Rangeless, "ranged read (other bytes came back)"),
+        (Altering, "read after write (a written object came back changed)"),
+        (Stale, "list after write (7 of 8 new objects were listed)"),
+        (Keeping, "delete (a deleted object could still be read)"),
+    ],
+)
+def test_storage_that_fails_a_check_makes_no_store(
+    memory: MemoryBackend, kind: type[WrapperBackend], said: str, *, single_writer: bool
+) -> None:
+    """To be the only writer helps nobody where reads, listings or deletions are wrong."""
+    with pytest.raises(StorageError, match=re.escape(said)) as caught:
+        create_on(kind(memory), options=Options(single_writer=single_writer))
+    assert "doctor" in caught.value.hint
+    assert "single_writer" not in str(caught.value)
+    assert [key for key in memory.objects if not key.startswith("probe/")] == []
+
+
+def test_a_store_that_is_reached_by_unsound_storage_is_not_written_to(
+    memory: MemoryBackend, saving: Saving
+) -> None:
+    """Another driver than at its creation is tried out before the first write, vouched or not."""
+    create_on(memory, prober=Prober())
+    reached = Rangeless(memory)
+    reached.name = "another"
+    repo = open_on(reached, options=Options(single_writer=True))
+    with pytest.raises(StorageError, match="ranged read"):
+        repo.log.append(saving())
+    assert repo.catalog.versions_count == 0
 
 
 def test_a_single_writer_on_safe_storage_uses_the_condition(

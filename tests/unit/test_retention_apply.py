@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 
 import ckptstore
-from ckptstore.catalog import retention
+from ckptstore.catalog import lifecycle_changes, retention
 from ckptstore.errors import InvalidInputError, PolicyError, ReadOnlyError, RunNotFoundError
 from ckptstore.maintenance.retention import ageing
+from ckptstore.maintenance.retention.reduce import Target
 from ckptstore.maintenance.retention.retain import RetainReport
 
 
@@ -89,6 +90,25 @@ def test_what_is_tagged_or_pinned_meanwhile_stays(
     monkeypatch.setattr(ageing, "prepare", prepare)
     store.retain({"full": "last 1", "weights": "best 1 loss"})
     assert _levels(store)[10] == _levels(store)[20] == _levels(store)[0] == "full"
+
+
+@pytest.mark.parametrize("level", ["weights", "record"])
+def test_what_is_pinned_after_the_plan_keeps_its_content(
+    store: ckptstore.Store, path: Path, level: Literal["weights", "record"]
+) -> None:
+    """The commit refuses by itself, whatever the plan was."""
+    version = store.resolve("gpt@10")
+    less = ageing.prepare(store.repo, store._manifests, version, Target(level=level), []).move
+    with ckptstore.open(path) as other:
+        other.pin("gpt@10")
+    before = store.repo.refresh().number
+    with pytest.raises(PolicyError, match=r"gpt@10 .* is pinned") as caught:
+        store.repo.log.append(lambda now: lifecycle_changes.relocate(now, [less]))
+    assert "unpin it" in caught.value.hint
+    assert store.repo.refresh().number == before
+    store.gc(grace_s=0, orphan_age_s=0)
+    assert _levels(store)[10] == "full"
+    assert torch.equal(store.load("gpt@10")["optimizer"]["m"], _state(10)["optimizer"]["m"])
 
 
 def test_many_versions_take_several_commits(

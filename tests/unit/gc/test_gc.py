@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
-from gckit import Place, delete, equal, needs, parts_of, undelete
+from gckit import Place, delete, equal, needs, new_place, parts_of, undelete
 
 from ckptstore import limits
 from ckptstore.catalog import changes
@@ -91,6 +92,34 @@ def test_orphans_wait_for_their_age(place: Place, store: Store) -> None:
     assert count(old.orphans) == count(old.swept) == 1
     assert old.orphan_age_s_max >= DAY
     assert place.stored() == place.needed()
+
+
+@pytest.mark.parametrize("ahead_s", [-HOUR, HOUR])
+def test_grace_and_age_are_by_the_storages_clock(ahead_s: float) -> None:
+    """A storage whose clock is an hour off deletes nothing too early, and nothing too late."""
+    place = new_place(ahead_s=ahead_s)
+    patience: dict[str, Any] = {"grace_s": 600.0, "orphan_age_s": 600.0}
+    with place.open() as store:
+        run = store.run("gpt")
+        first, second = (run.save(parts_of(0, step), step=step) for step in range(2))
+        own = needs(store, second) - needs(store, first)
+        orphan = place.orphan()
+        delete(store, second.id)
+
+        young = store.gc(**patience)
+        assert set(store.repo.catalog.condemned) == own
+        assert count(young.young) == 1
+        place.environment.sleep(599)
+        assert count(store.gc(**patience, dry_run=True).swept) == 0
+        assert count(store.gc(**patience).swept) == 0
+        assert own | {orphan} <= place.stored()
+        place.environment.sleep(2)
+        old = store.gc(**patience)
+        assert count(old.swept) == len(own)
+        assert count(old.orphans) == 1
+        place.environment.sleep(601)
+        assert count(store.gc(**patience).swept) == 1
+        assert place.stored() == needs(store, first)
 
 
 def test_a_dry_run_says_what_a_run_does_and_changes_nothing(place: Place, store: Store) -> None:

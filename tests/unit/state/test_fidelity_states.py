@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -328,7 +329,6 @@ def test_any_state(state: object, shelf: Make, assert_same: Same) -> None:
 
 def test_small_tensors_cost_little(shelf: Make) -> None:
     """The skeleton of 2,000 tensors takes under 25 bytes each when compressed."""
-    zstandard = pytest.importorskip("zstandard")
     names = ["attn.q.weight", "attn.k.weight", "mlp.up.bias", "norm.weight"]
     state = {f"layers.{i // 4}.{names[i % 4]}": torch.randn(16) for i in range(2000)}
     skeleton = shelf({"model": state}).skeleton
