@@ -1,4 +1,4 @@
-"""How objects of other types enter a state: by adapters that the caller passes, or built-in ones."""
+"""How objects of other types enter a state: by adapters, the caller's or built-in ones."""
 
 from __future__ import annotations
 

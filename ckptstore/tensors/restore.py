@@ -175,6 +175,11 @@ class Restorer:
         viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and is_view(leaf)}
         for path, target in tensors_of(into, (), 0):
             leaf = by_path.get(path)
+            if leaf is None and any(found[: len(path)] == path for found in by_path):
+                raise InvalidInputError(
+                    f"{path_text(path)!r} is made of several tensors, which into cannot fill",
+                    hint="load it without into, or leave it out of into",
+                )
             if leaf is None:
                 raise TensorNotFoundError(
                     f"into has a tensor at {path_text(path)!r}, where the version has none"
