@@ -105,10 +105,11 @@ def build_sparse(state: object) -> torch.Tensor:
         The parts are not those of a sparse tensor.
     """
     dtype, shape, _, parts, context, flags = _checked(state)
-    if not isinstance(context, tuple) or len(context) != 2 or type(context[1]) is not bool:
-        raise CorruptObjectError("its layout is not said")
-    layout, coalesced = context
-    indices, values = parts["indices"], parts["values"]
+    match context:
+        case (str(layout), bool(coalesced)) if layout in _BY_NAME:
+            indices, values = parts["indices"], parts["values"]
+        case _:
+            raise CorruptObjectError("its context is not that of a sparse layout")
     if values.dtype != dtype:
         raise CorruptObjectError(f"its values are {values.dtype}, not {dtype}")
     with warnings.catch_warnings():
@@ -142,13 +143,13 @@ def _described(
 def _checked(state: object) -> tuple[Any, ...]:
     """Return dtype, shape, stride, tensors, context and flags, each of the type that it must be."""
     if not isinstance(state, dict) or state.keys() != _FIELDS.keys():
-        raise CorruptObjectError(f"a tensor in parts has not the fields {', '.join(_FIELDS)}")
+        raise CorruptObjectError(f"its fields are not {', '.join(_FIELDS)}")
     for name, kind in _FIELDS.items():
         if not isinstance(state[name], kind):
-            raise CorruptObjectError(f"the {name} of a tensor is a {type(state[name]).__name__}")
+            raise CorruptObjectError(f"its field {name!r} is a {type(state[name]).__name__}")
     for name, part in state["tensors"].items():
         if not isinstance(name, str) or not isinstance(part, torch.Tensor):
-            raise CorruptObjectError(f"its part {name!r} is a {type(part).__name__}, not a tensor")
+            raise CorruptObjectError(f"its part {name!r} is no tensor with a name")
     return tuple(
         [state[name] for name in ("dtype", "shape", "stride", "tensors", "context", "flags")]
     )

@@ -156,6 +156,25 @@ def test_sparse_tensors(shelf: Make, assert_same: Make, make: Make) -> None:
     assert_same(state, meant)
 
 
+@pytest.mark.parametrize(
+    ("part", "lie"),
+    [
+        ("context", ("coo", True)),
+        ("shape", torch.Size([2, 1])),
+        ("tensors", {"indices": torch.tensor([[0, 0], [1, -1]]), "values": torch.ones(2)}),
+        ("tensors", {"indices": torch.tensor([[0, 2], [1, 1]]), "values": torch.ones(2)}),
+        ("tensors", {"indices": torch.tensor([[0, 0], [1, 1]]), "values": torch.ones(3)}),
+    ],
+)
+def test_sparse_tensors_are_checked(part: str, lie: object) -> None:
+    """Indices out of range, doubled where they must not be, too few: nothing is made of them."""
+    tensor = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2), check_invariants=True)
+    state: Any = builtin.SPARSE.to_state(tensor)
+    assert builtin.SPARSE.from_state(state).to_dense()[0, 1] == 3
+    with pytest.raises(RuntimeError):
+        builtin.SPARSE.from_state({**state, part: lie})
+
+
 def test_subclasses(shelf: Make, assert_same: Make) -> None:
     """One that is known, as Parameter too, in another; its inner tensors keep sharing memory."""
     shared = torch.arange(4.0)

@@ -262,10 +262,6 @@ COMPOSED: dict[str, Any] = {
     "sparse: no context": _coo([4], ("l",)),
     "sparse: csr without rows": _coo([4, 4], ("t", "csr", True)),
     "sparse: other dtype": _coo([4], dtype=["dt", "float32"]),
-    "sparse: not coalesced as said": _coo(
-        [2], ("t", "coo", True), shape=["sz", 1],
-        tensors=["d", "indices", ["V", 1, "uint8", 0, [1, 2], [1, 1]], "values", ["T", 1]],
-    ),
     "stream: position beyond": ["x", "ckptstore.BytesIO", ["t", b"abc", 4]],
     "stream: position negative": ["x", "ckptstore.BytesIO", ["t", b"abc", -1]],
     "stream: position is a bool": ["x", "ckptstore.BytesIO", ["t", b"abc", True]],
