@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,8 @@ from ckptstore.store import Run
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchao")
-    import torchao.optim
-    import torchao.quantization
+    optim: Any = importlib.import_module("torchao.optim")
+    quantization: Any = importlib.import_module("torchao.quantization")
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -60,7 +61,7 @@ def trained(kind: str, seed: int) -> tuple[torch.nn.Module, torch.optim.Optimize
     """Return a layer and its optimizer after a step."""
     torch.manual_seed(seed)
     model = torch.nn.Linear(64, 64)
-    optimizer = getattr(torchao.optim, kind)(model.parameters())
+    optimizer = getattr(optim, kind)(model.parameters())
     model(torch.randn(2, 64)).square().sum().backward()
     optimizer.step()
     return model, optimizer
@@ -95,6 +96,6 @@ def test_optimizers(run: Run, kind: str) -> None:
 def test_weights(run: Run, config: str) -> None:
     """Quantized weights, with the classes of torchao in their context."""
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, dtype=torch.bfloat16))
-    torchao.quantization.quantize_(model, getattr(torchao.quantization, config)())
+    quantization.quantize_(model, getattr(quantization, config)())
     run.save(model.state_dict(), step=1)
     assert described(run.load()) == described(dict(model.state_dict()))

@@ -225,7 +225,7 @@ class CkptStoreWriter(StorageWriter):
         shards: list[Shard] = []
         values: dict[str, object] = {}
         for item in plan.items:
-            name = item.index.fqn
+            name: object = item.index.fqn
             if not isinstance(name, str):
                 msg = f"the planner gives the key {name!r} as a name, which must be text"
                 raise StateError(msg, hint="use text as keys, or flatten_state_dict=True")

@@ -9,7 +9,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import pytest
 import torch
@@ -70,21 +70,20 @@ class Open:
 class Scaled(torch.Tensor):
     """A subclass that is an inner tensor and plain values."""
 
-    inner: torch.Tensor
+    held: torch.Tensor
     context: Any
 
     @staticmethod
-    def __new__(cls: type[Self], inner: torch.Tensor, context: Any) -> Self:  # noqa: ANN401
+    def __new__(cls: type[Self], held: torch.Tensor, context: Any) -> Self:  # noqa: ANN401
         """Return a tensor without memory of its own."""
-        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.shape, dtype=torch.float64, device=inner.device
-        )
-        made.inner, made.context = inner, context
-        return made  # type: ignore[no-any-return]
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made: Self = make(cls, held.shape, dtype=torch.float64, device=held.device)
+        made.held, made.context = held, context
+        return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the parts."""
-        return ["inner"], self.context
+        return ["held"], self.context
 
     @classmethod
     def __tensor_unflatten__(
@@ -95,14 +94,26 @@ class Scaled(torch.Tensor):
         _stride: object,
     ) -> Scaled:
         """Put them together."""
-        return cls(parts["inner"], context)
+        return cls(parts["held"], context)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: object, _types: object, args: tuple[Any, ...] = (), _kwargs: object = None
+    ) -> Scaled:
         """Do what a Parameter needs."""
-        if func is torch.ops.aten.detach.default:
-            return cls(args[0].inner, args[0].context)
-        raise NotImplementedError(func)
+        assert func is torch.ops.aten.detach.default
+        return cls(args[0].held, args[0].context)
+
+
+def two(a: torch.Tensor, b: torch.Tensor) -> Any:  # noqa: ANN401
+    """Return a tensor of torch's own that is made of two."""
+    return TwoTensor(a, b)  # type: ignore[no-untyped-call]
+
+
+def doubled() -> torch.Tensor:
+    """Return a sparse tensor that has one place twice."""
+    indices = torch.tensor([[0, 0], [1, 1]])
+    return torch.sparse_coo_tensor(indices, [1.0, 2.0], (2, 2), check_invariants=True)
 
 
 OF = [TypeAdapter.of(kind) for kind in (Colour, Bits, Pair, Frozen, Open, Scaled)]
@@ -131,7 +142,7 @@ def test_streams_that_are_refused() -> None:
 
 SPARSE: list[Callable[[], torch.Tensor]] = [
     lambda: DENSE.to_sparse(),
-    lambda: torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2), check_invariants=False),
+    doubled,
     lambda: torch.ones(2, 3, 4).to_sparse(2),
     lambda: torch.zeros(0, 5).to_sparse(),
     lambda: torch.nn.Parameter(DENSE.to(torch.bfloat16).to_sparse()),
@@ -168,9 +179,8 @@ def test_sparse_tensors(shelf: Make, assert_same: Make, make: Make) -> None:
 )
 def test_sparse_tensors_are_checked(part: str, lie: object) -> None:
     """Indices out of range, doubled where they must not be, too few: nothing is made of them."""
-    tensor = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 2), check_invariants=True)
-    state: Any = builtin.SPARSE.to_state(tensor)
-    assert builtin.SPARSE.from_state(state).to_dense()[0, 1] == 3
+    state: Any = builtin.SPARSE.to_state(doubled())
+    assert builtin.build_sparse(state).to_dense()[0, 1] == 3
     with pytest.raises(RuntimeError):
         builtin.SPARSE.from_state({**state, part: lie})
 
@@ -178,13 +188,14 @@ def test_sparse_tensors_are_checked(part: str, lie: object) -> None:
 def test_subclasses(shelf: Make, assert_same: Make) -> None:
     """One that is known, as Parameter too, in another; its inner tensors keep sharing memory."""
     shared = torch.arange(4.0)
-    two = TwoTensor(TwoTensor(shared, torch.ones(4)), TwoTensor(shared, torch.zeros(4)))
-    again = shelf({"p": torch.nn.Parameter(two), "w": shared}).load()
-    found: Any = again["p"]
+    nested = two(two(shared, torch.ones(4)), two(shared, torch.zeros(4)))
+    again = shelf({"p": torch.nn.Parameter(nested), "w": shared}).load()
+    found = again["p"]
 
     assert (type(found), type(found.a)) == (TwoTensor, TwoTensor)
     assert isinstance(found, torch.nn.Parameter)
     assert found.requires_grad
+    found = cast("Any", found)
     assert_same(found.b.b, torch.zeros(4))
     assert found.a.a.data_ptr() == found.b.a.data_ptr() == again["w"].data_ptr()
 
@@ -211,7 +222,7 @@ def test_classes_that_are_passed(shelf: Make, assert_same: Make) -> None:
     assert_same(again["open"].weight, torch.full((2,), 2.0))
     assert type(again["scaled"]) is Scaled
     assert again["scaled"].context == scaled.context
-    assert_same(again["scaled"].inner, scaled.inner)
+    assert_same(again["scaled"].held, scaled.held)
 
 
 def test_adapters_of_classes_travel() -> None:
@@ -278,7 +289,7 @@ def test_a_subclass_that_does_not_come_back_is_refused(monkeypatch: pytest.Monke
 
 def test_a_library_that_is_not_there(shelf: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class of the list whose library is missing: what to install, before anything is read."""
-    kept = shelf({"w": TwoTensor(torch.ones(2), torch.ones(2))})
+    kept = shelf({"w": two(torch.ones(2), torch.ones(2))})
     builtin._listed.cache_clear()
     monkeypatch.setitem(sys.modules, "torch.testing._internal.two_tensor", None)
     with pytest.raises(StateError, match=r"TwoTensor is not installed.*install torch"):
@@ -305,14 +316,15 @@ def test_the_callers_adapter_comes_first(shelf: Make) -> None:
 
 def test_filling_in_place_is_refused(shelf: Make) -> None:
     """A tensor made of several cannot be filled: the error says so, and not that it is missing."""
-    two = TwoTensor(torch.ones(2), torch.ones(2))
+    made = two(torch.ones(2), torch.ones(2))
     with pytest.raises(InvalidInputError, match="'w' is made of several tensors"):
-        shelf({"w": two}).load(into={"w": two})
+        shelf({"w": made}).load(into={"w": made})
 
 
 def test_forms_in_the_store() -> None:
     """What docs/reference/format-v1.md says of the built-in names."""
-    stream, sparse = flatten([io.BytesIO(b"ab"), torch.eye(2).to_sparse()]).skeleton[1:]  # type: ignore[index]
+    skeleton: Any = flatten([io.BytesIO(b"ab"), torch.eye(2).to_sparse()]).skeleton
+    stream, sparse = skeleton[1:]
     assert stream == ["x", "ckptstore.BytesIO", ["t", b"ab", 0]]
     assert sparse[:2] == ["x", "ckptstore.sparse"]
     assert sparse[2][::2][0] == "d"
