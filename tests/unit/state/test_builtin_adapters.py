@@ -18,6 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.tensors import builtin
 from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.composed import build_sparse
 from ckptstore.tensors.flatten import flatten
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
@@ -180,7 +181,7 @@ def test_sparse_tensors(shelf: Make, assert_same: Make, make: Make) -> None:
 def test_sparse_tensors_are_checked(part: str, lie: object) -> None:
     """Indices out of range, doubled where they must not be, too few: nothing is made of them."""
     state: Any = builtin.SPARSE.to_state(doubled())
-    assert builtin.build_sparse(state).to_dense()[0, 1] == 3
+    assert build_sparse(state).to_dense()[0, 1] == 3
     with pytest.raises(RuntimeError):
         builtin.SPARSE.from_state({**state, part: lie})
 
