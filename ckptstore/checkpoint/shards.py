@@ -28,7 +28,7 @@ from ckptstore.tensors.memory import dtype_text
 from ckptstore.tensors.refusals import refusal
 from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
 
-__all__ = ["Shard", "check_shard", "is_box", "write_part"]
+__all__ = ["Shard", "is_box", "write_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def is_box(tensor: torch.Tensor) -> bool:
     return plain and strided and not tensor.is_meta
 
 
-def check_shard(tensor: torch.Tensor, name: str) -> None:
+def _check_shard(tensor: torch.Tensor, name: str) -> None:
     """Return if a tensor can be stored as a box.
 
     Raises
@@ -141,7 +141,7 @@ def _cut_shards(
     sources: list[SourceTensor] = []
     spans: list[tuple[int, int]] = []
     for shard in shards:
-        check_shard(shard.tensor, shard.name)
+        _check_shard(shard.tensor, shard.name)
         cuts = _sources(shard, chunk_bytes)
         spans.append((len(sources), len(sources) + len(cuts)))
         sources += cuts

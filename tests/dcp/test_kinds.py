@@ -25,7 +25,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptstore
+from ckptstore.errors import CorruptObjectError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter, import_directory
+from ckptstore.integrations.dcp.layout import Adapted
 from ckptstore.store import Run
 from ckptstore.tensors.adapters import TypeAdapter
 
@@ -239,6 +241,24 @@ def test_distributed_tensors_over_subclasses(run: Run, alone: None) -> None:
 
     with pytest.raises(CheckpointException, match="'w' is a part of a tensor"):
         save({"w": local}, storage_writer=CkptStoreWriter(run, step=2), planner=Half())
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        3,
+        ["t", 1],
+        ["d", ["t", 1], 2],
+        ["d", "dtype", ["dt", "int8"]],
+        ["d", "dtype", 1, "shape", 2],
+    ],
+    ids=str,
+)
+def test_hostile_states_of_tensors(state: Any) -> None:  # noqa: ANN401
+    """A tensor in parts of which a store does not say what it is: told, with the path."""
+    adapted = Adapted((), lambda node: torch.ones(1))
+    with pytest.raises(CorruptObjectError, match=r"'a\.w' is a tensor without dtype or shape"):
+        adapted.describe(["x", "ckptstore.sparse", state], ("a", "w"))
 
 
 class Own(torch.Tensor):

@@ -30,7 +30,7 @@ from ckptstore.errors import CorruptObjectError, InvalidInputError
 from ckptstore.format.paths import path_text
 from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
 from ckptstore.model import Version
-from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.builtin import SPARSE, SUBCLASSES
 from ckptstore.tensors.composed import describe_subclass
 from ckptstore.tensors.memory import dtype_named, dtype_text
@@ -78,8 +78,9 @@ class Adapted:
     def __init__(
         self, adapters: Sequence[TypeAdapter], build: Callable[[Node], torch.Tensor]
     ) -> None:
-        tensors = {one.name: one for one in adapters if issubclass(one.type, torch.Tensor)}
-        others = {one.name for one in adapters} - tensors.keys()
+        given = adapters_by_name(adapters)
+        tensors = {n: one for n, one in given.items() if issubclass(one.type, torch.Tensor)}
+        others = given.keys() - tensors.keys()
         described = {n for n, one in tensors.items() if one.to_state is describe_subclass}
         self._described = ({*SUBCLASSES, SPARSE.name} | described) - others
         self._built = tensors.keys() - described
@@ -102,15 +103,13 @@ class Adapted:
             dtype, shape = dtype_text(tensor.dtype) or "", tuple(tensor.shape)
             return Entry(path=path, node=node, dtype=dtype, shape=shape)
         state = node[2]
-        found = dict(pairs(state)) if isinstance(state, list) and state[0] == "d" else {}
+        fields = pairs(state) if isinstance(state, list) and state[0] == "d" else ()
+        found = {key: value for key, value in fields if isinstance(key, str)}
         match (found.get("dtype"), found.get("shape")):
             case (["dt", str(dtype)], ["sz", *sizes]):
-                return Entry(path=path, node=node, dtype=dtype, shape=tuple(map(_size, sizes)))
+                shape = tuple([size for size in sizes if isinstance(size, int)])
+                return Entry(path=path, node=node, dtype=dtype, shape=shape)
         raise CorruptObjectError(f"{path_text(path)!r} is a tensor without dtype or shape")
-
-
-def _size(size: Any) -> int:  # noqa: ANN401 - a node, which was validated
-    return int(size)
 
 
 def entries_of(content: Content, adapted: Adapted) -> dict[str, Entry]:

@@ -20,7 +20,7 @@ from ckptstore.catalog.refs import parse_ref
 from ckptstore.checkpoint.assemble import RankPart
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
-from ckptstore.checkpoint.shards import Shard, check_shard, is_box, write_part
+from ckptstore.checkpoint.shards import Shard, is_box, write_part
 from ckptstore.checkpoint.write import shareable
 from ckptstore.codecs.registry import check_choice
 from ckptstore.config import Options
@@ -374,14 +374,12 @@ def _is_whole(item: WriteItem) -> bool:
 
 
 def _shard(item: WriteItem, tensor: torch.Tensor) -> Shard:
-    data = item.tensor_data
+    name, data = item.index.fqn, item.tensor_data
     assert data is not None  # noqa: S101  # for the type checker: _tensor has looked
-    name = item.index.fqn
     if not is_box(tensor):
         msg = f"{name!r} is a part of a tensor, whose elements are in a {type(tensor).__name__}"
         hint = "only a whole tensor of this kind can be kept: replicate it, or use full_state_dict"
         raise StateError(msg, hint=hint)
-    check_shard(tensor, name)
     return Shard(
         name=name, shape=tuple(data.size), offsets=tuple(data.chunk.offsets), tensor=tensor
     )
