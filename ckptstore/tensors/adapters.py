@@ -17,8 +17,8 @@ class TypeAdapter:
     """Represents the objects of one type by a plain state, on save and again on load.
 
     Only objects of exactly `type` are represented, not those of its subclasses. Nothing of the
-    type itself is stored but `name`: whoever loads passes an adapter of the same name, so a store
-    can never make a reader import or run anything.
+    type itself is stored but `name`, which is compared with the names of the adapters that are
+    passed on load, and of those that are built in: it never leads to other code.
     """
 
     name: str
