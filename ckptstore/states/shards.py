@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
+from ckptstore import limits
 from ckptstore.checkpoint import save_speed
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo, ValueInfo
 from ckptstore.chunking import piece_bytes
-from ckptstore.errors import StateError
+from ckptstore.errors import LimitError, StateError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import PieceTable
+from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Node
 from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.piece_writer import Written, write_pieces
@@ -24,7 +28,7 @@ from ckptstore.tensors.refusals import refusal
 from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
 from ckptstore.tensors.tensor_bytes import dtype_text
 
-__all__ = ["Shard", "check_shard", "write_part"]
+__all__ = ["Shard", "is_box", "write_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +43,14 @@ class Shard:
     """The box; any strides, any device."""
 
 
-def check_shard(tensor: torch.Tensor, name: str) -> None:
+def is_box(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is dense memory of its own, which can be cut into boxes."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    return plain and strided and not tensor.is_meta
+
+
+def _check_shard(tensor: torch.Tensor, name: str) -> None:
     """Return if a tensor can be stored as a box.
 
     Raises
@@ -47,9 +58,7 @@ def check_shard(tensor: torch.Tensor, name: str) -> None:
     StateError
         It is of a type, layout or dtype that cannot; names it.
     """
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
-    if not plain or not strided or tensor.is_meta:
+    if not is_box(tensor):
         raise refusal(tensor, (name,))
     if dtype_text(tensor.dtype) is None:
         msg = f"{name!r} has the dtype {tensor.dtype}, which cannot be stored"
@@ -61,6 +70,7 @@ def write_part(
     shards: Sequence[Shard],
     values: Mapping[str, object],
     *,
+    paths: Mapping[str, Path] = MappingProxyType({}),
     shared: Sequence[PieceTable] = (),
     looked: int | None = None,
     codec: str = "auto",
@@ -74,6 +84,8 @@ def write_part(
 
     Parameters
     ----------
+    paths
+        Where in the state each name belongs; by default, at its top.
     shared
         Tables of versions to share with.
     looked
@@ -83,14 +95,24 @@ def write_part(
     ------
     StateError
         Something cannot be represented; names it. Nothing was written.
+    LimitError
+        Something is nested too deep; names it. Nothing was written.
     StorageError
         A write failed.
     """
     began = repo.environment.monotonic()
     if looked is None:
         looked = (repo.catalog if repo.log.opened else repo.refresh()).number
+    for shard in shards:
+        path = paths.get(shard.name, ())
+        if len(path) >= limits.STATE_DEPTH_MAX:
+            msg = f"{path_text(path)!r} is nested deeper than {limits.STATE_DEPTH_MAX} levels"
+            raise LimitError(msg)
     sources, spans = _cut_shards(shards, repo.chunk_bytes)
-    flats = {name: _flat_value(name, value, adapters) for name, value in values.items()}
+    flats = {
+        name: _flat_value(paths.get(name, (name,)), value, adapters)
+        for name, value in values.items()
+    }
     starts: dict[str, int] = {}
     for name, (_, tensors) in flats.items():
         starts[name] = len(sources)
@@ -119,7 +141,7 @@ def _cut_shards(
     sources: list[SourceTensor] = []
     spans: list[tuple[int, int]] = []
     for shard in shards:
-        check_shard(shard.tensor, shard.name)
+        _check_shard(shard.tensor, shard.name)
         cuts = _sources(shard, chunk_bytes)
         spans.append((len(sources), len(sources) + len(cuts)))
         sources += cuts
@@ -177,11 +199,16 @@ def _value_info(name: str, flat: _Flat, first: Sequence[int]) -> ValueInfo:
     )
 
 
-def _flat_value(name: str, value: object, adapters: Sequence[TypeAdapter]) -> _Flat:
-    flat = flatten({name: value}, adapters)  # so that errors name it
-    node = flat.skeleton
-    assert isinstance(node, list)  # noqa: S101  # a dict of one entry
-    return node[2], flat.tensors
+def _flat_value(path: Path, value: object, adapters: Sequence[TypeAdapter]) -> _Flat:
+    """Flatten a value in its place of the state, so that errors name it and depth counts."""
+    state = value
+    for key in reversed(path):
+        state = {key: state}
+    flat = flatten(state, adapters)
+    node: Any = flat.skeleton
+    for _ in path:
+        node = node[2]
+    return node, flat.tensors
 
 
 def _sources(shard: Shard, chunk_bytes: int) -> list[SourceTensor]:

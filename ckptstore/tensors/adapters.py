@@ -1,4 +1,4 @@
-"""How objects of other types enter a state: by adapters that the caller passes, in no other way."""
+"""How objects of other types enter a state: by adapters, the caller's or built-in ones."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptstore.errors import InvalidInputError
+from ckptstore.tensors.classes import converters
 
 __all__ = ["TypeAdapter", "adapters_by_name", "adapters_by_type"]
 
@@ -16,8 +17,8 @@ class TypeAdapter:
     """Represents the objects of one type by a plain state, on save and again on load.
 
     Only objects of exactly `type` are represented, not those of its subclasses. Nothing of the
-    type itself is stored but `name`: whoever loads passes an adapter of the same name, so a store
-    can never make a reader import or run anything.
+    type itself is stored but `name`, which is compared with the names of the adapters that are
+    passed on load, and of those that are built in: it never leads to other code.
     """
 
     name: str
@@ -28,6 +29,31 @@ class TypeAdapter:
     """Object to a state (anything that can be saved, tensors too). Called once an occurrence."""
     from_state: Callable[[Any], object]
     """That state, loaded, to an object. Called once an occurrence."""
+
+    @classmethod
+    def of(cls, kind: Any, *, name: str = "") -> TypeAdapter:  # noqa: ANN401 - a class
+        """Return the adapter of an enum, a named tuple, a dataclass or a tensor subclass.
+
+        An enum is stored by its value, the others by their fields; a dataclass is made again
+        without calling ``__init__``. A tensor subclass needs ``__tensor_flatten__`` and
+        ``__tensor_unflatten__``, and is stored as its inner tensors and their context.
+
+        Parameters
+        ----------
+        kind
+            The class.
+        name
+            Stored; by default its module and name. Give one to a class that may move, and to one
+            of a script, whose module is ``__main__`` there and has another name elsewhere.
+
+        Raises
+        ------
+        InvalidInputError
+            It is a class of another sort.
+        """
+        to_state, from_state = converters(kind)
+        name = name or f"{kind.__module__}.{kind.__qualname__}"
+        return cls(name=name, type=kind, to_state=to_state, from_state=from_state)
 
 
 def adapters_by_type(adapters: Sequence[TypeAdapter]) -> dict[type[Any], TypeAdapter]:

@@ -13,19 +13,10 @@ import torch
 from ckptstore.errors import CkptStoreError, CorruptObjectError, StateError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.paths import Path, path_text
-from ckptstore.format.skeleton import (
-    BUFFER,
-    BUFFER_TRANSIENT,
-    MAPS,
-    PARAMETER,
-    REQUIRES_GRAD,
-    SEQUENCES,
-    Node,
-    decode_key,
-    pairs,
-)
+from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.arrays import TWINS, array_over, build_dtype, build_scalar
+from ckptstore.tensors.composed import dressed
 from ckptstore.tensors.quantized import build_quantized
 from ckptstore.tensors.tensor_bytes import (
     as_integers,
@@ -210,7 +201,7 @@ class Builder:
         found = self._objects.get(name)
         if found is None:
             flags = node[2 if node[0] == "T" else 6] if len(node) > _FLAGS_AT[node[0]] else 0
-            found = self._objects[name] = _dressed(self._plain_tensor(node), flags)
+            found = self._objects[name] = dressed(self._plain_tensor(node), flags)
         return found
 
     def _plain_tensor(self, node: list[Any]) -> torch.Tensor:
@@ -236,7 +227,7 @@ class Builder:
             )
             at = _FLAGS_AT[inner[0]]
             flags = inner[at] if len(inner) > at else 0
-            found = self._objects[name] = _dressed(quantized, flags)
+            found = self._objects[name] = dressed(quantized, flags)
         return found
 
     def _bytes_of(self, index: int) -> memoryview:
@@ -277,16 +268,6 @@ class Builder:
             generator = torch.Generator(device=node[1])
             found = self._objects[name] = generator.set_state(self._plain_tensor(node[2]))
         return found
-
-
-def _dressed(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    """Return the tensor as Parameter or Buffer, and with ``requires_grad``, as the flags say."""
-    grad = bool(flags & REQUIRES_GRAD)
-    if flags & PARAMETER:
-        return torch.nn.Parameter(tensor, requires_grad=grad)
-    if flags & BUFFER:
-        tensor = torch.nn.Buffer(tensor, persistent=not flags & BUFFER_TRANSIENT)
-    return tensor.requires_grad_() if grad else tensor
 
 
 _FLAGS_AT: Final = {"T": 2, "V": 6}

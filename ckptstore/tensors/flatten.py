@@ -22,17 +22,13 @@ import torch
 from ckptstore import limits
 from ckptstore.errors import LimitError, StateError
 from ckptstore.format.paths import Path, path_text
-from ckptstore.format.skeleton import (
-    BUFFER,
-    BUFFER_TRANSIENT,
-    PARAMETER,
-    REQUIRES_GRAD,
-    Node,
-)
+from ckptstore.format.skeleton import Node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_type
 from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolve_storage
 from ckptstore.tensors.arrays import TWINS, describe_dtype, scalar_bytes
+from ckptstore.tensors.builtin import SPARSE, builtin_for
+from ckptstore.tensors.composed import SPARSE_LAYOUTS, flags_of
 from ckptstore.tensors.plain_values import (
     datetime_node,
     file_path_node,
@@ -111,6 +107,9 @@ class _Walker:
             return self._adapted(self._adapters[kind], value, path, depth)
         handler = _HANDLERS.get(kind)
         if handler is None:
+            adapter = builtin_for(kind)
+            if adapter is not None:
+                return self._adapted(adapter, value, path, depth)
             handler = _family(value)
             if handler is None:
                 raise refusal(value, path)
@@ -257,6 +256,9 @@ class _Walker:
     def on_tensor(self, value: torch.Tensor, path: Path, depth: int) -> Node:
         """Represent a tensor; what it shares memory with is found out later."""
         self._kept.append(value)
+        plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
+        if plain and value.layout in SPARSE_LAYOUTS:
+            return self._adapted(SPARSE, value, path, depth)
         flags = _flags(value, path)
         if value.is_quantized:
             return self._quantized(value, flags, path, depth)
@@ -337,17 +339,11 @@ def _at(path: Path, describe: Callable[[_T], _R], value: _T) -> _R:
 
 def _flags(tensor: torch.Tensor, path: Path) -> int:
     """Return the flags of a tensor that can be stored."""
-    flags = REQUIRES_GRAD if tensor.requires_grad else 0
-    kind = type(tensor)
-    if kind is torch.nn.Parameter:
-        flags |= PARAMETER
-    elif getattr(tensor, "_is_buffer", False) and kind is torch.Tensor:
-        flags |= BUFFER if getattr(tensor, "persistent", True) else BUFFER | BUFFER_TRANSIENT
-    elif kind is not torch.Tensor:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise refusal(tensor, path)
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         raise refusal(tensor, path)
-    return flags
+    return flags_of(tensor)
 
 
 def _family(value: object) -> Callable[[_Walker, Any, Path, int], Node] | None:

@@ -16,6 +16,7 @@ from ckptstore.format.paths import Path, path_text
 __all__ = ["refusal"]
 
 _ADAPTER = "represent it by plain values, or pass a TypeAdapter for its type"
+_OF = "pass adapters=[TypeAdapter.of(its class)] on save and on load"
 
 
 def refusal(value: object, path: Path) -> StateError:
@@ -49,9 +50,11 @@ def _why(value: Any) -> tuple[str, str]:  # noqa: ANN401 - anything at all
     if isinstance(value, np.ndarray):
         return ": only plain arrays are", "save numpy.asarray(value), and a mask beside it"
     if isinstance(value, enum.Enum):
-        return "", "save its value or name, or pass a TypeAdapter for its type"
+        return "", f"save its value or name, or {_OF}"
     if dataclasses.is_dataclass(value):
-        return "", "save dataclasses.asdict(value), or pass a TypeAdapter for its type"
+        return "", f"save dataclasses.asdict(value), or {_OF}"
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return ": its class would be lost", f"save tuple(value), or {_OF}"
     for plain in (dict, tuple, list, str, int, float, bytes):
         if isinstance(value, plain):
             return (
@@ -81,6 +84,8 @@ def _why_tensor(value: torch.Tensor) -> tuple[str, str]:
             f": its layout is {value.layout}",
             "save its parts, or tensor.to_dense()",
         )
+    if hasattr(value, "__tensor_flatten__"):
+        return ": its class is not known", f"save its inner tensors, or {_OF}"
     return (
         ": its class is not known",
         "save its parts (tensor.dequantize() or its inner tensors), or pass a TypeAdapter",

@@ -21,6 +21,7 @@ from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.build_state import Builder, adapter_names
+from ckptstore.tensors.builtin import builtin_named
 from ckptstore.tensors.destination import Destination, Record, check_record
 from ckptstore.tensors.into import (
     ON_CPU,
@@ -67,7 +68,7 @@ class Restorer:
     Raises
     ------
     StateError
-        An adapter is missing; names the path.
+        An adapter is missing, or the library of a built-in one; names it.
     TensorNotFoundError
         `into` has a tensor at a path where the version has none.
     InvalidInputError
@@ -91,11 +92,15 @@ class Restorer:
         self._records = records
         self._adapters = adapters_by_name(adapters)
         for path, name in adapter_names(skeleton):
-            if name not in self._adapters:
+            if name in self._adapters:
+                continue
+            found = builtin_named(name)
+            if found is None:
                 raise StateError(
                     f"{path_text(path)!r} was saved by the adapter {name!r}, which is not given",
                     hint="pass adapters=[TypeAdapter(...)] on load as on save",
                 )
+            self._adapters[name] = found
         self._leaves = iter_leaves(skeleton) if leaves is None else leaves
         self.needed: tuple[int, ...] = tuple(sorted({leaf.index for leaf in self._leaves}))
         """Indices of the records to read."""
@@ -170,6 +175,11 @@ class Restorer:
         viewed = {leaf.index for leaf in self._leaves if leaf.kind != "tensor" and is_view(leaf)}
         for path, target in tensors_of(into, (), 0):
             leaf = by_path.get(path)
+            if leaf is None and any(found[: len(path)] == path for found in by_path):
+                raise InvalidInputError(
+                    f"{path_text(path)!r} is made of several tensors, which into cannot fill",
+                    hint="load it without into, or leave it out of into",
+                )
             if leaf is None:
                 raise TensorNotFoundError(
                     f"into has a tensor at {path_text(path)!r}, where the version has none"

@@ -31,8 +31,10 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import PieceTable
+from ckptstore.format.paths import Path as Keys
 from ckptstore.format.paths import Pattern
 from ckptstore.integrations.dcp.metadata_pickle import Described, Place, read_metadata
+from ckptstore.integrations.dcp.plain_bytes import unpickled
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.states.shards import Shard, write_part
@@ -117,20 +119,23 @@ def import_directory(
     shared = [] if parent is None else shareable(store._manifests, parent)
     try:
         described = read_metadata(_metadata_bytes(folder), where=str(folder / METADATA_FILE))
-        importing = _Importing(repo, folder, looked=catalog.number, codec=request.codec)
+        paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
+        importing = _Importing(repo, folder, paths, looked=catalog.number, codec=request.codec)
         parts = importing.write(_items(described), shared, progress)
     except OSError as error:
         raise translate(error, f"reading {error.filename or folder}") from error
-    paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
     return commit_parts(repo, store._manifests, parts, paths, request, roles=roles or {})
 
 
 class _Importing:
     """Writes what lies in a directory, as much at a time as the store's host memory takes."""
 
-    def __init__(self, repo: Repo, folder: Path, *, looked: int, codec: str) -> None:
+    def __init__(
+        self, repo: Repo, folder: Path, paths: Mapping[str, Keys], *, looked: int, codec: str
+    ) -> None:
         self._repo = repo
         self._folder = folder
+        self._paths = paths
         self._looked = looked
         self._codec = codec
 
@@ -153,7 +158,13 @@ class _Importing:
         shards = [_shard(self._folder, item) for item in batch if item.dtype]
         values = {item.name: _value(self._folder, item) for item in batch if not item.dtype}
         return write_part(
-            self._repo, shards, values, shared=known, looked=self._looked, codec=self._codec
+            self._repo,
+            shards,
+            values,
+            paths=self._paths,
+            shared=known,
+            looked=self._looked,
+            codec=self._codec,
         )
 
 
@@ -249,7 +260,7 @@ def _check_archive(data: bytes, where: str) -> None:
 def _loaded(folder: Path, item: _Item) -> Any:  # noqa: ANN401 - a tensor or a plain value
     data = _read(folder, item)
     try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return unpickled(io.BytesIO(data))
     except pickle.UnpicklingError as error:
         text = str(error).strip().split("\n", 1)[0][:200]
         raise PolicyError(

@@ -2,15 +2,20 @@
 
 Planners take dicts apart, with keys as text, and lists that hold tensors or dicts; everything else
 is one value. Here the same is done with a skeleton, so that a version has the names that planners
-give the state it is loaded into, whoever saved it.
+give the state it is loaded into, whoever saved it. A planner with ``flatten_state_dict=False`` has
+one name for each container at the top: such a name is found, but not listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,12 +26,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from ckptstore.checkpoint.content import Content
-from ckptstore.errors import InvalidInputError
+from ckptstore.errors import CorruptObjectError, InvalidInputError
+from ckptstore.format.paths import path_text
 from ckptstore.format.skeleton import MAPS, Node, decode_key, pairs
 from ckptstore.model import Version
-from ckptstore.tensors.tensor_bytes import dtype_named
+from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
+from ckptstore.tensors.builtin import SPARSE, SUBCLASSES
+from ckptstore.tensors.composed import describe_subclass
+from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
-__all__ = ["Entry", "entries_of", "metadata_of"]
+__all__ = ["PLANNERS_OWN", "Adapted", "Entry", "entries_of", "metadata_of", "set_version"]
+
+PLANNERS_OWN: Final = "torch.distributed.checkpoint"
+"""Key of a version's metadata below which lies what a planner put into torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +52,10 @@ class Entry:
     """Of a tensor; empty for other values."""
     shape: tuple[int, ...] = ()
     index: int | None = None
-    """The record that is this tensor; None for values, and for views of a part of a record."""
+    """The record that is this tensor; None for values, for views of a part of a record, and for
+    tensors that are made of others."""
+    is_container: bool = False
+    """A container at the top, which holds other entries."""
 
     @property
     def is_tensor(self) -> bool:
@@ -48,7 +63,56 @@ class Entry:
         return bool(self.dtype)
 
 
-def entries_of(content: Content) -> dict[str, Entry]:
+class Adapted:
+    """Tensors that adapters represent: which these are, and of what dtype and shape.
+
+    Parameters
+    ----------
+    adapters
+        Those that the caller passes; others are built in.
+    build
+        Returns the object of a node. It is called for tensors of an adapter that the caller wrote,
+        whose state does not say what they are.
+    """
+
+    def __init__(
+        self, adapters: Sequence[TypeAdapter], build: Callable[[Node], torch.Tensor]
+    ) -> None:
+        given = adapters_by_name(adapters)
+        tensors = {n: one for n, one in given.items() if issubclass(one.type, torch.Tensor)}
+        others = given.keys() - tensors.keys()
+        described = {n for n, one in tensors.items() if one.to_state is describe_subclass}
+        self._described = ({*SUBCLASSES, SPARSE.name} | described) - others
+        self._built = tensors.keys() - described
+        self._build = build
+
+    def is_tensor(self, node: list[Node]) -> bool:
+        """Return whether the node of an adapter is that of a tensor."""
+        return node[1] in self._described or node[1] in self._built
+
+    def describe(self, node: list[Node], path: tuple[str | int, ...]) -> Entry:
+        """Return the entry of a tensor.
+
+        Raises
+        ------
+        CorruptObjectError
+            Its state does not say what it is.
+        """
+        if node[1] in self._built:
+            tensor = self._build(node)
+            dtype, shape = dtype_text(tensor.dtype) or "", tuple(tensor.shape)
+            return Entry(path=path, node=node, dtype=dtype, shape=shape)
+        state = node[2]
+        fields = pairs(state) if isinstance(state, list) and state[0] == "d" else ()
+        found = {key: value for key, value in fields if isinstance(key, str)}
+        match (found.get("dtype"), found.get("shape")):
+            case (["dt", str(dtype)], ["sz", *sizes]):
+                shape = tuple([size for size in sizes if isinstance(size, int)])
+                return Entry(path=path, node=node, dtype=dtype, shape=shape)
+        raise CorruptObjectError(f"{path_text(path)!r} is a tensor without dtype or shape")
+
+
+def entries_of(content: Content, adapted: Adapted) -> dict[str, Entry]:
     """Return what a version holds, by the names of planners.
 
     Raises
@@ -57,43 +121,92 @@ def entries_of(content: Content) -> dict[str, Entry]:
         Two things would have one name, as the keys ``1`` and ``"1"`` of one dict would.
     """
     found: dict[str, Entry] = {}
-    for entry in _walk(content.node, (), content):
+    for entry in _Walk(content, adapted).walk(content.node, ()):
         name = ".".join(map(str, entry.path))
         if name in found:
             msg = f"planners would have the name {name!r} for two things of this version"
             raise InvalidInputError(msg, hint="load it with store.load")
         found[name] = entry
-    return found
+    return {**_containers(content.node, found), **found}
 
 
-def _walk(node: Node, path: tuple[str | int, ...], content: Content) -> Iterator[Entry]:
-    tag = node[0] if isinstance(node, list) else None
-    if isinstance(node, list) and tag in MAPS:
-        for key, value in pairs(node):
-            yield from _walk(value, (*path, str(decode_key(key))), content)
-    elif isinstance(node, list) and tag == "l" and not _is_value(node):
-        for place, item in enumerate(node[1:]):
-            yield from _walk(item, (*path, place), content)
-    elif isinstance(node, list) and tag == "T" and isinstance(node[1], int):
-        record = content.manifest.tensors[node[1]]
-        yield Entry(path=path, node=node, dtype=record.dtype, shape=record.shape, index=node[1])
-    elif isinstance(node, list) and tag == "V" and isinstance(node[4], list):
-        shape = tuple(size for size in node[4] if isinstance(size, int))
-        yield Entry(path=path, node=node, dtype=str(node[2]), shape=shape)
-    else:
-        yield Entry(path=path, node=node)
+def _containers(root: Node, found: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return the containers at the top; not those whose keys are one text, ``1`` and ``"1"``."""
+    if not isinstance(root, list) or root[0] not in MAPS:
+        return {}
+    named = [(str(decode_key(key)), value) for key, value in pairs(root)]
+    often = Counter(name for name, _ in named)
+    return {
+        name: Entry(path=(name,), node=value, is_container=True)
+        for name, value in named
+        if name not in found and often[name] == 1
+    }
 
 
-def _is_value(node: list[Node]) -> bool:
-    """Return whether planners leave a list whole: it holds no tensor and no dict, however deep."""
-    for item in node[1:]:
-        if not isinstance(item, list):
-            continue
-        if item[0] in MAPS or item[0] in ("T", "V", "Q"):
-            return False
-        if item[0] == "l" and not _is_value(item):
-            return False
-    return True
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """One pass over the skeleton of one version."""
+
+    content: Content
+    adapted: Adapted
+
+    def walk(self, node: Node, path: tuple[str | int, ...]) -> Iterator[Entry]:
+        """Yield the entries of a node and all below it."""
+        tag = node[0] if isinstance(node, list) else None
+        if isinstance(node, list) and tag in MAPS:
+            for key, value in pairs(node):
+                yield from self.walk(value, (*path, str(decode_key(key))))
+        elif isinstance(node, list) and tag == "l" and not self._is_value(node):
+            for place, item in enumerate(node[1:]):
+                yield from self.walk(item, (*path, place))
+        elif isinstance(node, list) and self._is_tensor(node):
+            yield self._tensor(node, path)
+        else:
+            yield Entry(path=path, node=node)
+
+    def _tensor(self, node: list[Any], path: tuple[str | int, ...]) -> Entry:
+        tag = node[0]
+        if tag == "x":
+            return self.adapted.describe(node, path)
+        if tag == "T":
+            record = self.content.manifest.tensors[node[1]]
+            return Entry(
+                path=path, node=node, dtype=record.dtype, shape=record.shape, index=node[1]
+            )
+        if tag == "V":
+            return Entry(path=path, node=node, dtype=node[2], shape=tuple(node[4]))
+        shape = self._tensor(node[1], path).shape if node[3] is None else tuple(node[3])
+        return Entry(path=path, node=node, dtype=node[2], shape=shape)
+
+    def _is_tensor(self, node: list[Node]) -> bool:
+        return node[0] in ("T", "V", "Q") or (node[0] == "x" and self.adapted.is_tensor(node))
+
+    def _is_value(self, node: list[Node]) -> bool:
+        """Return whether planners leave a list whole: no tensor and no dict in it, however deep."""
+        for item in node[1:]:
+            if not isinstance(item, list):
+                continue
+            if item[0] in MAPS or self._is_tensor(item):
+                return False
+            if item[0] == "l" and not self._is_value(item):
+                return False
+        return True
+
+
+class _Names(dict[str, Any]):
+    """What planners ask of torch's metadata: the names, and the containers that are not listed."""
+
+    def __init__(self, listed: Mapping[str, Any], containers: AbstractSet[str]) -> None:
+        super().__init__(listed)
+        self._containers = containers
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or name in self._containers
+
+    def __missing__(self, name: str) -> BytesStorageMetadata:
+        if name in self._containers:
+            return BytesStorageMetadata()
+        raise KeyError(name)
 
 
 def metadata_of(version: Version, entries: Mapping[str, Entry]) -> Metadata:
@@ -103,7 +216,8 @@ def metadata_of(version: Version, entries: Mapping[str, Entry]) -> Metadata:
     from the manifest when it reads.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    for name, entry in entries.items():
+    listed = {name: entry for name, entry in entries.items() if not entry.is_container}
+    for name, entry in listed.items():
         if not entry.is_tensor:
             described[name] = BytesStorageMetadata()
             continue
@@ -112,8 +226,26 @@ def metadata_of(version: Version, entries: Mapping[str, Entry]) -> Metadata:
         described[name] = TensorStorageMetadata(
             properties=TensorProperties(dtype=dtype_named(entry.dtype)), size=size, chunks=[whole]
         )
-    return Metadata(
-        state_dict_metadata=described,
-        planner_data={name: entry.path for name, entry in entries.items()},
+    metadata = Metadata(
+        state_dict_metadata=_Names(described, entries.keys() - listed.keys()),
+        planner_data={name: entry.path for name, entry in listed.items()},
         storage_meta=StorageMeta(checkpoint_id=f"{version.run}@{version.step}", save_id=version.id),
     )
+    set_version(metadata)
+    _add_planners_own(metadata, version.metadata.get(PLANNERS_OWN))
+    return metadata
+
+
+def set_version(metadata: Metadata) -> None:
+    """Say of which version torch's metadata is: that of the torch that is installed."""
+    metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+
+def _add_planners_own(metadata: Metadata, own: object) -> None:
+    """Add what a planner put into the metadata on save; fields of torch's own stay as they are."""
+    for name, value in own.items() if isinstance(own, dict) else ():
+        if name == "planner_data":
+            merged = {**metadata.planner_data, **value} if isinstance(value, dict) else value
+            metadata.planner_data = merged
+        elif not name.startswith("_") and not hasattr(metadata, name):
+            setattr(metadata, name, value)

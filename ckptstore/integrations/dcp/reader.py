@@ -18,9 +18,9 @@ from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.skeleton import iter_leaves
+from ckptstore.format.skeleton import Node, iter_leaves
 from ckptstore.integrations.arguments import check_run
-from ckptstore.integrations.dcp.flat_version import Entry, entries_of, metadata_of
+from ckptstore.integrations.dcp.flat_version import Adapted, Entry, entries_of, metadata_of
 from ckptstore.integrations.dcp.plain_bytes import pickled
 from ckptstore.model import Version
 from ckptstore.states.load import LoadRequest, load_state
@@ -145,7 +145,8 @@ class CkptStoreReader(StorageReader):
     def _open(self, version: Version) -> _Opened:
         resume_check.chosen(self._store.repo, version.run)
         content = self._store._content(version)
-        return _Opened(version=version, content=content, entries=entries_of(content))
+        adapted = Adapted(self._adapters, lambda node: self._built(content, [node])[0])
+        return _Opened(version=version, content=content, entries=entries_of(content, adapted))
 
     def set_up_storage_reader(
         self,
@@ -180,7 +181,8 @@ class CkptStoreReader(StorageReader):
         CorruptTensorError
             A piece that this rank needs is damaged; names the tensor.
         TensorNotFoundError
-            The coordinator's version is another than this rank's, and differs in what is wanted.
+            The coordinator's version is another than this rank's, and differs in what is wanted;
+            or there are containers where the state has values.
         StorageError
             The storage failed.
         """
@@ -191,6 +193,11 @@ class CkptStoreReader(StorageReader):
         tensors: list[tuple[ReadItem, Entry]] = []
         for item in plan.items:
             entry = found.entries[item.storage_index.fqn]
+            if entry.is_container and getattr(planner, "flatten_state_dict", False):
+                if getattr(planner, "allow_partial_load", False):
+                    continue
+                msg = f"{item.storage_index.fqn!r} is a container in this version, and not a value"
+                raise TensorNotFoundError(msg, hint="load it into a state of the same structure")
             direct = item.type is LoadItemType.TENSOR and entry.index is not None
             (tensors if direct else values).append((item, entry))
         self._read_tensors(found, tensors, planner)
@@ -260,29 +267,44 @@ class CkptStoreReader(StorageReader):
     def _read_values(
         self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
     ) -> None:
-        """Read what is no tensor of its own: plain values, and views."""
-        if not items:
-            return
-        node = ["l", *(entry.node for _, entry in items)]
-        content = Content(
-            manifest=found.content.manifest,
-            node=node,
-            leaves=tuple(iter_leaves(node)),
-            labels=found.content.labels,
-            read=found.content.read,
-        )
-        values = load_state(self._store.repo, content, LoadRequest(adapters=self._adapters))
+        """Read plain values, views, and tensors made of others; some at a time, by their bytes."""
+        records, limit = found.content.manifest.tensors, self._store.repo.options.host_bytes
+        batch: list[tuple[ReadItem, Entry]] = []
+        held = 0
+        for item, entry in items:
+            size = sum(records[leaf.index].nbytes for leaf in iter_leaves(entry.node))
+            if batch and held + size > limit:
+                self._read_batch(found, batch, planner)
+                batch, held = [], 0
+            batch.append((item, entry))
+            held += size
+        if batch:
+            self._read_batch(found, batch, planner)
+
+    def _read_batch(
+        self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
+    ) -> None:
+        values = self._built(found.content, [entry.node for _, entry in items])
         for (item, _), value in zip(items, values, strict=True):
             if item.type is LoadItemType.BYTE_IO:
                 planner.load_bytes(item, pickled(value))
                 continue
-            target = planner.resolve_tensor(item).detach()
-            part = tuple(
-                slice(start, start + size)
-                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
-            )
-            target.copy_(value[part])
+            target = planner.resolve_tensor(item)
+            _fill(target, value, item)
             planner.commit_tensor(item, target)
+
+    def _built(self, content: Content, nodes: Sequence[Node]) -> list[Any]:
+        """Return the objects of some nodes of a version."""
+        node: Node = ["l", *nodes]
+        part = Content(
+            manifest=content.manifest,
+            node=node,
+            leaves=tuple(iter_leaves(node)),
+            labels=content.labels,
+            read=content.read,
+        )
+        built: list[Any] = load_state(self._store.repo, part, LoadRequest(adapters=self._adapters))
+        return built
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -308,6 +330,31 @@ def _memory(target: torch.Tensor, entry: Entry, item: ReadItem) -> torch.Tensor:
     if fits and not target.is_neg() and not _overlaps_itself(target):
         return target
     return torch.empty(tuple(item.lengths), dtype=dtype)
+
+
+def _fill(target: torch.Tensor, value: torch.Tensor, item: ReadItem) -> None:
+    """Copy the part of a tensor that an item asks for, by what its class makes of copying."""
+    if value.is_quantized and (not target.is_quantized or not _has_scheme(target)):
+        msg = f"{item.dest_index.fqn!r} is quantized, and cannot be read into a tensor that is not"
+        raise InvalidInputError(msg, hint="give a quantized tensor, or load it with store.load")
+    if tuple(item.lengths) != tuple(value.shape):
+        value = value[
+            tuple(
+                slice(start, start + size)
+                for start, size in zip(item.storage_offsets, item.lengths, strict=True)
+            )
+        ]
+    with torch.no_grad():
+        target.copy_(value)
+
+
+def _has_scheme(tensor: torch.Tensor) -> bool:
+    """Return whether a quantized tensor has a quantizer; one that was only allocated has none."""
+    try:
+        tensor.qscheme()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _overlaps_itself(target: torch.Tensor) -> bool:

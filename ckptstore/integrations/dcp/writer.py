@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -22,16 +23,24 @@ from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
 from ckptstore.codecs.codec_table import check_choice
 from ckptstore.config import Options
-from ckptstore.errors import InvalidInputError, InvalidRefError, ReadOnlyError, StateError
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidInputError,
+    InvalidRefError,
+    ReadOnlyError,
+    StateError,
+)
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
+from ckptstore.format.names import encode_metadata
 from ckptstore.format.paths import Path, Pattern
 from ckptstore.integrations.arguments import check_run
+from ckptstore.integrations.dcp.flat_version import PLANNERS_OWN, set_version
 from ckptstore.integrations.dcp.plain_bytes import from_planner
 from ckptstore.integrations.dcp.plans import balance, offers
 from ckptstore.model import Version
 from ckptstore.repo import open_on
-from ckptstore.states.shards import Shard, check_shard, write_part
+from ckptstore.states.shards import Shard, is_box, write_part
 from ckptstore.store import Run, Store, resume_check
 from ckptstore.tensors.adapters import TypeAdapter
 
@@ -50,7 +59,8 @@ class CkptStoreWriter(StorageWriter):
 
     The state comes back nested from :meth:`ckptstore.Store.load` too, with whole tensors, or from
     :class:`CkptStoreReader` at any number of ranks. Nothing is pickled: values that are no tensors
-    are stored like those of :meth:`ckptstore.Run.save`.
+    are stored like those of :meth:`ckptstore.Run.save`, and so are quantized and sparse tensors and
+    tensor subclasses, which one rank must hold whole. What a planner changes is saved as changed.
 
     One save at a time; a writer can be used again. Any thread may use it, not several at once.
 
@@ -207,21 +217,32 @@ class CkptStoreWriter(StorageWriter):
         ------
         StateError
             An item cannot be represented; names it. Nothing of this rank was written.
+        LimitError
+            An item is nested too deep; names it. Nothing of this rank was written.
         StorageError
             The storage failed.
         """
         shards: list[Shard] = []
         values: dict[str, object] = {}
         for item in plan.items:
+            name: object = item.index.fqn
+            if not isinstance(name, str):
+                msg = f"the planner gives the key {name!r} as a name, which must be text"
+                raise StateError(msg, hint="use text as keys, or flatten_state_dict=True")
             if item.type is WriteItemType.BYTE_IO:
-                values[item.index.fqn] = from_planner(planner, item)
-            else:
-                shards.append(_shard(item, planner))
+                values[name] = from_planner(planner, item)
+                continue
+            tensor = _tensor(item, planner)
+            if is_box(tensor) or not _is_whole(item):
+                shards.append(_shard(item, tensor))
+            else:  # a tensor made of others is kept as a value is
+                values[name] = tensor
         catalog = self._repo.refresh()
         part = write_part(
             self._repo,
             shards,
             values,
+            paths=_paths(plan.planner_data, [item.index.fqn for item in plan.items]),
             shared=self._shared(catalog),
             looked=catalog.number,
             codec=self._codec,
@@ -251,7 +272,7 @@ class CkptStoreWriter(StorageWriter):
         Raises
         ------
         StateError
-            What the ranks wrote is not the whole state.
+            What the ranks wrote is not the whole state; or the planner's metadata cannot be kept.
         CondemnedError
             A collection took what was written or shared meanwhile: save again.
         StorageError
@@ -266,13 +287,17 @@ class CkptStoreWriter(StorageWriter):
         if len(parts) != len(results):
             msg = f"{len(results)} ranks took part, and {len(parts)} say what they wrote"
             raise StateError(msg)
+        request = self._request()
+        own = _planners_own(metadata)
+        if own:
+            request = dataclasses.replace(request, metadata={**request.metadata, PLANNERS_OWN: own})
         waited = self._repo.environment.monotonic() - self._began
         self.version = commit_parts(
             self._repo,
             self._store._manifests,
             parts,
-            _paths(metadata),
-            self._request(),
+            _paths(metadata.planner_data, metadata.state_dict_metadata),
+            request,
             roles=self._roles,
             receipt={"ranks_s": waited},
         )
@@ -281,6 +306,7 @@ class CkptStoreWriter(StorageWriter):
         metadata.storage_meta = StorageMeta(
             checkpoint_id=f"{self.version.run}@{self.version.step}", save_id=self.version.id
         )
+        set_version(metadata)
 
     def storage_meta(self) -> StorageMeta | None:
         """Return what planners are told of the storage: the run and the step."""
@@ -326,7 +352,8 @@ def _step_of(checkpoint_id: str | os.PathLike[str] | int, run: str) -> int:
     return ref.number
 
 
-def _shard(item: WriteItem, planner: SavePlanner) -> Shard:
+def _tensor(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
+    """Return the tensor that a planner has for an item, of the size that is in the plan."""
     tensor = planner.resolve_data(item)
     data = item.tensor_data
     if not isinstance(tensor, torch.Tensor) or data is None:
@@ -338,23 +365,66 @@ def _shard(item: WriteItem, planner: SavePlanner) -> Shard:
             f"but {list(data.chunk.sizes)} in the plan"
         )
         raise StateError(msg)
-    check_shard(tensor, item.index.fqn)
+    return tensor
+
+
+def _is_whole(item: WriteItem) -> bool:
+    data = item.tensor_data
+    return data is not None and tuple(data.chunk.sizes) == tuple(data.size)
+
+
+def _shard(item: WriteItem, tensor: torch.Tensor) -> Shard:
+    name, data = item.index.fqn, item.tensor_data
+    assert data is not None  # noqa: S101  # for the type checker: _tensor has looked
+    if not is_box(tensor):
+        msg = f"{name!r} is a part of a tensor, whose elements are in a {type(tensor).__name__}"
+        hint = "only a whole tensor of this kind can be kept: replicate it, or use full_state_dict"
+        raise StateError(msg, hint=hint)
     return Shard(
-        name=item.index.fqn,
-        shape=tuple(data.size),
-        offsets=tuple(data.chunk.offsets),
-        tensor=tensor,
+        name=name, shape=tuple(data.size), offsets=tuple(data.chunk.offsets), tensor=tensor
     )
 
 
-def _paths(metadata: Metadata) -> dict[str, Path]:
+def _paths(planner_data: object, names: Iterable[str]) -> dict[str, Path]:
     """Return where in the state each name belongs, in the order of the state."""
-    names = metadata.state_dict_metadata
-    mapping = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
-    found: dict[str, Path] = {}
-    for name, path in mapping.items():
-        if name in names and isinstance(path, tuple | list) and path:
-            found[name] = tuple(path)
-    for name in names:
+    mapping = planner_data if isinstance(planner_data, Mapping) else {}
+    wanted = dict.fromkeys(names)
+    found: dict[str, Path] = {
+        name: tuple(path) for name, path in mapping.items() if name in wanted and _is_path(path)
+    }
+    for name in wanted:
         found.setdefault(name, (name,))
     return found
+
+
+def _is_path(value: object) -> bool:
+    return isinstance(value, tuple | list) and bool(value)
+
+
+def _planners_own(metadata: Metadata) -> dict[str, Any]:
+    """Return what a planner put into the metadata, beside where each name belongs.
+
+    Raises
+    ------
+    StateError
+        It is not what JSON keeps; names it.
+    """
+    standard = {field.name for field in dataclasses.fields(metadata)}
+    own = {name: value for name, value in vars(metadata).items() if name not in standard}
+    data = metadata.planner_data
+    if isinstance(data, Mapping):
+        names = metadata.state_dict_metadata
+        data = {
+            name: value for name, value in data.items() if name not in names or not _is_path(value)
+        }
+    if data is not None and data != {}:
+        own["planner_data"] = data
+    for name, value in own.items():
+        try:
+            kept = json.loads(encode_metadata({name: value})) == {name: value}
+        except CkptStoreError:
+            kept = False
+        if not kept:
+            msg = f"the planner put {name} into the metadata, with what JSON does not keep"
+            raise StateError(msg, hint="give it dicts with text as keys, lists, text and numbers")
+    return own

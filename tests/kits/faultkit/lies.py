@@ -523,6 +523,28 @@ STATE_LIES: dict[str, Any] = {
     "counter-key": ["ct", ["l"], 1],
     "ordered-attributes": ["o", ["l"], "a", 1],
     "ordered-attribute-names": ["o", ["d", 1, 1], "a", 1],
+    "adapter-of-a-class-that-is-not-listed": ["x", "subprocess.Popen", ["l", f"touch {MARKER}"]],
+    "subclass-without-parts": [
+        "x", "torch.testing._internal.two_tensor.TwoTensor",
+        ["d", "dtype", ["dt", "float32"], "shape", ["sz", 4], "stride", ["t", 1], "flags", 0,
+         "context", None, "tensors", ["d"]],
+    ],
+    "subclass-context": ["x", "torchao.optim.subclass_8bit.OptimState8bit", ["d", "context", 1]],
+    "sparse-indices-out-of-range": [
+        "x", "ckptstore.sparse",
+        ["d", "dtype", ["dt", "float32"], "shape", ["sz", 4], "stride", None, "flags", 0,
+         "context", ["t", "coo", False], "tensors",
+         ["d", "indices", ["V", 0, "int64", 0, [1, 4], [1, 1]],
+          "values", ["V", 0, "float32", 0, [4], [1]]]],
+    ],
+    "sparse-huge": [
+        "x", "ckptstore.sparse",
+        ["d", "dtype", ["dt", "float32"], "shape", ["sz", 2**62, 2**62], "stride", None,
+         "flags", 0, "context", ["t", "csr", True], "tensors",
+         ["d", "compressed", ["V", 0, "int64", 0, [1], [1]],
+          "indices", ["V", 0, "int64", 0, [1], [1]], "values", ["V", 0, "float32", 0, [1], [1]]]],
+    ],
+    "stream-position": ["x", "ckptstore.BytesIO", ["t", b"abc", 2**62]],
 }  # fmt: skip
 
 

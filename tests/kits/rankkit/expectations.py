@@ -6,6 +6,7 @@ Each function is one case: it saves with :class:`CkptStoreWriter`, loads with
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ckptstore
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
@@ -358,6 +360,30 @@ def what_is_missing_or_differs(me: Rank, run: Run) -> Problems:
     return problems
 
 
+def tensors_made_of_others(me: Rank, run: Run) -> Problems:
+    """Replicas of a subclass and of a sparse tensor, and a stream of each rank, come back."""
+    mesh = init_device_mesh("cpu", (me.world,))
+
+    def state(fill: float) -> dict[str, Any]:
+        two: Any = TwoTensor(torch.full((3,), fill), torch.arange(3.0) * fill)  # type: ignore[no-untyped-call]
+        every = {f"rank {rank}": io.BytesIO() for rank in range(me.world)} if not fill else {}
+        stream = io.BytesIO(b"%d" % me.rank)
+        sparse = (torch.eye(3) * fill).to_sparse()
+        rows = sharded(WHOLE * fill, mesh, (Shard(0),))
+        return {"two": two, "sparse": sparse, "rows": rows, **every, f"rank {me.rank}": stream}
+
+    dcp_save(state(2.0), storage_writer=CkptStoreWriter(run, step=1))
+    into, meant = state(0.0), state(2.0)
+    dcp_load(into, storage_reader=CkptStoreReader(run, 1))
+    problems = [*differences(into["rows"], WHOLE * 2)]
+    problems += [*differences(into["two"].a, meant["two"].a)]
+    problems += [*differences(into["two"].b, meant["two"].b)]
+    problems += [*differences(into["sparse"].to_dense(), torch.eye(3) * 2)]
+    for rank in range(me.world):
+        problems += [*differences(into[f"rank {rank}"].getvalue(), b"%d" % rank)]
+    return problems
+
+
 CASES: dict[str, Callable[[Rank, Run], Problems]] = {
     case.__name__: case
     for case in (
@@ -369,6 +395,7 @@ CASES: dict[str, Callable[[Rank, Run], Problems]] = {
         a_broadcast_of_what_one_rank_loaded,
         a_group_of_some_ranks,
         a_mesh_of_some_ranks,
+        tensors_made_of_others,
         what_is_missing_or_differs,
     )
 }

@@ -26,6 +26,12 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
+class Word(str):
+    """A text that is more than a text."""
+
+    __slots__ = ()
+
+
 class Other(torch.Tensor):
     """A tensor subclass that nobody knows."""
 
@@ -44,6 +50,7 @@ REFUSED: list[tuple[str, object, str]] = [
     ("partial", functools.partial(int), "TypeAdapter"),
     ("object", Known(), "TypeAdapter"),
     ("namedtuple", Pair(1, 2), r"save tuple\(value\)"),
+    ("text", Word("a"), r"save str\(value\)"),
     ("enum", Colour.RED, "value or name"),
     ("object array", np.array([None]), "numbers"),
     ("object field", np.zeros(1, dtype=[("a", "O")]), "numbers"),
@@ -52,7 +59,6 @@ REFUSED: list[tuple[str, object, str]] = [
     ("numpy generator", np.random.default_rng(), "bit_generator.state"),
     ("numpy random state", np.random.RandomState(), "get_state"),
     ("storage", torch.zeros(1).untyped_storage(), "tensor over it"),
-    ("sparse", torch.eye(2).to_sparse(), "to_dense"),
     ("mkldnn", torch.eye(2).to_mkldnn(), "to_dense"),
     ("meta", torch.empty(2, device="meta"), "materialize"),
     ("lazy", torch.nn.LazyLinear(2).weight, "run the lazy module"),

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckptstore.errors import CkptStoreError, CorruptObjectError, LimitError
+from ckptstore.errors import CkptStoreError, CorruptObjectError, LimitError, StateError
 from ckptstore.format.skeleton import decode, encode
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.destination import Destination
@@ -210,6 +210,83 @@ def test_values_that_cannot_be_made(node: Any) -> None:  # noqa: ANN401
     """What the grammar allows and the libraries refuse arrives as a typed error with the path."""
     with pytest.raises(CkptStoreError):
         _load(["d", "key", node], U8)
+
+
+TWO = "torch.testing._internal.two_tensor.TwoTensor"
+
+
+def _composed(name: str = TWO, **changes: Any) -> list[Any]:  # noqa: ANN401
+    """Return the node of a tensor in parts, with other fields; None leaves one out."""
+    fields = {
+        "dtype": ["dt", "uint8"], "shape": ["sz", 8], "stride": ["t", 1], "flags": 0,
+        "context": None, "tensors": ["d", "a", ["T", 0], "b", ["T", 0]],
+    } | changes  # fmt: skip
+    kept = {key: node for key, node in fields.items() if node != "gone"}
+    return ["x", name, ["d", *(part for entry in kept.items() for part in entry)]]
+
+
+def _coo(size: list[Any], context: Any = ("t", "coo", False), **changes: Any) -> list[Any]:  # noqa: ANN401
+    """Return the node of a sparse tensor whose indices are 8 times 0x81, as bytes or numbers."""
+    parts = ["d", "indices", ["V", 0, "int64", 0, [1, 1], [1, 1]], "values", ["T", 1]]
+    fields: dict[str, Any] = {"shape": ["sz", *size], "stride": None, "tensors": parts, **changes}
+    return _composed("ckptstore.sparse", context=[*context], **fields)
+
+
+COMPOSED: dict[str, Any] = {
+    "class outside of the list": _composed("os.system"),
+    "class of torch that is not listed": _composed("torch.nn.Parameter"),
+    "library of the list, other class": _composed("torchao.optim.subclass_8bit.exec"),
+    "part missing": _composed(tensors=["d", "a", ["T", 0]]),
+    "part too many": _composed(tensors=["d", "a", ["T", 0], "b", ["T", 0], "c", ["T", 0]]),
+    "part is text": _composed(tensors=["d", "a", ["T", 0], "b", "text"]),
+    "part with a number as name": _composed(tensors=["d", 1, ["T", 0], "b", ["T", 0]]),
+    "parts are a list": _composed(tensors=["l", ["T", 0]]),
+    "parts differ": _composed(tensors=["d", "a", ["T", 0], "b", ["T", 1]]),
+    "field missing": _composed(context="gone"),
+    "field too many": _composed(more=1),
+    "shape is a list": _composed(shape=["l", 8]),
+    "negative shape": _composed(shape=["sz", -8]),
+    "other dtype": _composed(dtype=["dt", "float32"]),
+    "dtype is text": _composed(dtype="uint8"),
+    "flags are text": _composed(flags="1"),
+    "Parameter of integers with a gradient": _composed(flags=3),
+    "context of an odd type": _composed(context=["l", ["dv", "nowhere"]]),
+    "state is a number": ["x", TWO, 3],
+    "sparse: index out of range": _coo([4]),
+    "sparse: negative size": _coo([-4]),
+    "sparse: sizes without end": _coo([2**62, 2**62]),
+    "sparse: too few dimensions": _coo([4, 4, 4]),
+    "sparse: layout unknown": _coo([4], ("t", "dense", False)),
+    "sparse: layout is no text": _coo([4], ("t", ["l"], False)),
+    "sparse: coalesced is a number": _coo([4], ("t", "coo", 1)),
+    "sparse: no context": _coo([4], ("l",)),
+    "sparse: csr without rows": _coo([4, 4], ("t", "csr", True)),
+    "sparse: other dtype": _coo([4], dtype=["dt", "float32"]),
+    "stream: position beyond": ["x", "ckptstore.BytesIO", ["t", b"abc", 4]],
+    "stream: position negative": ["x", "ckptstore.BytesIO", ["t", b"abc", -1]],
+    "stream: position is a bool": ["x", "ckptstore.BytesIO", ["t", b"abc", True]],
+    "stream: text": ["x", "ckptstore.BytesIO", ["t", "abc", 0]],
+    "stream: no tuple": ["x", "ckptstore.BytesIO", b"abc"],
+    "stream: no position": ["x", "ckptstore.BytesIO", ["t", b"abc"]],
+    "enum of torchao, no member": ["x", "torchao.float8.config.ScalingGranularity", "no"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(COMPOSED))
+def test_objects_of_built_in_adapters_that_cannot_be_made(name: str) -> None:
+    """A typed error: of a class that is not listed, and of parts that make no such object."""
+    with pytest.raises(CkptStoreError):
+        _load(["d", "key", COMPOSED[name]], U8, _Record("uint8", (1,), 1))
+
+
+def test_names_from_a_store_are_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not in the list of names leads to no import, whatever it looks like."""
+    asked: list[str] = []
+    monkeypatch.setattr("importlib.import_module", asked.append)
+    for name in ("os.system", "torchao.evil.Class", "ckptstore.tensors.builtin.SPARSE", ".", "a"):
+        with pytest.raises(StateError, match="which is not given"):
+            _load(_composed(name), U8)
+    assert asked == []
 
 
 def test_random_damage() -> None:
