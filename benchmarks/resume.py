@@ -188,7 +188,7 @@ def _errors(
     store: ckptstore.Store, version: ckptstore.Version, encodings: Encodings
 ) -> dict[str, float]:
     """Return how many tensors are stored in fewer bytes, and the worst error over its bound."""
-    tensors = read_content(store._manifests.load(version)).tensors()
+    tensors = read_content(store.repo.manifests.load(version)).tensors()
     lossy = [one for one in tensors if one.encoding not in ("lossless", "derived")]
     shares = [one.rel_l2 / one.rel_l2_bound for one in lossy if one.rel_l2_bound]
     kept = len(version.metadata.get("kept_lossless", ()))

@@ -28,7 +28,6 @@ from ckptstore.catalog import changes
 from ckptstore.catalog.log import Build, Log
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo
 from ckptstore.checkpoint.commit_parts import commit_parts
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable
 from ckptstore.errors import CommitConflictError
@@ -182,16 +181,15 @@ def _one_version(ranks: int, *, tensors: int = 600, rank_bytes: int = 10 * 10**9
     paths = {f"t{place}": ("model", f"t{place}") for place in range(tensors)}
     meters = MeteredBackend(MemoryBackend(f"scale/{next(_numbers)}"))
     with create_on(meters, prober=_trusting) as repo:
-        cache = Manifests(repo)
         began = time.perf_counter()
-        commit_parts(repo, cache, parts, paths, WriteRequest(run="r", step=1), roles={})
+        commit_parts(repo, parts, paths, WriteRequest(run="r", step=1), roles={})
         seconds = time.perf_counter() - began
         tracemalloc.start()
-        version = commit_parts(repo, cache, parts, paths, WriteRequest(run="r", step=2), roles={})
+        version = commit_parts(repo, parts, paths, WriteRequest(run="r", step=2), roles={})
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         before = meters.snapshot()
-        commit_parts(repo, cache, parts, paths, WriteRequest(run="r", step=3), roles={})
+        commit_parts(repo, parts, paths, WriteRequest(run="r", step=3), roles={})
         after = meters.snapshot()
         share_s, share_peak = _shared_by_a_rank(repo)
     asked = sum(meter.calls - before[name].calls for name, meter in after.items())
@@ -219,10 +217,10 @@ def _shared_by_a_rank(repo: Repo) -> tuple[float, int]:
     version = repo.refresh().head("r")
     assert version is not None  # noqa: S101 - committed above
     began = time.perf_counter()
-    KnownPieces(shareable(Manifests(repo), version))
+    KnownPieces(shareable(repo, version))
     seconds = time.perf_counter() - began
     tracemalloc.start()
-    known = KnownPieces(shareable(Manifests(repo), version))
+    known = KnownPieces(shareable(repo, version))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     del known

@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
@@ -42,6 +42,9 @@ from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import has_keys, unlocked
 from ckptstore.objects.auto_codec import Pace
 from ckptstore.superblocks import read_superblock, remains, write_encrypted, write_superblock
+
+if TYPE_CHECKING:
+    from ckptstore.manifests import Manifests
 
 __all__ = [
     "Finding",
@@ -118,6 +121,7 @@ class Repo:
             self._verdict = PutIfAbsent(superblock.put_if_absent)
         self._lock = threading.Lock()
         self._closed = False
+        self._manifests: Manifests | None = None
         self.pace = Pace(backend.capabilities.write_bytes_per_s)
         """What saves of this object have taken, for ``codec="auto"``."""
         self.log = Log(
@@ -133,6 +137,17 @@ class Repo:
     def chunk_bytes(self) -> int:
         """Size of a chunk before compression, in bytes."""
         return self.superblock.chunk_bytes
+
+    @property
+    def manifests(self) -> Manifests:
+        """The manifests of its versions; made when first asked for, as listing needs none."""
+        with self._lock:
+            if self._manifests is None:
+                from ckptstore.manifests import Manifests
+
+                base_bytes = self.options.base_bytes
+                self._manifests = Manifests(self.backend, self.environment, base_bytes=base_bytes)
+            return self._manifests
 
     @property
     def catalog(self) -> Catalog:

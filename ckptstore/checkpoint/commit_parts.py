@@ -12,13 +12,13 @@ import numpy as np
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.assemble import RankPart, assemble
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.checkpoint.request import WriteRequest, save_ops
 from ckptstore.checkpoint.role_sizes import role_bytes
 from ckptstore.errors import CondemnedError
 from ckptstore.format.commit import Op
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, Pattern
+from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.objects.piece_writer import Written
 from ckptstore.repo import Repo
@@ -28,7 +28,6 @@ __all__ = ["commit_parts"]
 
 def commit_parts(
     repo: Repo,
-    cache: Manifests,
     parts: Sequence[RankPart],
     paths: Mapping[str, Path],
     request: WriteRequest,
@@ -60,7 +59,7 @@ def commit_parts(
     manifest, written = assemble(
         parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
     )
-    pointer = put_manifest(repo, manifest, name=version)
+    pointer = repo.manifests.put(manifest, name=version)
     sizes = role_bytes(manifest.tensors, [written])
     said = _receipt(parts, written, manifest, receipt or {})
     content = content_digest(manifest)
@@ -81,7 +80,7 @@ def commit_parts(
         )
 
     _append(repo, build)
-    cache.keep(pointer.digest, manifest)
+    repo.manifests.keep(pointer.digest, manifest)
     return repo.log.catalog.version(version)
 
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.model import Version
 from ckptstore.objects.deltas import Older
+from ckptstore.repo import Repo
 
 __all__ = ["ancestors", "older_of"]
 
@@ -103,13 +103,13 @@ def _is_same(one: TensorRecord, two: TensorRecord) -> bool:
     return plain and one.identity == two.identity
 
 
-def ancestors(cache: Manifests, catalog: Catalog, version: Version) -> Iterator[PieceTable]:
+def ancestors(repo: Repo, catalog: Catalog, version: Version) -> Iterator[PieceTable]:
     """Yield the tables of a version and of those before it, newest first, as far as can be read."""
     for _ in range(1 + _ANCESTORS_MAX):
         if version.level == "record":
             return
         try:
-            yield cache.load(version).pieces
+            yield repo.manifests.load(version).pieces
         except (IntegrityError, FormatError):
             return
         if not version.parent or not catalog.has_version(version.parent):

@@ -17,7 +17,6 @@ from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.delta_bases import ancestors, older_of
 from ckptstore.checkpoint.encode import Draft, EncodedDraft, encode_draft
 from ckptstore.checkpoint.lossless_fallbacks import noting
-from ckptstore.checkpoint.manifests import Manifests, put_manifest
 from ckptstore.checkpoint.request import WriteRequest, check_wishes, save_ops
 from ckptstore.checkpoint.role_sizes import role_bytes
 from ckptstore.codecs.codec_table import check_choice
@@ -44,7 +43,6 @@ def _go_ahead() -> None:
 
 def write_version(
     repo: Repo,
-    cache: Manifests,
     draft: Draft,
     request: WriteRequest,
     *,
@@ -87,10 +85,10 @@ def write_version(
     catalog = repo.log.refresh()
     check_wishes(catalog, request, version=version)
     parent = catalog.head(request.run) if catalog.has_run(request.run) else None
-    before = None if parent is None else _readable(cache, parent)
+    before = None if parent is None else _readable(repo, parent)
     shared = [] if before is None else [before.pieces]
     options = options or repo.options
-    proved = frozenset() if parent is None else cache.proved(parent)
+    proved = frozenset() if parent is None else repo.manifests.proved(parent)
     encoded, measured = _encoded(repo, draft, before, options, request, proved)
     draft = encoded.draft
     saving = _Saving(
@@ -105,20 +103,20 @@ def write_version(
         before_commit=before_commit,
     )
     if check_choice(request.codec) == "delta":
-        saving.keyframes = cache.keyframes
-        saving.older = _older(repo, cache, draft, parent if shared else None)
+        saving.keyframes = repo.manifests.keyframes
+        saving.older = _older(repo, draft, parent if shared else None)
     manifest, pointer = saving.run(shared)
-    cache.keep(pointer.digest, manifest, proved=encoded.proved)
+    repo.manifests.keep(pointer.digest, manifest, proved=encoded.proved)
     return repo.log.catalog.version(version), saving.receipt
 
 
-def shareable(cache: Manifests, parent: Version) -> list[PieceTable]:
+def shareable(repo: Repo, parent: Version) -> list[PieceTable]:
     """Return what can be shared with the parent; damage to it must not stop the training."""
-    before = _readable(cache, parent)
+    before = _readable(repo, parent)
     return [] if before is None else [before.pieces]
 
 
-def _readable(cache: Manifests, parent: Version) -> Manifest | None:
+def _readable(repo: Repo, parent: Version) -> Manifest | None:
     """Return the manifest of the parent, if anything can be shared with it."""
     if parent.level == "record":
         return None
@@ -126,7 +124,7 @@ def _readable(cache: Manifests, parent: Version) -> Manifest | None:
         _log.warning("nothing is shared with version #%s, parts of which are lost", parent.id[:8])
         return None
     try:
-        return cache.load(parent)
+        return repo.manifests.load(parent)
     except (IntegrityError, FormatError) as error:
         _log.warning("nothing is shared with the version before, which is damaged: %s", error)
         return None
@@ -155,17 +153,17 @@ def _encoded(
     return encoded, {**encoded.numbers, "measuring_s": repo.environment.monotonic() - began}
 
 
-def _older(repo: Repo, cache: Manifests, draft: Draft, parent: Version | None) -> Older:
+def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
     """Return what a save may take deltas to.
 
     How many bytes earlier deltas to the same keyframes took is learned from older versions, where
     this process does not know it: that decides when a new keyframe pays.
     """
-    before = None if parent is None else cache.load(parent)
+    before = None if parent is None else repo.manifests.load(parent)
     chunk_bytes = repo.superblock.chunk_bytes
     older = older_of(draft.records, draft.frame, before, chunk_bytes=chunk_bytes)
-    if parent is not None and (unknown := cache.keyframes.unknown(older.table)):
-        cache.keyframes.learn(ancestors(cache, repo.catalog, parent), unknown)
+    if parent is not None and (unknown := repo.manifests.keyframes.unknown(older.table)):
+        repo.manifests.keyframes.learn(ancestors(repo, repo.catalog, parent), unknown)
     return older
 
 
@@ -300,7 +298,7 @@ class _Saving:
             first=written.first,
             pieces=written.table,
         )
-        return manifest, put_manifest(self.repo, manifest, name=name)
+        return manifest, self.repo.manifests.put(manifest, name=name)
 
     def _count(self, roles: Mapping[str, RoleBytes]) -> None:
         """Note the bytes of all roles."""

@@ -114,9 +114,8 @@ def _receipt_text(name: str, value: float) -> str:
 def _tensors(store: Store, version: Version) -> list[TensorInfo]:
     """Return what the manifest says of each tensor; reads no data and needs no torch."""
     from ckptstore.checkpoint.content import read_content
-    from ckptstore.checkpoint.manifests import Manifests
 
-    return read_content(Manifests(store.repo).load(version)).tensors()
+    return read_content(store.repo.manifests.load(version)).tensors()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,7 +49,6 @@ def archive_target(
     )
     report = archive(
         target.repo,
-        target._manifests,
         [version for version in versions if read_back(version) or not checked],
         wanted.storage_class,
         dry_run=dry_run,

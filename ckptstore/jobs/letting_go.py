@@ -41,7 +41,6 @@ def evict_source(
     """
     report = evict(
         source.repo,
-        source._manifests,
         target.repo,
         versions,
         missing=lambda wanted: _missing(target, wanted),
@@ -89,21 +88,18 @@ def retain_source(
         As :func:`ckptstore.maintenance.retention.retain.retain`; or the target did not answer the
         recheck, and the last commit was taken back.
     """
-    cache = source._manifests
     free = _free(source, target, selected, coming=coming if dry_run else ())
-    planned = retain(source.repo, cache, policy=policy, dry_run=True, quick=True, free=free)
+    planned = retain(source.repo, policy=policy, dry_run=True, quick=True, free=free)
     relied = _relied_on(target, planned, selected)
     missed = _missing(target, relied) if relied else set()
     second = SecondLook(
         here=source.repo,
-        cache=cache,
         there=target.repo,
         holds=lambda version: _holds(target, version),
         done="removed or reduced",
     )
     report = retain(
         source.repo,
-        cache,
         policy=policy,
         dry_run=dry_run,
         early=True,

@@ -275,7 +275,6 @@ class _Run:
         source, target = self.source, self.target
         report = replicate(
             source.repo,
-            source._manifests,
             target.repo,
             versions,
             request,
@@ -312,7 +311,6 @@ class _Run:
         policy = self.job.retain.target
         report = retain(
             self.target.repo,
-            self.target._manifests,
             policy=policy if isinstance(policy, Mapping) else None,
             dry_run=self.dry_run,
             early=True,

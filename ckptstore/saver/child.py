@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import Progress
@@ -122,7 +121,6 @@ class _Child:
 
     def __init__(self, repo: Repo, channel: Channel) -> None:
         self._repo = repo
-        self._cache = Manifests(repo)
         self._options = background_options(repo.options)
         self._channel = channel
         self._alone = False
@@ -199,7 +197,6 @@ class _Child:
         try:
             version, receipt = write_job(
                 self._repo,
-                self._cache,
                 task.job,
                 task.memory,
                 task.digests,

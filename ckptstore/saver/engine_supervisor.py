@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from ckptstore import limits
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.config import memory_bytes
 from ckptstore.errors import SaverDiedError
 from ckptstore.model import Version
@@ -38,9 +37,8 @@ class Dispatcher:
         The store asks for an engine that cannot reach its storage.
     """
 
-    def __init__(self, repo: Repo, cache: Manifests) -> None:
+    def __init__(self, repo: Repo) -> None:
         self._repo = repo
-        self._cache = cache
         self._wanted = repo.options.engine
         self.kind = self._wanted
         if self._wanted == "auto":
@@ -73,7 +71,7 @@ class Dispatcher:
                 if self.kind == "process":
                     self._engine = ProcessEngine(self._repo)
                 else:
-                    self._engine = ThreadEngine(self._repo, self._cache)
+                    self._engine = ThreadEngine(self._repo)
             return self._engine
 
     def lend(self, size_bytes: int) -> Arena | None:

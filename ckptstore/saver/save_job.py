@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptstore.checkpoint.encode import Draft
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
 from ckptstore.config import Options
@@ -108,7 +107,6 @@ def background_options(options: Options) -> Options:
 
 def write_job(
     repo: Repo,
-    cache: Manifests,
     job: Job,
     memory: memoryview,
     digests: Digests | None,
@@ -147,7 +145,6 @@ def write_job(
     )
     version, receipt = write_version(
         repo,
-        cache,
         draft,
         job.request,
         version=job.version,
@@ -157,16 +154,16 @@ def write_job(
         before_commit=gate.commit,
     )
     if job.retain:
-        version = _retained(repo, cache, version)
+        version = _retained(repo, version)
     return version, receipt
 
 
-def _retained(repo: Repo, cache: Manifests, version: Version) -> Version:
+def _retained(repo: Repo, version: Version) -> Version:
     """Carry out the policy of the run; return the version as it is then."""
     from ckptstore.maintenance.retention.retain import retain
 
     try:
-        retain(repo, cache, run=version.run, dry_run=False)
+        retain(repo, run=version.run, dry_run=False)
     except CkptStoreError as error:
         _log.warning("run %s was not pruned after a save: %s", version.run, error)
     return repo.catalog.version(version.id)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.codecs.codec_table import check_choice
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
@@ -46,9 +45,9 @@ class Saver:
     Versions appear in the order of the calls. Close it before the repo.
     """
 
-    def __init__(self, repo: Repo, cache: Manifests, events: Events) -> None:
+    def __init__(self, repo: Repo, events: Events) -> None:
         self.pid = os.getpid()
-        self.dispatcher = Dispatcher(repo, cache)
+        self.dispatcher = Dispatcher(repo)
         self._repo = repo
         self._events = events
         self._admitting = threading.Lock()

@@ -6,7 +6,6 @@ import queue
 import threading
 from dataclasses import dataclass, field
 
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.events import Progress
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
@@ -37,9 +36,8 @@ class ThreadEngine:
 
     name = "thread"
 
-    def __init__(self, repo: Repo, cache: Manifests) -> None:
+    def __init__(self, repo: Repo) -> None:
         self._repo = repo
-        self._cache = cache
         self._options = background_options(repo.options)
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._tasks: dict[int, _Task] = {}
@@ -92,7 +90,6 @@ class ThreadEngine:
         try:
             version, receipt = write_job(
                 self._repo,
-                self._cache,
                 task.job,
                 task.arena.view,
                 task.digests[0],

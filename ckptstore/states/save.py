@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore.checkpoint.encode import Draft
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
 from ckptstore.codecs.codec_table import check_choice
@@ -63,7 +62,7 @@ class SaveRequest:
         )
 
 
-def save_version(repo: Repo, cache: Manifests, state: object, request: SaveRequest) -> Version:
+def save_version(repo: Repo, state: object, request: SaveRequest) -> Version:
     """Write a state as a new version of a run; return when it is durable and visible.
 
     The state must not be changed by other threads until this returns.
@@ -93,7 +92,6 @@ def save_version(repo: Repo, cache: Manifests, state: object, request: SaveReque
     settle(flat.tensors)
     version, _ = write_version(
         repo,
-        cache,
         draft,
         request.write_request(),
         version=repo.environment.random_hex(16),

@@ -9,7 +9,6 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.maintenance.reports.sharing import SharedUsage, VersionSharing
     from ckptstore.maintenance.reports.usage import StoreStats, VersionUsage
 
@@ -22,9 +21,6 @@ class Accounting:
     _repo: Repo
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
@@ -60,7 +56,7 @@ class Accounting:
         """
         from ckptstore.maintenance.reports.sharing import shared_usage
 
-        return shared_usage(self._repo, self._manifests, progress=progress)
+        return shared_usage(self._repo, progress=progress)
 
     def sharing_of(self, ref: str, *, progress: ProgressCallback = silent) -> VersionSharing:
         """Return what a version holds, and with whom; reads every live manifest.
@@ -70,4 +66,4 @@ class Accounting:
         from ckptstore.maintenance.reports.sharing import version_sharing
 
         version = self.resolve(ref)
-        return version_sharing(self._repo, self._manifests, version, progress=progress)
+        return version_sharing(self._repo, version, progress=progress)

@@ -13,7 +13,6 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.format.paths import Pattern
     from ckptstore.maintenance.cold.archive import ArchiveReport
     from ckptstore.maintenance.cold.thaw import ThawReport
@@ -27,9 +26,6 @@ class Archiving:
     _repo: Repo
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
@@ -88,7 +84,6 @@ class Archiving:
 
         return archive(
             self._repo,
-            self._manifests,
             self._to_archive(refs, runs, keep_hot, min_age_s),
             storage_class,
             dry_run=dry_run,
@@ -177,4 +172,4 @@ class Archiving:
             dry_run=dry_run,
             progress=progress,
         )
-        return thaw(self._repo, self._manifests, self.resolve(ref), request)
+        return thaw(self._repo, self.resolve(ref), request)

@@ -16,7 +16,6 @@ from ckptstore.store import resume_check
 from ckptstore.store.replica_pool import OpenedReplicas
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.saver.saver import Saver
     from ckptstore.states.save import SaveRequest
 
@@ -35,9 +34,6 @@ class Background:
     """By process; a forked child has its parent's too, until it makes its own."""
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def _close_write_backs(self, *, at_once: bool = False) -> NotReplicatedError | None: ...
 
@@ -179,7 +175,7 @@ class Background:
         if saver is None:
             from ckptstore.saver.saver import Saver
 
-            made = Saver(self._repo, self._manifests, self._events)
+            made = Saver(self._repo, self._events)
             # One step, so that of threads that come at once all get the same one. No lock: it
             # could be held for ever in a child of a fork.
             saver = self._kept_savers.setdefault(made.pid, made)
@@ -196,7 +192,7 @@ class Background:
             saver.wait(request.run)
             saver.raise_failure(request.run)
         try:
-            version = save_version(self._repo, self._manifests, state, request)
+            version = save_version(self._repo, state, request)
         except CkptStoreError as error:
             self._events.emit(self._event(request, error=error), raised=True)
             raise

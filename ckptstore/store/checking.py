@@ -18,7 +18,6 @@ from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.maintenance.check.verify import Level, VerifyReport
     from ckptstore.maintenance.repair.repair_report import RepairReport
     from ckptstore.store.store import Store
@@ -36,9 +35,6 @@ class Checking:
     _repo: Repo
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
@@ -106,7 +102,6 @@ class Checking:
 
         return verify(
             self._repo,
-            self._manifests,
             versions=self._to_verify(refs, unverified=unverified),
             level=level,
             sample=sample_of(sample, part=part, now_ms=self._repo.environment.now_ms()),
@@ -183,7 +178,6 @@ class Checking:
         with ExitStack() as stack:
             return repair(
                 self._repo,
-                self._manifests,
                 sources=[self._second(each, source_key, stack) for each in given],
                 level=level,
                 dry_run=dry_run,

@@ -11,7 +11,6 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.maintenance.replicas.evict import EvictReport
     from ckptstore.store.store import Store
 
@@ -24,9 +23,6 @@ class Evicting:
     _repo: Repo
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
@@ -94,7 +90,6 @@ class Evicting:
         there._repo.refresh()
         return evict(
             self._repo,
-            self._manifests,
             there._repo,
             wanted,
             missing=lambda versions: _missing(there, versions),

@@ -13,7 +13,6 @@ from ckptstore.repo import Repo
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.checkpoint.content import Content
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.format.commit import Commit
     from ckptstore.maintenance.reports.diff import DiffReport
 
@@ -28,9 +27,6 @@ class Looking:
     _repo: Repo
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def _content(self, version: Version, *, fall_through: bool = True) -> Content: ...
 
@@ -81,7 +77,7 @@ class Looking:
         if parsed.kind == "valid":
             from ckptstore.maintenance.check.latest_valid import latest_valid
 
-            return latest_valid(self._repo, self._manifests, parsed.run).version
+            return latest_valid(self._repo, parsed.run).version
         return resolve(catalog, parsed)
 
     def log(self, *, first: int = 1) -> list[Commit]:

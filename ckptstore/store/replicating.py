@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     import os
 
     from ckptstore.backends.key_sources import KeyInput
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
     from ckptstore.store.store import Store
 
@@ -33,9 +32,6 @@ class Replicating:
     _repo: Repo
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
@@ -135,10 +131,9 @@ class Replicating:
             again=frozenset(version.id for version in asked),
             progress=progress,
         )
-        here = self._repo, self._manifests
         with target as there:
             return replicate(
-                *here, there._repo, chosen, request, executor=executor, workers=workers
+                self._repo, there._repo, chosen, request, executor=executor, workers=workers
             )
 
     def _target(

@@ -16,7 +16,6 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.collect.gc import GcReport
@@ -34,9 +33,6 @@ class Retaining:
     _repo: Repo
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
@@ -101,9 +97,7 @@ class Retaining:
         """
         from ckptstore.maintenance.retention.retain import retain
 
-        return retain(
-            self._repo, self._manifests, policy=policy, run=run, dry_run=dry_run, quick=quick
-        )
+        return retain(self._repo, policy=policy, run=run, dry_run=dry_run, quick=quick)
 
     def age(
         self,
@@ -135,7 +129,7 @@ class Retaining:
         from ckptstore.maintenance.retention.ageing import age
 
         versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
-        ids = age(self._repo, self._manifests, versions, _target(level, lossy), force=force)
+        ids = age(self._repo, versions, _target(level, lossy), force=force)
         return [self._repo.catalog.version(one) for one in ids]
 
     def remove(
@@ -205,7 +199,7 @@ class Retaining:
 
         versions = [self.resolve(ref) for ref in check_listed(refs, "refs")]
         leaving = [Leaving(version=version, fate=keep or "gone") for version in versions]
-        return leaving_early(self._repo, self._manifests, self._repo.catalog, leaving)
+        return leaving_early(self._repo, self._repo.catalog, leaving)
 
     def _reduce(
         self,
@@ -221,9 +215,9 @@ class Retaining:
         if reason or not versions:
             msg = "no version to remove a part of" if not versions else "a part goes without reason"
             raise InvalidInputError(msg, hint="reasons are kept of whole versions that are deleted")
-        found = foresee(self._repo, self._manifests, versions, target, force=force, measure=dry_run)
+        found = foresee(self._repo, versions, target, force=force, measure=dry_run)
         if not dry_run:
-            age(self._repo, self._manifests, versions, target, force=force)
+            age(self._repo, versions, target, force=force)
         return found
 
     def undelete(self, refs: Sequence[str]) -> list[Version]:
@@ -247,7 +241,7 @@ class Retaining:
 
         catalog = self._repo.refresh()
         ids = [find_deleted(catalog, parse_ref(ref)) for ref in check_listed(refs, "refs")]
-        return undelete(self._repo, self._manifests, ids)
+        return undelete(self._repo, ids)
 
     def gc(
         self,
@@ -270,7 +264,6 @@ class Retaining:
 
         return gc(
             self._repo,
-            self._manifests,
             grace_s=grace_s,
             orphan_age_s=orphan_age_s,
             repack_below=repack_below,

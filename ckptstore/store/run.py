@@ -162,7 +162,7 @@ class Run(RunSaving):
         from ckptstore.maintenance.check.latest_valid import latest_valid
 
         store = self._store
-        return latest_valid(store.repo, store._manifests, self.name, progress=progress)
+        return latest_valid(store.repo, self.name, progress=progress)
 
     def load_into(
         self,

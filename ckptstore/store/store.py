@@ -27,7 +27,6 @@ from ckptstore.store.writebacks import WritingBack
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.encodings.encoding_rules import Encodings
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
@@ -60,7 +59,6 @@ class Store(
 
     def __init__(self, repo: Repo, *, replicas: ReplicaOptions | None = None) -> None:
         self._repo = repo
-        self._kept: Manifests | None = None
         self._events = Events()
         self._kept_savers: dict[int, Saver] = {}
         self._opened = OpenedReplicas(repo, replicas)
@@ -85,14 +83,6 @@ class Store(
     def repo(self) -> Repo:
         """The opened location, for maintenance and integrations."""
         return self._repo
-
-    @property
-    def _manifests(self) -> Manifests:
-        if self._kept is None:
-            from ckptstore.checkpoint.manifests import Manifests
-
-            self._kept = Manifests(self._repo)
-        return self._kept
 
     def run(
         self,
@@ -249,11 +239,9 @@ class Store(
         """Begin a run in this store or another; return its first version."""
         from ckptstore.maintenance.replicas.fork import fork, fork_into
 
-        here = self._repo, self._manifests
         if target is self:
-            return fork(*here, source, request, lender=lender)
-        there = target._repo, target._manifests
-        return fork_into(*there, *here, source, request, lender=lender)
+            return fork(self._repo, source, request, lender=lender)
+        return fork_into(target._repo, self._repo, source, request, lender=lender)
 
     def rollback(self, ref: str, *, reason: str = "") -> Version:
         """Make a version the head of its run again; return it. See :meth:`Run.rollback`."""

@@ -31,7 +31,6 @@ from ckptstore.store.replica_pool import OpenedReplicas, is_local
 if TYPE_CHECKING:
     from ckptstore.backends.base import Backend
     from ckptstore.checkpoint.content import Content
-    from ckptstore.checkpoint.manifests import Manifests
     from ckptstore.config import Options
     from ckptstore.events import ProgressCallback
     from ckptstore.format.manifest import PieceTable
@@ -66,9 +65,6 @@ class Tiers(Evicting):
     _told: set[tuple[str, str]]
 
     if TYPE_CHECKING:
-
-        @property
-        def _manifests(self) -> Manifests: ...
 
         def resolve(self, ref: str) -> Version:
             """Return the version that a ref names."""
@@ -206,7 +202,7 @@ class Tiers(Evicting):
 
         named = self._repo.log.catalog.replicas
         try:
-            content = read_content(self._manifests.load(version))
+            content = read_content(self._repo.manifests.load(version))
         except (VersionNotFoundError, IntegrityError) as error:
             if not fall_through:
                 raise
@@ -228,7 +224,7 @@ class Tiers(Evicting):
         Replicas are tried in their order until the work succeeds.
         """
         try:
-            self._manifests.load(version)
+            self._repo.manifests.load(version)
         except (VersionNotFoundError, IntegrityError) as error:
             if not self._repo.log.catalog.replicas:
                 if not version.replicas:
@@ -306,9 +302,8 @@ class Tiers(Evicting):
         """Return the replicas to ask: local ones first, then in the order of their naming."""
         from ckptstore.maintenance.replicas.fallback import Tier
 
-        def opened(info: ReplicaInfo) -> tuple[Repo, Manifests]:
-            store = self._opened.get(info)
-            return store._repo, store._manifests
+        def opened(info: ReplicaInfo) -> Repo:
+            return self._opened.get(info).repo
 
         named = sorted(self._repo.log.catalog.replicas.values(), key=lambda one: not is_local(one))
         return [Tier(info=info, open=partial(opened, info)) for info in named]
@@ -343,7 +338,7 @@ class Tiers(Evicting):
         for found in asked.candidates():
             try:
                 wish = ReplicateRequest(again=frozenset({version.id}))
-                report = replicate(found.repo, found.cache, self._repo, [found.version], wish)
+                report = replicate(found.repo, self._repo, [found.version], wish)
             except CkptStoreError as error:
                 asked.note(found.tier, error)
                 continue

@@ -22,7 +22,6 @@ from ckptstore import limits
 from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_changes import had_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
 from ckptstore.events import Events, SaveEvent
 from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
@@ -60,7 +59,6 @@ class WriteBack:
         self._events = events
         self._environment = repo.environment
         self._here = beside(repo)
-        self._manifests = Manifests(self._here)
         self._open_replica = open_replica
         self._there: Repo | None = None
         self._runs: set[str] | None = set()
@@ -288,7 +286,7 @@ class WriteBack:
         everything, self._all = self._all, False
         try:
             while batch := self._next(everything=everything):
-                report = replicate(self._here, self._manifests, self._there, batch, self._request)
+                report = replicate(self._here, self._there, batch, self._request)
                 self._settle(batch, {one.version: one.message for one in report.failures})
                 if report.note_failure:
                     msg = f"what it has cannot be noted here: {report.note_failure}"

@@ -310,7 +310,7 @@ def test_a_manifest_that_names_another_base_gives_an_error(store: Store) -> None
     parts = {name: getattr(table, name) for name in names}
     swapped = replace(manifest, pieces=PieceTable(packs=table.packs, base=base, **parts))
     manifests.encode(swapped)  # nothing is wrong with it in itself
-    store._manifests.keep(version.manifest_digest, swapped)
+    store.repo.manifests.keep(version.manifest_digest, swapped)
 
     with pytest.raises(CorruptTensorError, match="another base"):
         store.load("gpt@1")
@@ -326,7 +326,7 @@ def test_a_manifest_that_takes_a_delta_for_none_gives_an_error(store: Store) -> 
     names = ("ids", "raw", "pack", "offset", "stored", "inner", "slab")
     parts = {name: getattr(table, name) for name in names}
     plain = PieceTable(packs=table.packs, **parts)
-    store._manifests.keep(version.manifest_digest, replace(manifest, pieces=plain))
+    store.repo.manifests.keep(version.manifest_digest, replace(manifest, pieces=plain))
     with pytest.raises(CorruptTensorError, match="a delta without a base"):
         store.load("gpt@1")
 
@@ -336,7 +336,7 @@ def test_a_manifest_that_takes_a_delta_for_none_gives_an_error(store: Store) -> 
     row = manifest.first[index]
     base = changed(table.base, row, base_row(table, rows[0]))
     lying = PieceTable(packs=table.packs, base=base, **parts)
-    store._manifests.keep(version.manifest_digest, replace(manifest, pieces=lying))
+    store.repo.manifests.keep(version.manifest_digest, replace(manifest, pieces=lying))
     with pytest.raises(CorruptTensorError, match="no delta"):
         store.load("gpt@1")
 

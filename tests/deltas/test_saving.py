@@ -213,7 +213,7 @@ def read_bytes(backends: Backends, *, reopen: bool, **options: Any) -> tuple[int
     if reopen:
         store = open_store(metered, **options)
         store.version("gpt@0")  # the manifest, and the log
-        store._manifests.load(store.repo.catalog.version(store.version("gpt@0").id))
+        store.repo.manifests.load(store.repo.catalog.version(store.version("gpt@0").id))
     before = reads(metered)
     version = saves(store, range(1, 2))[0]
     after = reads(metered)
@@ -246,7 +246,7 @@ def test_what_is_kept_is_bounded(backend: MemoryBackend) -> None:
     store = open_store(backend, base_bytes=150_000)
     saves(store, range(3))
 
-    kept = store._manifests.keyframes
+    kept = store.repo.manifests.keyframes
     assert 65_536 <= sum(map(len, kept._data.values())) <= 150_000
     assert same(store.load("gpt@2"), state_of(2))
 

@@ -16,7 +16,6 @@ from ckptstore.backends import registry
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move, relocate
-from ckptstore.checkpoint.manifests import put_manifest, relied_on
 from ckptstore.errors import (
     CorruptObjectError,
     InvalidInputError,
@@ -26,6 +25,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.commit import Op
 from ckptstore.format.tier_ops import NameReplica
+from ckptstore.manifests import relied_on
 from ckptstore.store.replica_options import same_place
 from ckptstore.store.replicating import open_target_of
 
@@ -228,8 +228,8 @@ def swapped(tmp_path: Path) -> Iterator[ckptstore.Store]:
         hot.replicate("replica:cold")
         with ckptstore.open(tmp_path / "cold") as cold:
             first, second = (cold.resolve(f"gpt@{step}") for step in (1, 2))
-            manifest = replace(cold._manifests.load(first), version=second.id)
-            pointer = put_manifest(cold.repo, manifest)
+            manifest = replace(cold.repo.manifests.load(first), version=second.id)
+            pointer = cold.repo.manifests.put(manifest)
             move = Move(
                 version=second.id,
                 based_on=second.manifest_digest,

@@ -13,7 +13,6 @@ from shortening import places
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CkptStoreError, StorageError
 from ckptstore.format.commit import Op
 from ckptstore.format.keys import commit_key, pack_key
@@ -150,7 +149,7 @@ def at_call(
 
 def packs_of(store: Store, version: Version) -> tuple[str, ...]:
     """Return the packs that a version's manifest names."""
-    return Manifests(store.repo).load(version).pieces.packs
+    return store.repo.manifests.load(version).pieces.packs
 
 
 def test_two_repairs_at_once_are_harmless(torn: dict[str, bytes], whole: dict[str, bytes]) -> None:

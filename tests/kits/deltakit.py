@@ -60,7 +60,7 @@ def same(found: Any, expected: Any) -> bool:  # noqa: ANN401 - nested dicts
 
 def manifest_of(store: Store, version: Version) -> Manifest:
     """Return the manifest of a version as it is now."""
-    return store._manifests.load(store.repo.refresh().version(version.id))
+    return store.repo.manifests.load(store.repo.refresh().version(version.id))
 
 
 def deltas_of(store: Store, version: Version) -> int:

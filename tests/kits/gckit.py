@@ -68,7 +68,7 @@ class Place:
 
 def needs(store: Store, version: Version) -> set[str]:
     """Return the keys of what a version is made of."""
-    table = store._manifests.load(version).pieces
+    table = store.repo.manifests.load(version).pieces
     packs = {table.packs[int(place)] for place in table.pack}
     return {version.manifest_key, *map(pack_key, packs)}
 

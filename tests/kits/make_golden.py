@@ -42,7 +42,6 @@ from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.tier_changes import name_replica, unname_replica
 from ckptstore.checkpoint.commit_parts import commit_parts
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.config import Options
 from ckptstore.repo import Finding, Repo, create_on
@@ -205,7 +204,6 @@ def make_blocks(folder: pathlib.Path) -> None:
         ]
         commit_parts(
             opened,
-            Manifests(opened),
             parts,
             {**paths, "step": ("step",), "pair": ("pair",)},
             WriteRequest(run="ranks", step=3, metrics={"loss": 0.25}),

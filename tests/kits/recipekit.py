@@ -16,7 +16,6 @@ import torch
 
 from ckptstore.checkpoint import write
 from ckptstore.checkpoint.encode import Draft, EncodedDraft
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.encodings.encoding_rules import EncodingRules
@@ -143,7 +142,6 @@ def save(
     with patch.object(write, "encode_draft", _as_it_is):
         version, _ = write.write_version(
             repo,
-            Manifests(repo),
             draft,
             WriteRequest(run=run, step=step),
             version=repo.environment.random_hex(16),

@@ -11,7 +11,6 @@ from recipekit import Form, save, stored_bytes
 
 import ckptstore
 from ckptstore.checkpoint.content import Content, content_digest, read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CorruptTensorError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
@@ -41,7 +40,7 @@ def head(run: ckptstore.Run) -> Version:
 def content_of(store: ckptstore.Store, version: Version | str) -> Content:
     """Return the content of a version."""
     version = store.version(version).info if isinstance(version, str) else version
-    return read_content(Manifests(store.repo).load(version))
+    return read_content(store.repo.manifests.load(version))
 
 
 def places(content: Content, name: str) -> tuple[int, ...]:

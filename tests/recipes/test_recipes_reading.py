@@ -23,7 +23,6 @@ from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.config import Options
@@ -131,7 +130,7 @@ def kept() -> Iterator[Kept]:
     backend = MemoryBackend("recipes/kept")
     with ckptstore.Store(create_on(backend, chunk_bytes=CHUNK_BYTES_MIN, options=options)) as store:
         version, expected = save(store, state(), FORMS)
-        found = Kept(store, read_content(Manifests(store.repo).load(version)), expected, {})
+        found = Kept(store, read_content(store.repo.manifests.load(version)), expected, {})
         for name, tensor in expected.items():
             order = found.content.manifest.tensors[found.index(name)].order
             found.stored[name] = stored_bytes(tensor, order)

@@ -13,7 +13,6 @@ import torch
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import (
     CondemnedError,
     PolicyError,
@@ -291,4 +290,4 @@ def test_every_kind_of_leaf_is_found_again(store: ckptstore.Store) -> None:
     assert model["blob"] == b"x" * 5000
     assert model["list"][1][1]["deep"].item() == 3
     assert torch.equal(model["quantized"].int_repr(), whole["model"]["quantized"].int_repr())
-    assert Manifests(store.repo).load(store.resolve("gpt@1")).version == store.resolve("gpt@1").id
+    assert store.repo.manifests.load(store.resolve("gpt@1")).version == store.resolve("gpt@1").id

@@ -15,7 +15,6 @@ import torch
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CommitConflictError, VersionNotFoundError
 from ckptstore.format.lifecycle_ops import Relocate
 from ckptstore.format.snapshot import VersionRow, decode_snapshot, encode_snapshot
@@ -138,7 +137,7 @@ def test_repack_and_repair_leave_the_level(
     assert store.verify().ok
     copy = tmp_path / "copy"
     shutil.copytree(path, copy)
-    for pack in Manifests(store.repo).load(store.resolve("gpt@1")).pieces.packs:
+    for pack in store.repo.manifests.load(store.resolve("gpt@1")).pieces.packs:
         (path / "packs" / pack[:2] / f"{pack}.pack").unlink()
     assert not store.verify().ok
     store.repair(copy)
@@ -150,7 +149,7 @@ def test_repack_and_repair_leave_the_level(
 def test_what_is_damaged_is_not_rounded(store: ckptstore.Store, path: Path) -> None:
     """A weight that cannot be read stops its version, which stays as it was."""
     store.run("gpt").save(_state(8), step=8)
-    manifest = Manifests(store.repo).load(store.resolve("gpt@3"))
+    manifest = store.repo.manifests.load(store.resolve("gpt@3"))
     for pack in manifest.pieces.packs:
         (path / "packs" / pack[:2] / f"{pack}.pack").unlink()
     with pytest.raises(ckptstore.CkptStoreError, match=r"model\.w"):

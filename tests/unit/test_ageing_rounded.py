@@ -14,7 +14,6 @@ import torch
 
 import ckptstore
 from ckptstore.checkpoint.content import read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.recipes import Recipe
@@ -58,7 +57,7 @@ def _mixed(seed: int) -> dict[str, Any]:
 
 
 def _manifest(store: ckptstore.Store, ref: str) -> Manifest:
-    return Manifests(store.repo).load(store.resolve(ref))
+    return store.repo.manifests.load(store.resolve(ref))
 
 
 def _recipes(store: ckptstore.Store, ref: str) -> dict[str, Recipe]:

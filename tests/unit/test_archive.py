@@ -77,7 +77,7 @@ def _state(seed: int, shared: torch.Tensor | None = None) -> dict[str, object]:
 
 
 def _packs(store: Store, ref: str) -> set[str]:
-    pieces = store._manifests.load(store.resolve(ref)).pieces
+    pieces = store.repo.manifests.load(store.resolve(ref)).pieces
     return {pack_key(pieces.packs[int(place)]) for place in set(pieces.pack.tolist())}
 
 
@@ -270,7 +270,7 @@ def test_thaw_brings_what_deltas_and_recipes_refer_to(shelf: Shelf, clock: Clock
         state = {"model": {"w": near.bfloat16()}, "optimizer": {"master": near}}
         run.save(state, step=2)
         run.save({"model": {"w": torch.zeros(4)}}, step=3)
-        table = store._manifests.load(store.resolve("gpt@2")).pieces
+        table = store.repo.manifests.load(store.resolve("gpt@2")).pieces
         assert table.base is not None
         store.archive(["gpt@1", "gpt@2"], storage_class="GLACIER")
         shelf.after = 1
@@ -448,11 +448,11 @@ def test_a_replica_with_cold_packs_takes_more(shelf: Shelf, clock: Clock) -> Non
         source.replicate(target)
         target.archive(["gpt@1"], storage_class="GLACIER")
         with_delta.run("gpt").save({"w": weights + 1e-6 * torch.randn(300_000)}, step=2)
-        table = source._manifests.load(source.resolve("gpt@2")).pieces
+        table = source.repo.manifests.load(source.resolve("gpt@2")).pieces
         assert table.base is not None
         report = source.replicate(target)
         assert len(report.copied) == 1
-        there = target._manifests.load(target.resolve("gpt@2")).pieces
+        there = target.repo.manifests.load(target.resolve("gpt@2")).pieces
         assert not set(map(pack_key, there.packs)).isdisjoint(shelf.classes)
         assert not source.resolve("gpt@2").replicas
         shelf.restored.update(shelf.classes)
@@ -505,7 +505,7 @@ def test_deltas_to_what_is_cold_are_not_read(shelf: Shelf, clock: Clock) -> None
         weights = torch.randn(300_000)
         run.save({"w": weights}, step=1)
         run.save({"w": weights + 1e-6 * torch.randn(300_000)}, step=2)
-        base, delta = (store._manifests.load(store.resolve(f"gpt@{n}")).pieces for n in (1, 2))
+        base, delta = (store.repo.manifests.load(store.resolve(f"gpt@{n}")).pieces for n in (1, 2))
         assert delta.base is not None
         for pack in base.packs:
             shelf.classes[pack_key(pack)] = "GLACIER"

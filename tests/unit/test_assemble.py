@@ -19,7 +19,6 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.checkpoint.assemble import RankPart, assemble
 from ckptstore.checkpoint.commit_parts import commit_parts
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.nesting import nest
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.checkpoint.request import WriteRequest
@@ -79,7 +78,7 @@ def save_parts(
     paths: dict[str, Any] = {name: ("model", name) for name in wholes}
     paths |= {name: ("extra", name) for name in values or {}}
     request = WriteRequest(run="parts", step=step)
-    return commit_parts(store.repo, store._manifests, parts, paths, request, roles={})
+    return commit_parts(store.repo, parts, paths, request, roles={})
 
 
 @pytest.fixture
@@ -211,7 +210,7 @@ def test_pieces_lie_on_the_grid_of_the_whole(store: Store) -> None:
     wide = torch.randn(3, 200_000, generator=torch.Generator().manual_seed(9))
     state = {"large": large, "wide": wide}
     store.run("parts").save({"model": state}, step=0)
-    shared = [store._manifests.load(store.resolve("parts")).pieces]
+    shared = [store.repo.manifests.load(store.resolve("parts")).pieces]
     cuts: dict[str, Cuts] = {"large": [[1111, 1112, 3333], []], "wide": [[1, 2], []]}
     version = save_parts(store, state, cuts, step=1, shared=shared)
 
@@ -252,7 +251,6 @@ def test_what_is_not_a_whole_state_is_refused(store: Store) -> None:
         with pytest.raises(StateError, match=f"'w'.*{why}|{why}.*'w'"):
             commit_parts(
                 store.repo,
-                Manifests(store.repo),
                 [part_of(store, *shards)],
                 {"w": ("w",)},
                 WriteRequest(run="parts", step=0),
@@ -268,7 +266,6 @@ def test_a_value_on_one_rank_and_a_tensor_on_another_is_refused(store: Store) ->
     with pytest.raises(StateError, match="'w' is a value on one rank and a tensor on another"):
         commit_parts(
             store.repo,
-            Manifests(store.repo),
             parts,
             {"w": ("w",)},
             WriteRequest(run="parts", step=0),
@@ -298,7 +295,6 @@ def test_what_a_collection_took_fails_the_save(store: Store) -> None:
     with pytest.raises(CondemnedError, match="while it went on"):
         commit_parts(
             store.repo,
-            Manifests(store.repo),
             [part],
             {"w": ("w",)},
             WriteRequest(run="parts", step=0),
@@ -319,7 +315,7 @@ def test_a_rank_that_looked_before_the_coordinator_began_is_refused(
     w = torch.arange(40_000.0).reshape(200, 200)
     run = store.run("parts")
     before = run.save({"w": w}, step=1)
-    tables = shareable(store._manifests, before)
+    tables = shareable(store.repo, before)
     whole = shard(w, slice(None), slice(None))
     part = write_part(store.repo, [whole], {}, shared=tables)
     assert part.written.pack_bytes == 0, "all of it is shared"
@@ -336,7 +332,7 @@ def test_a_rank_that_looked_before_the_coordinator_began_is_refused(
         paths, request = {"w": ("w",)}, WriteRequest(run="parts", step=3)
 
         def commit(one: RankPart) -> ckptstore.Version:
-            return commit_parts(other.repo, other._manifests, [one], paths, request, roles={})
+            return commit_parts(other.repo, [one], paths, request, roles={})
 
         with pytest.raises(CondemnedError, match=r"looked at the store after commit .* save again"):
             commit(part)

@@ -71,7 +71,7 @@ def store(shelf: Shelf, clock: Clock) -> Iterator[Store]:
 
 
 def _packs(store: Store, ref: str) -> set[str]:
-    pieces = store._manifests.load(store.resolve(ref)).pieces
+    pieces = store.repo.manifests.load(store.resolve(ref)).pieces
     return {pieces.packs[int(place)] for place in set(pieces.pack.tolist())}
 
 
@@ -139,7 +139,7 @@ def test_it_is_cheap(store: Store, shelf: Shelf) -> None:
     gone = [store.resolve(ref) for ref in ("gpt@1", "gpt@2")]
     leaving = [Leaving(version=version, fate="gone") for version in gone]
     store.repo.backend = meter = MeteredBackend(store.repo.backend)
-    assert leaving_early(store.repo, store._manifests, store.repo.catalog, leaving) == Early()
+    assert leaving_early(store.repo, store.repo.catalog, leaving) == Early()
     assert {name: one.calls for name, one in meter.snapshot().items()} == {"list": 1}
     store.archive(["gpt@1"], storage_class="GLACIER")
     looked = list(shelf.looked)
@@ -179,7 +179,7 @@ def test_file_systems_have_no_classes(tmp_path: Path) -> None:
         meter = MeteredBackend(store.repo.backend)
         store.repo.backend = meter
         leaving = [Leaving(version=store.resolve("gpt@1"), fate="gone")]
-        assert leaving_early(store.repo, store._manifests, store.repo.catalog, leaving) == Early()
+        assert leaving_early(store.repo, store.repo.catalog, leaving) == Early()
         assert not any(meter.calls for meter in meter.snapshot().values())
 
 

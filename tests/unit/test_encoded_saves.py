@@ -112,7 +112,7 @@ def saving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Sto
 
 
 def _infos(store: Store, ref: str) -> dict[str, TensorInfo]:
-    manifest = store._manifests.load(store.resolve(ref))
+    manifest = store.repo.manifests.load(store.resolve(ref))
     return {info.path: info for info in read_content(manifest).tensors()}
 
 
@@ -229,7 +229,7 @@ def test_equal_inputs_share_every_chunk(store: Store) -> None:
     ids = []
     for number, codec in enumerate(CODEC_CHOICES):
         store.run(f"r{number}").save(state, step=1, encodings=RULES, codec=codec)
-        manifest = store._manifests.load(store.resolve(f"r{number}@1"))
+        manifest = store.repo.manifests.load(store.resolve(f"r{number}@1"))
         ids.append(manifest.pieces.ids[: manifest.first[-1]].tobytes())
     assert len(set(ids)) == 1
 
@@ -316,7 +316,7 @@ def test_a_lossy_master_gives_nothing_away(store: Store) -> None:
     assert infos["model.weight"].encoding == "bf16"
     back = store.load("gpt@1")
     assert torch.equal(back["low"], low)
-    manifest = store._manifests.load(store.resolve("gpt@1"))
+    manifest = store.repo.manifests.load(store.resolve("gpt@1"))
     ids = manifest.pieces.ids[: manifest.first[-1]]
     assert len(np.unique(ids, axis=0)) < len(ids)
 

@@ -72,7 +72,7 @@ def _watched(store: ckptstore.Store) -> _Watched:
 
 
 def _evict(hot: ckptstore.Store, cold: ckptstore.Store) -> EvictReport:
-    return evict(hot.repo, hot._manifests, cold.repo, hot.versions(), missing=_nothing)
+    return evict(hot.repo, cold.repo, hot.versions(), missing=_nothing)
 
 
 def _nothing(versions: Sequence[Version]) -> set[str]:
@@ -117,7 +117,7 @@ def test_let_go_there_at_the_same_moment(
     backend = cold.repo.backend
     fresh = ckptstore.Store(create_on(backend, exist_ok=True))
     _watched(hot).before = let_go
-    report = evict(hot.repo, hot._manifests, fresh.repo, hot.versions(), missing=_nothing)
+    report = evict(hot.repo, fresh.repo, hot.versions(), missing=_nothing)
 
     assert [one.step for one in report.evicted] == [2]
     assert report.returned == (before[0].id,)
@@ -185,9 +185,7 @@ def test_tagged_at_the_same_moment(hot: ckptstore.Store, cold: ckptstore.Store) 
 def test_what_is_not_all_there_stays(hot: ckptstore.Store, cold: ckptstore.Store) -> None:
     """Versions whose objects are missing there are not let go."""
     gone = hot.versions()[0].id
-    report = evict(
-        hot.repo, hot._manifests, cold.repo, hot.versions(), missing=lambda versions: [gone]
-    )
+    report = evict(hot.repo, cold.repo, hot.versions(), missing=lambda versions: [gone])
     assert report.missed == (gone,)
     assert _levels(hot) == ["full", "record", "full"]
 
@@ -223,7 +221,7 @@ def test_no_answer_to_the_second_look(hot: ckptstore.Store, cold: ckptstore.Stor
     there = ckptstore.Store(create_on(backend, exist_ok=True))
     _watched(hot).after = lambda: setattr(down, "at", down.seen + 1)
     with pytest.raises(StorageError, match="injected"):
-        evict(hot.repo, hot._manifests, there.repo, hot.versions(), missing=_nothing)
+        evict(hot.repo, there.repo, hot.versions(), missing=_nothing)
 
     assert _levels(hot) == ["full", "full", "full"]
     hot.gc(grace_s=0.0, orphan_age_s=0.0)

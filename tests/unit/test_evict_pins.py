@@ -203,10 +203,10 @@ def test_a_replica_that_cannot_be_written_to(
     hot, cold = stores
     there = open_on(_watched(cold), options=Options(read_only=True))
     with pytest.raises(ReadOnlyError, match="pinned in the other store") as caught:
-        evict(hot.repo, hot._manifests, there, hot.versions(), missing=lambda _: set(), pin=True)
+        evict(hot.repo, there, hot.versions(), missing=lambda _: set(), pin=True)
     assert "--no-pin" in caught.value.hint
     assert {version.level for version in hot.versions()} == {"full"}
-    report = evict(hot.repo, hot._manifests, there, hot.versions(), missing=lambda _: set())
+    report = evict(hot.repo, there, hot.versions(), missing=lambda _: set())
     assert len(report.evicted) == 3
 
 
@@ -301,7 +301,6 @@ def test_two_stores_that_evict_to_each_other(
         here, there = _anew(cold), _anew(hot)
         report = evict(
             here.repo,
-            here._manifests,
             there.repo,
             here.versions(),
             missing=lambda _: set(),

@@ -71,7 +71,7 @@ def test_bytes_in_flight_stay_within_the_budget(
         for step in range(2):
             state["w"] += torch.randn(len(state["w"]), generator=noise) * 1e-4
             version = store.run("gpt").save(state, step=step)
-        assert (store._manifests.load(version).pieces.base is not None) == (codec == "delta")
+        assert (store.repo.manifests.load(version).pieces.base is not None) == (codec == "delta")
     wide = _Wide(memory)
 
     def counted(count: int, *args: object, **names: object) -> None:

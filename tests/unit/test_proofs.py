@@ -305,21 +305,21 @@ def test_recipes_that_were_not_proved_here_are_no_proof(store: Store) -> None:
     """Only places that are named count, and only recipes of one source."""
     state = _state()
     version = _save(store, state, 0)
-    manifest = store._manifests.load(version)
+    manifest = store.repo.manifests.load(version)
     place = next(n for n, record in enumerate(manifest.tensors) if record.recipe)
     record = manifest.tensors[place]
     assert record.recipe is not None
     asked = (record.recipe.digest, record, "float32")
-    assert store._manifests.proved(version) == {place}
+    assert store.repo.manifests.proved(version) == {place}
     assert len(KnownCasts(manifest, {place}).of(*asked)) == 1
     assert not KnownCasts(manifest).of(*asked)
     assert not KnownCasts(manifest, set(range(3)) - {place}).of(*asked)
     assert not KnownCasts(None, {place}).of(*asked)
     assert not KnownCasts(manifest, {place}).of(record.recipe.digest, record, "float64")
-    store._manifests._kept.clear()
+    store.repo.manifests._kept.clear()
     for step in range(1, 6):
         _save(store, _state(seed=step), step)
-    assert store._manifests.proved(version) == frozenset()  # forgotten with its manifest
+    assert store.repo.manifests.proved(version) == frozenset()  # forgotten with its manifest
 
 
 # --- states that change meanwhile ---------------------------------------------------------------

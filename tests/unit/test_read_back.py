@@ -219,7 +219,7 @@ def test_reading_asks_before_each_request(
 
 def _table(store: ckptstore.Store) -> PieceTable:
     (version,) = store.versions()
-    table: PieceTable = store._manifests.load(version).pieces
+    table: PieceTable = store.repo.manifests.load(version).pieces
     return table
 
 

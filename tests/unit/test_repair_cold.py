@@ -36,7 +36,7 @@ def _replica(hot: ckptstore.Store, name: str, shelf: Shelf) -> ckptstore.Store:
 
 
 def _packs(store: ckptstore.Store, ref: str) -> set[str]:
-    table = store._manifests.load(store.resolve(ref)).pieces
+    table = store.repo.manifests.load(store.resolve(ref)).pieces
     return set(map(pack_key, table.packs))
 
 

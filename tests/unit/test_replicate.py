@@ -470,7 +470,7 @@ def test_what_came_back_unchecked_is_not_relied_on(backends: Backends) -> None:
 
     def let_go() -> list[int]:
         old = second.versions()[:1]
-        done = evict(second.repo, second._manifests, first.repo, old, missing=lambda _: set())
+        done = evict(second.repo, first.repo, old, missing=lambda _: set())
         return [version.step for version in done.evicted]
 
     assert let_go() == []

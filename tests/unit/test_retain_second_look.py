@@ -143,8 +143,8 @@ def test_what_is_not_all_there_stays(job: Job, tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "hot") as hot:
         hot.replicate(tmp_path / "cold")
     with ckptstore.open(tmp_path / "cold") as cold:
-        packs = cold._manifests.load(cold.resolve("gpt@2")).pieces.packs
-        others = cold._manifests.load(cold.resolve("gpt@1")).pieces.packs
+        packs = cold.repo.manifests.load(cold.resolve("gpt@2")).pieces.packs
+        others = cold.repo.manifests.load(cold.resolve("gpt@1")).pieces.packs
     (pack,) = set(packs) - set(others)
     next((tmp_path / "cold").rglob(f"{pack}.pack")).unlink()
     step = _step(run_job(job))

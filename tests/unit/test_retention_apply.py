@@ -98,7 +98,7 @@ def test_what_is_pinned_after_the_plan_keeps_its_content(
 ) -> None:
     """The commit refuses by itself, whatever the plan was."""
     version = store.resolve("gpt@10")
-    less = ageing.prepare(store.repo, store._manifests, version, Target(level=level), []).move
+    less = ageing.prepare(store.repo, version, Target(level=level), []).move
     with ckptstore.open(path) as other:
         other.pin("gpt@10")
     before = store.repo.refresh().number

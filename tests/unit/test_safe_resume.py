@@ -91,7 +91,7 @@ def test_a_resume_from_fewer_bytes_is_within_the_spread_of_seeds(tmp_path: Path)
         run.save(training.state(), step=1)
         version = run.save(training.state(), step=2, encodings=_RULES, codec="raw")
         full, rounded = run.load(1), run.load(2)
-        tensors = read_content(store._manifests.load(version)).tensors()
+        tensors = read_content(store.repo.manifests.load(version)).tensors()
     sizes = version.roles.values()
     assert sum(role.stored for role in sizes) <= 0.45 * sum(role.logical for role in sizes)
     lossy = [one for one in tensors if one.encoding != "lossless"]

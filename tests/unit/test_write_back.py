@@ -234,7 +234,7 @@ def test_what_cannot_come_is_said(tiers: Tiers, tmp_path: Path) -> None:
     good = run.save(state_of(2), step=2)
     key = tiers.hot.repo.catalog.version(bad.id).manifest_key
     (tmp_path / "hot" / key).unlink()
-    tiers.hot._manifests._kept.clear()
+    tiers.hot.repo.manifests._kept.clear()
     tiers.held.set()
     assert tiers.hot.wait_replicated(good, _PATIENCE_S).state == "replicated"
     with pytest.raises(NotReplicatedError, match="is gone"):

@@ -116,7 +116,7 @@ def import_directory(
     catalog = repo.refresh()
     check_wishes(repo.catalog, request)
     parent = catalog.head(run) if catalog.has_run(run) else None
-    shared = [] if parent is None else shareable(store._manifests, parent)
+    shared = [] if parent is None else shareable(store.repo, parent)
     try:
         described = read_metadata(_metadata_bytes(folder), where=str(folder / METADATA_FILE))
         paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
@@ -124,7 +124,7 @@ def import_directory(
         parts = importing.write(_items(described), shared, progress)
     except OSError as error:
         raise translate(error, f"reading {error.filename or folder}") from error
-    return commit_parts(repo, store._manifests, parts, paths, request, roles=roles or {})
+    return commit_parts(repo, parts, paths, request, roles=roles or {})
 
 
 class _Importing:

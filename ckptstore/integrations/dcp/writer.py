@@ -264,7 +264,7 @@ class CkptStoreWriter(StorageWriter):
         if not self._share:
             return []
         parent = catalog.head(self._run.name) if catalog.has_run(self._run.name) else None
-        return [] if parent is None else shareable(self._store._manifests, parent)
+        return [] if parent is None else shareable(self._store.repo, parent)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the version; called by torch on the coordinator, when all ranks have written.
@@ -294,7 +294,6 @@ class CkptStoreWriter(StorageWriter):
         waited = self._repo.environment.monotonic() - self._began
         self.version = commit_parts(
             self._repo,
-            self._store._manifests,
             parts,
             _paths(metadata.planner_data, metadata.state_dict_metadata),
             request,

@@ -17,7 +17,6 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import pack as packs
@@ -83,7 +82,6 @@ class Survey:
     """
 
     repo: Repo
-    cache: Manifests
     full: bool
     sample: Sample | None = None
     progress: ProgressCallback = silent
@@ -184,7 +182,7 @@ class Survey:
 
     def _load(self, version: Version) -> Loaded:
         try:
-            return read_content(self.cache.read(version))
+            return read_content(self.repo.manifests.read(version))
         except (IntegrityError, FormatError) as error:
             return error
 

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.cold_reads import thaw_command
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import (
     ColdObjectError,
     CorruptObjectError,
@@ -48,9 +47,7 @@ class LatestValid:
     skipped: tuple[Skipped, ...]
 
 
-def latest_valid(
-    repo: Repo, cache: Manifests, run: str, *, progress: ProgressCallback = silent
-) -> LatestValid:
+def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -> LatestValid:
     """Return the newest version of a run of which every byte is right; reads every byte of it.
 
     Raises
@@ -67,7 +64,7 @@ def latest_valid(
 
     def attempt(version: Version) -> Version:
         """Return a version of which every byte is right; raise what is wrong with another."""
-        survey = Survey(repo=repo, cache=cache, full=True, progress=progress)
+        survey = Survey(repo=repo, full=True, progress=progress)
         survey.total_bytes = sum(part.logical for part in version.roles.values())
         survey.check(version)
         touching = [problem for problem in survey.problems if problem.version]

@@ -90,7 +90,7 @@ def _names(survey: Survey, version: Version) -> Iterator[str]:
         return
     yield version.manifest_key
     try:
-        yield from map(pack_key, survey.cache.load(version).pieces.packs)
+        yield from map(pack_key, survey.repo.manifests.load(version).pieces.packs)
     except StorageError:
         raise
     except CkptStoreError:

@@ -15,7 +15,6 @@ from typing import Literal
 
 from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes, snapshots
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
 from ckptstore.errors import (
     CorruptObjectError,
@@ -103,7 +102,6 @@ def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | Non
 
 def verify(
     repo: Repo,
-    cache: Manifests,
     *,
     versions: Sequence[Version] | None = None,
     level: Level = "full",
@@ -155,7 +153,7 @@ def verify(
         repo.check_writable()
     began = repo.environment.monotonic()
     repo.refresh()
-    survey = Survey(repo=repo, cache=cache, full=level == "full", sample=sample, progress=progress)
+    survey = Survey(repo=repo, full=level == "full", sample=sample, progress=progress)
     if executor is None or (executor == THREADS and workers is None):
         return _verify(survey, versions, began, None, record=record, resume=resume)
     with open_engine(executor, workers=workers, environment=repo.environment) as engine:

@@ -19,7 +19,6 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content, read_content
-from ckptstore.checkpoint.manifests import read_manifest
 from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import Engine
@@ -36,6 +35,7 @@ from ckptstore.maintenance.check.piece_checks import (
 )
 from ckptstore.maintenance.check.recipe_checks import problems_of, recipe_key, row_of_recipe
 from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows

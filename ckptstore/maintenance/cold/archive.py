@@ -25,7 +25,6 @@ from ckptstore.backends.storage_classes import (
     class_named,
 )
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import (
     CkptStoreError,
     ColdObjectError,
@@ -159,7 +158,6 @@ def archivable(
 
 def archive(
     repo: Repo,
-    cache: Manifests,
     versions: Sequence[Version],
     storage_class: str,
     *,
@@ -191,7 +189,7 @@ def archive(
     work = _Archiving(
         repo=repo,
         cold=cold,
-        reach=Reach(repo, cache, progress=progress),
+        reach=Reach(repo, progress=progress),
         target=found,
         named={version.id for version in versions},
         dry_run=dry_run,

@@ -14,7 +14,6 @@ from ckptstore import limits
 from ckptstore.backends.cold import Access, ColdStorage, ObjectState, cold_storage
 from ckptstore.backends.storage_classes import class_named
 from ckptstore.checkpoint.cold_reads import thaw_command
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.selection import Selection, select
 from ckptstore.errors import (
     InvalidInputError,
@@ -86,7 +85,7 @@ class ThawReport:
         return self.readable.count == self.packs.count
 
 
-def thaw(repo: Repo, cache: Manifests, version: Version, request: ThawRequest) -> ThawReport:
+def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
     """Ask for the restore of what a version needs; return how far that is.
 
     On storage that needs no restore, everything is readable.
@@ -109,7 +108,7 @@ def thaw(repo: Repo, cache: Manifests, version: Version, request: ThawRequest) -
     if version.level == "record":
         msg = f"only the record of {version.run}@{version.step} is kept"
         raise VersionNotFoundError(msg, hint=_elsewhere(repo, version))
-    part = select(cache.load(version), request.selection, version=version.id)
+    part = select(repo.manifests.load(version), request.selection, version=version.id)
     packs = sorted(Footprint.of(part).packs)
     cold = cold_storage(repo.backend)
     if cold is None:

@@ -15,7 +15,6 @@ from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
@@ -133,7 +132,6 @@ class _Collection:
     """One collection under way; owned by the calling thread."""
 
     repo: Repo
-    cache: Manifests
     request: _Request
     reach: Reach
     found: Candidates
@@ -167,7 +165,7 @@ class _Collection:
         if self.request.repack_below is None:
             return Rebased()
         dry_run = self.request.dry_run
-        rebased = rebase(self.repo, self.cache, self.reach, dry_run=dry_run, progress=self.progress)
+        rebased = rebase(self.repo, self.reach, dry_run=dry_run, progress=self.progress)
         if not dry_run:
             self.found.dead.update(dead_keys(rebased) & self.found.objects.keys())
         return rebased
@@ -177,7 +175,6 @@ class _Collection:
         self.condemn()
         repacked = repack(
             self.repo,
-            self.cache,
             self.reach,
             victims,
             progress=self.progress,
@@ -216,7 +213,6 @@ class _Collection:
 
 def gc(
     repo: Repo,
-    cache: Manifests,
     *,
     grace_s: float = limits.GC_GRACE_S,
     orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
@@ -285,12 +281,11 @@ def gc(
         force=force,
     )
     with spread_over(repo, executor, workers) as spread:
-        return _collect(repo, cache, request, progress, spread)
+        return _collect(repo, request, progress, spread)
 
 
 def _collect(
     repo: Repo,
-    cache: Manifests,
     request: _Request,
     progress: ProgressCallback,
     spread: Spread | None,
@@ -309,9 +304,8 @@ def _collect(
     )
     work = _Collection(
         repo=repo,
-        cache=cache,
         request=request,
-        reach=Reach(repo, cache, progress=progress, spread=spread),
+        reach=Reach(repo, progress=progress, spread=spread),
         found=found,
         progress=progress,
         spread=spread,

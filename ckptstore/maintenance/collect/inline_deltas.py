@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import ColdObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
@@ -91,7 +90,6 @@ class _Family:
 
 def rebase(
     repo: Repo,
-    cache: Manifests,
     reach: Reach,
     *,
     dry_run: bool = False,
@@ -109,7 +107,7 @@ def rebase(
     CkptStoreError
         As :meth:`ckptstore.catalog.log.Log.append`.
     """
-    families = _families(repo, cache, reach)
+    families = _families(repo, reach)
     if not families:
         return Rebased()
     chosen: dict[_Chunk, _Child] = {}
@@ -133,7 +131,7 @@ def rebase(
         done, total = len(rescue.rescued), len(chosen)
         progress(Progress(stage="rebase", done=done, total=total, unit="pieces"))
     rescue.flush()
-    versions = relocate(repo, cache, reach, packs, _change(chosen, rescue.placed))
+    versions = relocate(repo, reach, packs, _change(chosen, rescue.placed))
     return Rebased(
         pieces_count=len(rescue.placed),
         written_bytes=rescue.written_bytes,
@@ -143,7 +141,7 @@ def rebase(
     )
 
 
-def _families(repo: Repo, cache: Manifests, reach: Reach) -> dict[_Chunk, _Family]:
+def _families(repo: Repo, reach: Reach) -> dict[_Chunk, _Family]:
     """Return the bases that are needed as bases only and whose children take less without them."""
     catalog = repo.refresh()
     needs = reach.of(catalog)
@@ -155,7 +153,7 @@ def _families(repo: Repo, cache: Manifests, reach: Reach) -> dict[_Chunk, _Famil
         manifest = None
         if need.deltas and not found.damaged:  # one that has lost parts stays as it is
             with contextlib.suppress(IntegrityError, NotFoundError):  # the next collection sees it
-                manifest = cache.load(found)
+                manifest = repo.manifests.load(found)
         if manifest is None:
             offsets = (table.offset for table in need.chunks)
             needed += zip(need.packs, offsets, strict=True)

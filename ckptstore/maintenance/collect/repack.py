@@ -18,7 +18,6 @@ from ckptstore.backends.base import ObjectInfo
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
@@ -30,6 +29,7 @@ from ckptstore.maintenance.collect.copy_live import Moved, Recopy, Victim, recop
 from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
 from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -79,7 +79,6 @@ def choose(
 
 def repack(
     repo: Repo,
-    cache: Manifests,
     reach: Reach,
     victims: Sequence[Victim],
     *,
@@ -109,7 +108,6 @@ def repack(
         places, skipped = _copied(repo, batch, tell, spread)
         moved = relocate(
             repo,
-            cache,
             reach,
             places,
             lambda manifest, places=places: _elsewhere(manifest.pieces, places),  # type: ignore[misc]
@@ -188,7 +186,6 @@ def _batches(victims: Sequence[Victim]) -> Iterator[list[Victim]]:
 
 def relocate(
     repo: Repo,
-    cache: Manifests,
     reach: Reach,
     packs: Container[str],
     change: Callable[[Manifest], PieceTable | None],
@@ -222,7 +219,7 @@ def relocate(
     moved = 0
     for start in range(0, len(concerned), limits.GC_MOVES_PER_COMMIT):
         part = concerned[start : start + limits.GC_MOVES_PER_COMMIT]
-        moves = list(_moves(repo, cache, reach, part, change))
+        moves = list(_moves(repo, reach, part, change))
         old = {version.id: version.manifest_key for version in part}
         taken: list[int] = []
 
@@ -259,7 +256,6 @@ def _still(now: Catalog, move: Move, key: str) -> bool:
 
 def _moves(
     repo: Repo,
-    cache: Manifests,
     reach: Reach,
     versions: Sequence[Version],
     change: Callable[[Manifest], PieceTable | None],
@@ -269,7 +265,7 @@ def _moves(
     def one(version: Version) -> tuple[Move, Manifest] | None:
         """Write the new manifest of a version; None if it stays, or is another by now."""
         try:
-            manifest = cache.load(version)
+            manifest = repo.manifests.load(version)
         except (IntegrityError, NotFoundError):
             if not changed(repo, version):
                 raise
@@ -284,7 +280,7 @@ def _moves(
 
 
 def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manifest]:
-    pointer = put_manifest(repo, manifest)
+    pointer = repo.manifests.put(manifest)
     move = Move(
         version=version.id,
         based_on=version.manifest_digest,

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests, read_manifest
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
@@ -27,6 +26,7 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.format.snapshot import Details
 from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -122,13 +122,11 @@ class Reach:
     def __init__(
         self,
         repo: Repo,
-        cache: Manifests,
         *,
         progress: ProgressCallback = silent,
         spread: Spread | None = None,
     ) -> None:
         self._repo = repo
-        self._cache = cache
         self._progress = progress
         self._spread = spread
         self._known: dict[bytes, Footprint] = {}
@@ -211,7 +209,7 @@ class Reach:
 
     def _footprint(self, version: Version) -> Footprint | CkptStoreError:
         try:
-            return Footprint.of(self._cache.load(version))
+            return Footprint.of(self._repo.manifests.load(version))
         except (IntegrityError, FormatError, NotFoundError) as error:
             return error
 

@@ -24,7 +24,6 @@ from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.sealing import DataKey, UserKey
 from ckptstore.catalog.reading import LogReader
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
 from ckptstore.errors import (
     CorruptObjectError,
@@ -265,7 +264,6 @@ def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
         catalog = repo.refresh()
     except (IntegrityError, FormatError):
         catalog = repo.log.catalog  # what came before the damage
-    cache = Manifests(repo)
     own: Counter[int] = Counter()
     foreign: Counter[int] = Counter()
     looked = 0
@@ -274,7 +272,7 @@ def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
         if votes is foreign and foreign.total() >= _LOOKED_AT:
             continue
         with suppress(IntegrityError, FormatError, NotFoundError):  # another may be sound
-            votes[cache.load(version).chunk_bytes] += 1
+            votes[repo.manifests.load(version).chunk_bytes] += 1
         looked += votes is own
         if looked >= _LOOKED_AT:
             break

@@ -16,7 +16,6 @@ from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.commit import Op
@@ -30,6 +29,7 @@ from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
 from ckptstore.maintenance.repair.repair_items import Item, RowDtype, is_unlike, lost_of, needed
 from ckptstore.maintenance.repair.repair_report import CommitFinding, Lost, Mended, RepairReport
 from ckptstore.maintenance.repair.repair_sources import Sources
+from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -38,7 +38,6 @@ __all__ = ["repair"]
 
 def repair(
     repo: Repo,
-    cache: Manifests,
     *,
     sources: Sequence[Repo] = (),
     level: Level = "full",
@@ -74,9 +73,9 @@ def repair(
     if not _log_is_whole(repo, commits, dry_run=dry_run):
         return _unreadable(repo, commits, dry_run=dry_run)
     snapshots = mend_snapshots(repo, dry_run=dry_run)
-    survey = Survey(repo=repo, cache=cache, full=level == "full", progress=progress)
+    survey = Survey(repo=repo, full=level == "full", progress=progress)
     rescue = Rescue(repo=repo, dry_run=dry_run, progress=progress)
-    found = Sources(repo=repo, cache=cache, others=sources, survey=survey, rescue=rescue)
+    found = Sources(repo=repo, others=sources, survey=survey, rescue=rescue)
     work = _Repair(repo=repo, sources=found, survey=survey, rescue=rescue)
     work.look()
     cut = cut_short(survey, find_leftovers(survey))
@@ -251,7 +250,7 @@ class _Repair:
             pieces=replaced(table, old.first[-1], places),
         )
         # A name of its own: that of the manifest that is lost may be taken by what is left of it.
-        pointer = put_manifest(self.repo, manifest)
+        pointer = self.repo.manifests.put(manifest)
         version = item.version
         return Move(
             version=version.id,

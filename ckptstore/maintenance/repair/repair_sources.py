@@ -12,7 +12,6 @@ from itertools import chain
 
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
@@ -33,22 +32,15 @@ class Sources:
 
     repo: Repo
     """The store that is mended."""
-    cache: Manifests
     others: Sequence[Repo]
     """Other stores, in the order in which they are asked."""
     survey: Survey
     rescue: Rescue
-    _caches: list[Manifests] = field(default_factory=list)
     _cold: list[tuple[Repo, Version, set[bytes]]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        """Remember manifests of each store."""
-        self._caches += [Manifests(other) for other in self.others]
 
     def rebuilt(self, version: Version) -> Content | None:
         """Return what a version holds, from one that holds the same, here or elsewhere."""
-        stores = zip((self.repo, *self.others), (self.cache, *self._caches), strict=True)
-        for repo, cache in stores:
+        for repo in (self.repo, *self.others):
             catalog = repo.catalog if repo is self.repo else repo.refresh()
             for other in catalog.versions(newest_first=True):
                 if other.level == "record" or other.content != version.content:
@@ -56,7 +48,7 @@ class Sources:
                 if repo is self.repo and other.id in self.survey.unread:
                     continue
                 try:
-                    manifest = cache.load(other)
+                    manifest = repo.manifests.load(other)
                     if content_digest(manifest) != version.content:
                         continue
                     return read_content(as_version(manifest, version))
@@ -72,10 +64,10 @@ class Sources:
         self._from_here(items)
         rescue.salvage()
         rescue.scan({p: i.size_bytes for k, i in self.survey.sizes.items() if (p := pack_id(k))})
-        for other, cache in zip(self.others, self._caches, strict=True):
+        for other in self.others:
             if not rescue.missing:
                 break
-            self._from_other(items, other, cache)
+            self._from_other(items, other)
         rescue.flush()
         if rescue.missing:
             self._rebase(items)
@@ -100,7 +92,7 @@ class Sources:
         """Take what other versions of this store have, or packs whose index alone is damaged."""
         rescue, survey = self.rescue, self.survey
         contents = [item.content.manifest for item in items]
-        others = (manifest for _, manifest in _manifests(self.repo, self.cache))
+        others = (manifest for _, manifest in _manifests(self.repo))
         for manifest in chain(contents, others):
             table = manifest.pieces
             copies = []
@@ -116,7 +108,7 @@ class Sources:
             if not rescue.missing:
                 return
 
-    def _from_other(self, items: Sequence[Item], other: Repo, cache: Manifests) -> None:
+    def _from_other(self, items: Sequence[Item], other: Repo) -> None:
         """Take what versions of another store have: first those that hold the same."""
         rescue = self.rescue
         ids = {item.version.id for item in items}
@@ -125,7 +117,7 @@ class Sources:
         near = [one for one in versions if one.id in ids or one.content in contents]
         refused: set[str] = set()
         noted: set[bytes] = set()
-        for version, manifest in _manifests(other, cache, first=near):
+        for version, manifest in _manifests(other, first=near):
             table = manifest.pieces
             names = table.packs
             rows = rows_of(table, rescue.missing)
@@ -166,16 +158,14 @@ class Sources:
                 rescue.rebase(moved, [row for row in left if table.base_of(row) in places])
 
 
-def _manifests(
-    repo: Repo, cache: Manifests, first: Sequence[Version] = ()
-) -> Iterator[tuple[Version, Manifest]]:
+def _manifests(repo: Repo, first: Sequence[Version] = ()) -> Iterator[tuple[Version, Manifest]]:
     """Yield the versions of a store whose manifest can be read, newest first."""
     done = {version.id for version in first}
     rest = (v for v in repo.catalog.versions(newest_first=True) if v.id not in done)
     for version in chain(first, rest):
         if version.level != "record":
             try:
-                manifest = cache.load(version)
+                manifest = repo.manifests.load(version)
             except (IntegrityError, FormatError):
                 continue  # nothing can be had from it; of this store it is reported already
             yield version, manifest

@@ -19,7 +19,6 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import logical_bytes, read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import IntegrityError
 from ckptstore.events import ProgressCallback
 from ckptstore.format.keys import pack_key
@@ -86,7 +85,6 @@ def transplant(
     *,
     source: Repo,
     target: Repo,
-    target_cache: Manifests,
     source_id: str,
     without: Collection[str],
     progress: ProgressCallback,
@@ -115,7 +113,7 @@ def transplant(
     """
     began = target.environment.monotonic()
     own = manifest.first[-1]
-    found, bases = _located(manifest, target, target_cache, source_id, without, only)
+    found, bases = _located(manifest, target, source_id, without, only)
     missing = [row for row, place in found.items() if place is None]
     labels = read_content(manifest).labels
     owners = np.zeros(len(manifest.pieces), np.int64)
@@ -180,7 +178,6 @@ def foresee(
     manifest: Manifest,
     *,
     target: Repo,
-    target_cache: Manifests,
     source_id: str,
     only: Sequence[str],
     planned: set[bytes],
@@ -193,7 +190,7 @@ def foresee(
         Ids of pieces that travel before, for versions that are copied earlier; is added to.
     """
     table = manifest.pieces
-    found, _ = _located(manifest, target, target_cache, source_id, (), only)
+    found, _ = _located(manifest, target, source_id, (), only)
     chunks: dict[tuple[int, int], int] = {}
     for row, place in found.items():
         piece = table.ids[row].tobytes()
@@ -207,7 +204,6 @@ def foresee(
 def _located(
     manifest: Manifest,
     target: Repo,
-    cache: Manifests,
     source_id: str,
     without: Collection[str],
     only: Sequence[str] | None,
@@ -224,19 +220,18 @@ def _located(
     else:
         candidates = [version for version in map(catalog.version, only) if _is_at_hand(version)]
     rows = range(manifest.first[-1])
-    found = _find(table, rows, target, cache, candidates, without, deltas=True)
+    found = _find(table, rows, target, candidates, without, deltas=True)
     bases: dict[int, int] = {}
     for row in rows:
         if found[row] is None and (base := table.base_of(row)) is not None:
             bases.setdefault(base, row)
-    return found | _find(table, bases, target, cache, candidates, without, deltas=False), bases
+    return found | _find(table, bases, target, candidates, without, deltas=False), bases
 
 
 def _find(
     table: PieceTable,
     rows: Collection[int],
     target: Repo,
-    cache: Manifests,
     candidates: Sequence[Version],
     without: Collection[str],
     *,
@@ -251,7 +246,7 @@ def _find(
         if not left or looked > limits.TRANSPLANT_PIECES_MAX:
             break
         try:
-            there = cache.load(version).pieces
+            there = target.manifests.load(version).pieces
         except IntegrityError:  # a damaged manifest: nothing can be shared with that one
             continue
         looked += len(there)

@@ -20,7 +20,6 @@ from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.fold_lifecycle import LEVELS
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.format.commit import Op
 from ckptstore.maintenance.replicas.recheck import SecondLook
 from ckptstore.maintenance.replicas.remote_pins import Pins
@@ -64,7 +63,6 @@ class EvictReport:
 
 def evict(
     here: Repo,
-    cache: Manifests,
     there: Repo,
     versions: Sequence[Version],
     *,
@@ -80,8 +78,6 @@ def evict(
 
     Parameters
     ----------
-    cache
-        Manifests of this store.
     there
         The other store.
     versions
@@ -101,7 +97,7 @@ def evict(
         One of the storages failed. What was evicted before stays so.
     """
     pins = Pins(here=here, there=there) if pin else None
-    work = _Evicting(here=here, cache=cache, there=there, pins=pins)
+    work = _Evicting(here=here, there=there, pins=pins)
     chosen = work.evictable(here.refresh(), versions, coming if dry_run else ())
     if dry_run:
         return work.foreseen(versions, chosen)
@@ -125,7 +121,6 @@ class _Evicting:
     """One eviction; owned by the calling thread."""
 
     here: Repo
-    cache: Manifests
     there: Repo
     pins: Pins | None = None
     evicted: list[Version] = field(default_factory=list)
@@ -136,7 +131,6 @@ class _Evicting:
     def __post_init__(self) -> None:
         self.second = SecondLook(
             here=self.here,
-            cache=self.cache,
             there=self.there,
             holds=self._still_holds,
             done="evicted",

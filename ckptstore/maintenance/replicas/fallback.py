@@ -21,7 +21,6 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.config import Options
 from ckptstore.errors import (
     CkptStoreError,
@@ -56,7 +55,7 @@ class Tier:
     """A replica that may be asked; is opened when it is."""
 
     info: ReplicaInfo
-    open: Callable[[], tuple[Repo, Manifests]]
+    open: Callable[[], Repo]
     """Raises what opening a store raises, and ReplicaChangedError."""
 
     def __str__(self) -> str:
@@ -70,7 +69,6 @@ class Found:
 
     tier: Tier
     repo: Repo
-    cache: Manifests
     version: Version
     manifest: Manifest
 
@@ -137,7 +135,7 @@ class FallThrough:
         CkptStoreError
             It cannot be opened or read.
         """
-        repo, cache = tier.open()
+        repo = tier.open()
         catalog = repo.refresh()
         if not catalog.has_version(self.version.id):
             msg = "it does not have the version"
@@ -151,11 +149,11 @@ class FallThrough:
             what = "as another state" if there.level == "full" else f"only as {there.level}"
             msg = f"it has the version {what}"
             raise CorruptObjectError(msg)
-        manifest = cache.load(there)
+        manifest = repo.manifests.load(there)
         if content_digest(manifest) != there.content:
             msg = "its manifest of the version is not of the state that the log names"
             raise CorruptObjectError(msg)
-        return Found(tier=tier, repo=repo, cache=cache, version=there, manifest=manifest)
+        return Found(tier=tier, repo=repo, version=there, manifest=manifest)
 
     def _first_content(self) -> str:
         """Return the digest of the state as it was first saved or brought here; from the log."""

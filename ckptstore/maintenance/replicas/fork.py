@@ -15,7 +15,6 @@ from ckptstore.catalog import changes, lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.checkpoint.request import NOWHERE
 from ckptstore.checkpoint.selection import Selection, logical_roles, select
 from ckptstore.errors import CondemnedError, ConflictError, CorruptObjectError, InvalidInputError
@@ -26,6 +25,7 @@ from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY, Landed, transplant
 from ckptstore.maintenance.replicas.fallback import Found
+from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
 
@@ -48,7 +48,6 @@ class ForkRequest:
 
 def fork(
     repo: Repo,
-    cache: Manifests,
     source: Version,
     request: ForkRequest,
     *,
@@ -89,16 +88,14 @@ def fork(
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
         source = catalog.version(source.id)
         _check_whole(source)
-        held = cache.load(source) if lender is None else lender.manifest
+        held = repo.manifests.load(source) if lender is None else lender.manifest
         manifest = select(held, request.selection, version=version)
         if lender is not None:
-            landed = _bring(
-                manifest, lender.version, lender.repo, repo, cache, without, request.progress
-            )
+            landed = _bring(manifest, lender.version, lender.repo, repo, without, request.progress)
             manifest, build.roles = landed.manifest, landed.roles
         build.manifest = manifest
         build.content = content_digest(manifest)
-        build.pointer = put_manifest(repo, manifest, name=name)
+        build.pointer = repo.manifests.put(manifest, name=name)
         try:
             repo.log.append(build)
         except CondemnedError as error:
@@ -108,7 +105,7 @@ def fork(
             name = repo.environment.random_hex(16)  # a name is never used again
             catalog = repo.refresh()
         else:
-            cache.keep(build.pointer.digest, manifest)
+            repo.manifests.keep(build.pointer.digest, manifest)
             return repo.catalog.version(version)
     raise AssertionError  # pragma: no cover - the loop has no other end
 
@@ -146,9 +143,7 @@ class _Forking:
 
 def fork_into(
     target: Repo,
-    target_cache: Manifests,
     repo: Repo,
-    cache: Manifests,
     source: Version,
     request: ForkRequest,
     *,
@@ -180,16 +175,16 @@ def fork_into(
     version = name = target.environment.random_hex(16)
     plan = _Landing.of(repo, source, request, version=version)
     plan(target.refresh())  # refuses now what the commit would refuse
-    held = cache.load(source) if lender is None else lender.manifest
+    held = repo.manifests.load(source) if lender is None else lender.manifest
     wanted = select(held, request.selection, version=version)
     place = repo if lender is None else lender.repo
     without: set[str] = set()
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        landed = _bring(wanted, source, place, target, target_cache, without, request.progress)
+        landed = _bring(wanted, source, place, target, without, request.progress)
         plan.manifest, plan.roles = landed.manifest, landed.roles
         plan.receipt = landed.receipt
         plan.content = content_digest(landed.manifest)
-        plan.pointer = put_manifest(target, landed.manifest, name=name)
+        plan.pointer = target.manifests.put(landed.manifest, name=name)
         try:
             target.log.append(plan)
         except CondemnedError as error:
@@ -198,7 +193,7 @@ def fork_into(
             without.update(pack for key in error.keys if (pack := pack_id(key)))
             name = target.environment.random_hex(16)
         else:
-            target_cache.keep(plan.pointer.digest, landed.manifest)
+            target.manifests.keep(plan.pointer.digest, landed.manifest)
             return target.catalog.version(version)
     raise AssertionError  # pragma: no cover - the loop has no other end
 
@@ -266,7 +261,6 @@ def _bring(
     source: Version,
     place: Repo,
     target: Repo,
-    target_cache: Manifests,
     without: Collection[str],
     progress: ProgressCallback,
 ) -> Landed:
@@ -276,7 +270,6 @@ def _bring(
             wanted,
             source=place,
             target=target,
-            target_cache=target_cache,
             source_id=source.id,
             without=without,
             progress=progress,

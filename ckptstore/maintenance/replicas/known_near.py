@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import IntegrityError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
+from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.plan import Want
@@ -74,11 +74,10 @@ def known_here(repo: Repo, version: Version) -> KnownPieces:
     own = [version.id] if version.level != "record" else []
     near = [*own, *(next(filter(is_at_hand, part), "") for part in (before, after))]
     near += [version.parent, catalog.head_id(version.run), *(head.id for head in heads)]
-    cache = Manifests(repo, kept=1)
     tables: list[PieceTable] = []
     for one in dict.fromkeys(filter(is_at_hand, near)):
         try:
-            tables.append(cache.load(catalog.version(one)).pieces)
+            tables.append(read_manifest(repo.backend, catalog.version(one)).pieces)
         except IntegrityError:  # that one is damaged: nothing is known of it
             continue
     gone = {pack for table in tables for pack in table.packs if catalog.gone([pack_key(pack)])}

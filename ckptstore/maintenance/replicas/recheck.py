@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from ckptstore.catalog import replica_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_changes import Arrival
-from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.commit import Op
 from ckptstore.format.lifecycle_ops import Quarantine
 from ckptstore.maintenance.replicas.replicate_report import Failure
 from ckptstore.maintenance.retention.remove import undelete
+from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -34,8 +34,6 @@ class SecondLook:
     """Looks at another store once more, and takes back what has to be; owned by one thread."""
 
     here: Repo
-    cache: Manifests
-    """Manifests of this store."""
     there: Repo
     holds: Callable[[Version], bool]
     """Says whether the other store holds a version, by its log as it was last read."""
@@ -80,7 +78,7 @@ class SecondLook:
         named = f"{version.run}@{version.step} (#{version.id[:8]})"
         try:
             if version.id in deleted:
-                undelete(self.here, self.cache, [version.id])
+                undelete(self.here, [version.id])
             else:
                 self._take_back(version)
         except CkptStoreError as error:
@@ -104,8 +102,8 @@ class SecondLook:
         StorageError
             The storage failed.
         """
-        manifest = self.cache.load(version)
-        pointer = put_manifest(self.here, manifest)
+        manifest = self.here.manifests.load(version)
+        pointer = self.here.manifests.put(manifest)
         arrival = Arrival(
             manifest=pointer,
             roles=version.roles,

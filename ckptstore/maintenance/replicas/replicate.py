@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from ckptstore.catalog import replica_changes
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.engine.engine import THREADS, EngineSpec, open_engine
 from ckptstore.errors import ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
@@ -42,10 +41,12 @@ __all__ = ["Failure", "LeftOut", "ReplicateReport", "ReplicateRequest", "read_ba
 
 _log = logging.getLogger("ckptstore")
 
+# Manifests of the target that stay in memory: heads, neighbours, and the last that came.
+_KEPT = 12
+
 
 def replicate(
     source: Repo,
-    cache: Manifests,
     target: Repo,
     versions: Sequence[Version],
     request: ReplicateRequest,
@@ -87,7 +88,8 @@ def replicate(
         if not (executor is None or request.dry_run or (executor == THREADS and workers is None)):
             opening = open_engine(executor, workers=workers, environment=target.environment)
             engine = stack.enter_context(opening)
-        sides = Sides.of(source, cache, target, request, engine)
+        sides = Sides.of(source, target, request, engine)
+        stack.enter_context(target.manifests.keeping(_KEPT))
         return _replicate(sides, versions, began)
 
 
@@ -168,14 +170,13 @@ class _Replication:
         self.near.note_heads()
         for version in self.missing:
             try:
-                manifest = self.sides.cache.load(version)
+                manifest = self.sides.source.manifests.load(version)
             except IntegrityError as error:
                 self._failed(version, error)
                 continue
             found = foresee(
                 manifest,
                 target=self.sides.target,
-                target_cache=self.sides.target_cache,
                 source_id=version.id,
                 only=self._near(version),
                 planned=planned,

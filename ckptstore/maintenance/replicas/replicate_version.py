@@ -16,7 +16,6 @@ from ckptstore.catalog import replica_changes
 from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY, Arrival
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest, read_content
-from ckptstore.checkpoint.manifests import put_manifest, relied_on
 from ckptstore.errors import (
     ColdObjectError,
     CondemnedError,
@@ -30,6 +29,7 @@ from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.replicas.copy_manifest import Landed, transplant
 from ckptstore.maintenance.replicas.replication_context import Sides
 from ckptstore.maintenance.retention.remove import undelete
+from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.read_back import altered
@@ -107,7 +107,7 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
 def take_back_deletion(sides: Sides, version: Version) -> bool:
     """Undelete a version in the target; say whether as much of it is there then."""
     try:
-        undelete(sides.target, sides.target_cache, [version.id])
+        undelete(sides.target, [version.id])
     except (VersionNotFoundError, CondemnedError, CorruptObjectError):
         return False
     except InvalidInputError:  # somebody else did meanwhile
@@ -127,7 +127,7 @@ def _land(
     if version.damaged:
         msg = f"parts of {version.run}@{version.step} (#{version.id[:8]}) are lost"
         raise CorruptObjectError(msg, hint="mend it first: ckptstore repair")
-    manifest = sides.cache.load(version)
+    manifest = sides.source.manifests.load(version)
     if content_digest(manifest) != version.content:
         msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
         raise CorruptObjectError(msg, hint="run ckptstore verify")
@@ -138,7 +138,6 @@ def _land(
             source=sides.source,
             target=sides.target,
             copier=sides.copier(),
-            target_cache=sides.target_cache,
             source_id=version.id,
             only=near,
             without=without,
@@ -190,7 +189,7 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
     Not if another brought it, or the target deleted it, meanwhile.
     """
     target, source = sides.target, sides.source
-    pointer = put_manifest(target, landed.manifest)
+    pointer = target.manifests.put(landed.manifest)
     arrival = Arrival(
         manifest=pointer,
         roles=landed.roles,
@@ -210,5 +209,5 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
     if commit is None:
         deleted = target.catalog.version(version.id).deleted
         return "deleted in the target" if deleted else "present"
-    sides.target_cache.keep(arrival.manifest.digest, landed.manifest)
+    sides.target.manifests.keep(arrival.manifest.digest, landed.manifest)
     return "copied"

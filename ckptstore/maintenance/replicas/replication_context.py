@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from ckptstore.backends.base import Backend
 from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.engine.engine import Engine
 from ckptstore.maintenance.replicas.copy_manifest import Copier, copier_between
 from ckptstore.maintenance.replicas.replicate_report import ReplicateRequest
@@ -22,8 +21,6 @@ __all__ = ["Near", "Sides", "read_back"]
 _NEIGHBOURS = 8
 # Heads of other runs of the target that are asked too. Source: each is one manifest in memory.
 _HEADS = 4
-# Manifests of the target that are kept meanwhile: heads, neighbours, and the last that came.
-_KEPT = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +28,7 @@ class Sides:
     """Source and target, and what is asked for."""
 
     source: Repo
-    cache: Manifests
-    """Of the source."""
     target: Repo
-    target_cache: Manifests
     request: ReplicateRequest
     spread: SpreadCopy | None = None
     """Who copies by tasks of an engine; None: threads of this process, without tasks."""
@@ -43,12 +37,11 @@ class Sides:
     def of(
         cls,
         source: Repo,
-        cache: Manifests,
         target: Repo,
         request: ReplicateRequest,
         engine: Engine | None = None,
     ) -> Sides:
-        """Return both sides, with a memory for manifests of the target.
+        """Return both sides.
 
         Raises
         ------
@@ -57,9 +50,7 @@ class Sides:
         """
         return cls(
             source=source,
-            cache=cache,
             target=target,
-            target_cache=Manifests(target, kept=_KEPT),
             request=request,
             spread=None
             if engine is None

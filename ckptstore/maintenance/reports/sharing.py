@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import bases
@@ -187,9 +186,7 @@ class _Ledger:
         return self._places[wanted]
 
 
-def shared_usage(
-    repo: Repo, cache: Manifests, *, progress: ProgressCallback = silent
-) -> SharedUsage:
+def shared_usage(repo: Repo, *, progress: ProgressCallback = silent) -> SharedUsage:
     """Return what the live versions of a store hold; reads each of their manifests once.
 
     A version whose manifest cannot be read is left out, and the report says so. Memory: 40 bytes a
@@ -206,7 +203,7 @@ def shared_usage(
     held = np.zeros(len(versions.ids), np.int64)
     skipped: dict[str, str] = {}
     for place, version in enumerate(versions.all):
-        manifest = _manifest(cache, version, skipped)
+        manifest = _manifest(repo, version, skipped)
         if manifest is not None:
             chunks = _chunks(manifest, packs, roles)
             held[place] = chunks.size.sum()
@@ -235,10 +232,10 @@ def shared_usage(
     )
 
 
-def _manifest(cache: Manifests, version: Version, skipped: dict[str, str]) -> Manifest | None:
+def _manifest(repo: Repo, version: Version, skipped: dict[str, str]) -> Manifest | None:
     """Return the manifest of a version; None, and why in `skipped`, if it is gone or damaged."""
     try:
-        return cache.load(version)
+        return repo.manifests.load(version)
     except (IntegrityError, FormatError) as error:
         skipped[version.id] = error.message
         return None
@@ -262,7 +259,7 @@ def _shares(
 
 
 def version_sharing(
-    repo: Repo, cache: Manifests, version: Version, *, progress: ProgressCallback = silent
+    repo: Repo, version: Version, *, progress: ProgressCallback = silent
 ) -> VersionSharing:
     """Return what one version holds and with whom; reads the manifest of each live version once.
 
@@ -278,7 +275,7 @@ def version_sharing(
         The storage failed.
     """
     packs, roles = _Names(), _Names()
-    mine = _chunks(cache.load(version), packs, roles)
+    mine = _chunks(repo.manifests.load(version), packs, roles)
     shared = np.zeros(len(mine.keys), np.bool_)
     own_packs = len(packs.places)
     by_run: dict[str, npt.NDArray[np.bool_]] = {}
@@ -286,7 +283,7 @@ def version_sharing(
     versions = _Live.of(repo.refresh())
     skipped: dict[str, str] = {}
     for place, other in enumerate(versions.all):
-        manifest = None if other.id == version.id else _manifest(cache, other, skipped)
+        manifest = None if other.id == version.id else _manifest(repo, other, skipped)
         if manifest is not None:
             others = _chunks(manifest, packs, _Names())
             common = np.isin(mine.keys, others.keys, assume_unique=True)

@@ -21,7 +21,6 @@ from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.catalog.pin_changes import pinned_error
 from ckptstore.catalog.retention import reclaimable
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.manifests import Manifests, put_manifest, relied_on
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
 from ckptstore.format.commit import Op
 from ckptstore.format.lifecycle_ops import Level
@@ -29,6 +28,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.rounding_report import Rounding
+from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -52,7 +52,6 @@ class Prepared:
 
 def age(
     repo: Repo,
-    cache: Manifests,
     versions: Sequence[Version],
     target: Target,
     *,
@@ -83,13 +82,12 @@ def age(
     size = limits.ROUNDED_PER_COMMIT if target.encodings else limits.RELOCATES_PER_COMMIT
     recent: list[PieceTable] = []
     for start in range(0, len(chosen), size):
-        _commit(repo, cache, chosen[start : start + size], target, recent, force=force)
+        _commit(repo, chosen[start : start + size], target, recent, force=force)
     return [version.id for version in chosen]
 
 
 def foresee(
     repo: Repo,
-    cache: Manifests,
     versions: Sequence[Version],
     target: Target,
     *,
@@ -115,7 +113,7 @@ def foresee(
             obstacle = error.message
         frees, rounding = reclaimable(version, target.level), None
         if measure and target.encodings and not obstacle:
-            lowered = weigh(repo, cache, version, target, recent)
+            lowered = weigh(repo, version, target, recent)
             frees, rounding = lowered.reclaimable_bytes, lowered.rounding
         found.append(
             Removal(
@@ -152,7 +150,6 @@ def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> 
 
 def _commit(
     repo: Repo,
-    cache: Manifests,
     versions: Sequence[Version],
     target: Target,
     recent: list[PieceTable],
@@ -161,7 +158,7 @@ def _commit(
 ) -> None:
     for attempt in range(limits.CONDEMNED_TRIES_MAX):
         del recent[:-_RECENT]
-        moves = [prepare(repo, cache, one, target, recent).move for one in versions]
+        moves = [prepare(repo, one, target, recent).move for one in versions]
 
         def build(now: Catalog, moves: Sequence[Move] = moves) -> list[Op]:
             for version in versions:
@@ -192,9 +189,7 @@ def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
     ]
 
 
-def prepare(
-    repo: Repo, cache: Manifests, version: Version, target: Target, recent: list[PieceTable]
-) -> Prepared:
+def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Prepared:
     """Write what is to stay of a version, and its manifest; return the move to it.
 
     Parameters
@@ -223,8 +218,8 @@ def prepare(
     if target.level == "full":
         msg = f"a version does not age to {target.level!r}"
         raise InvalidInputError(msg, hint=", ".join(reversed(LEVELS[:-1])))
-    lowered = lower(repo, cache, version, target, recent)
-    pointer = put_manifest(repo, lowered.manifest)
+    lowered = lower(repo, version, target, recent)
+    pointer = repo.manifests.put(lowered.manifest)
     move = Move(
         version=version.id,
         based_on=version.manifest_digest,

@@ -19,12 +19,12 @@ from ckptstore.backends.cold import cold_storage
 from ckptstore.backends.storage_classes import class_named
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.retention import Fate
-from ckptstore.checkpoint.manifests import Manifests, read_manifest
 from ckptstore.errors import FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import PACKS_PREFIX, pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.core.live_set import Footprint, live_versions
 from ckptstore.maintenance.retention.reduce import weights_part
+from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -67,9 +67,7 @@ class Early:
     """What was not looked at, since there is too much of it; a sentence each."""
 
 
-def leaving_early(
-    repo: Repo, cache: Manifests, catalog: Catalog, leaving: Sequence[Leaving]
-) -> Early:
+def leaving_early(repo: Repo, catalog: Catalog, leaving: Sequence[Leaving]) -> Early:
     """Return what it costs that versions go: nothing where the storage has no classes.
 
     At most ``EARLY_PACKS_LISTED_MAX / 1000`` requests, and where packs were found that leave early,
@@ -82,7 +80,7 @@ def leaving_early(
     """
     if not leaving or cold_storage(repo.backend) is None:
         return Early()
-    look = _Look(repo=repo, cache=cache)
+    look = _Look(repo=repo)
     look.list_packs()
     if look.young:
         look.find_leaving(leaving)
@@ -98,7 +96,6 @@ class _Look:
     """One look; owned by the calling thread."""
 
     repo: Repo
-    cache: Manifests
     young: dict[str, tuple[ObjectInfo, float]] = field(default_factory=dict)
     """Packs that would leave their class early, by id, and how many days are left."""
     found: dict[str, set[str]] = field(default_factory=dict)

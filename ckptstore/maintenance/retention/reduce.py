@@ -13,9 +13,7 @@ from dataclasses import dataclass
 
 from ckptstore.backends.base import Backend, Buffer, ObjectWriter
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.checkpoint.write import shareable
 from ckptstore.encodings.encoding import Encoding
@@ -58,7 +56,6 @@ class Lowered:
 
 def lower(
     repo: Repo,
-    cache: Manifests,
     version: Version,
     target: Target,
     recent: list[PieceTable],
@@ -84,10 +81,11 @@ def lower(
     StorageError
         The storage failed; nothing has changed.
     """
-    part = weights_part(cache.load(version)) if version.level == "full" else cache.load(version)
+    held = repo.manifests.load(version)
+    part = weights_part(held) if version.level == "full" else held
     rewritten = None
     if target.encodings or needs_rewriting(part):
-        shared = [*recent, *_alike(repo.catalog, cache, version, target.level)]
+        shared = [*recent, *_alike(repo, version, target.level)]
         keys = {pack_key(pack): pack for table in shared for pack in table.packs}
         gone = repo.catalog.gone(keys)
         rewritten = rewrite(
@@ -108,9 +106,7 @@ def lower(
     )
 
 
-def weigh(
-    repo: Repo, cache: Manifests, version: Version, target: Target, recent: list[PieceTable]
-) -> Lowered:
+def weigh(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Lowered:
     """Return what :func:`lower` would, and keep nothing: all is read and encoded, nothing stored.
 
     Raises
@@ -118,21 +114,21 @@ def weigh(
     CkptStoreError
         As :func:`lower`.
     """
-    return lower(repo, cache, version, target, recent, backend=_Scales(repo.backend))
+    return lower(repo, version, target, recent, backend=_Scales(repo.backend))
 
 
-def _alike(catalog: Catalog, cache: Manifests, version: Version, level: Level) -> list[PieceTable]:
+def _alike(repo: Repo, version: Version, level: Level) -> list[PieceTable]:
     """Return the pieces of the versions of the run next to one that are at a level, if any are."""
     before: Version | None = None
     after: Version | None = None
-    for one in catalog.versions(version.run):
+    for one in repo.catalog.versions(version.run):
         if one.id == version.id or one.level != level:
             continue
         if one.commit < version.commit:
             before = one
         elif after is None:
             after = one
-    return [table for one in (before, after) if one is not None for table in shareable(cache, one)]
+    return [table for one in (before, after) if one is not None for table in shareable(repo, one)]
 
 
 def _roles(

@@ -13,7 +13,6 @@ from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.changes import check_not_condemned
 from ckptstore.catalog.retention import reclaimable
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import (
     CorruptObjectError,
     InvalidInputError,
@@ -162,7 +161,7 @@ def _refuse_reduced(catalog: Catalog, ref: Ref) -> None:
             raise VersionNotFoundError(msg, hint=lifecycle_changes.HINT_REDUCED)
 
 
-def undelete(repo: Repo, cache: Manifests, versions: Sequence[str]) -> list[Version]:
+def undelete(repo: Repo, versions: Sequence[str]) -> list[Version]:
     """Make deleted versions be there again, all or none; return them.
 
     Everything that they need must be there still: each pack is looked for, and the commit checks
@@ -186,12 +185,12 @@ def undelete(repo: Repo, cache: Manifests, versions: Sequence[str]) -> list[Vers
     """
     repo.check_writable()
     catalog = repo.refresh()
-    needs = {one: _needs(repo, cache, catalog, catalog.version(one)) for one in versions}
+    needs = {one: _needs(repo, catalog, catalog.version(one)) for one in versions}
     repo.log.append(lambda now: lifecycle_changes.undelete(now, versions, needs))
     return [repo.catalog.version(one) for one in dict.fromkeys(versions)]
 
 
-def _needs(repo: Repo, cache: Manifests, catalog: Catalog, version: Version) -> list[str]:
+def _needs(repo: Repo, catalog: Catalog, version: Version) -> list[str]:
     """Return the keys of what a version is made of, all of which are there."""
     if version.level == "record" or not version.deleted:
         return []
@@ -200,7 +199,7 @@ def _needs(repo: Repo, cache: Manifests, catalog: Catalog, version: Version) -> 
     try:
         keys = [version.manifest_key]
         repo.backend.stat(version.manifest_key)
-        keys += map(pack_key, cache.load(version).pieces.packs)
+        keys += map(pack_key, repo.manifests.load(version).pieces.packs)
         for key in keys[1:]:
             repo.backend.stat(key)
     except ObjectNotFoundError as error:

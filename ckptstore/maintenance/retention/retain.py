@@ -15,7 +15,6 @@ from ckptstore.catalog import changes, lifecycle_changes, retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
 from ckptstore.format.commit import Op
 from ckptstore.format.lifecycle_ops import SetPolicy
@@ -114,7 +113,6 @@ def set_policy(
 
 def retain(
     repo: Repo,
-    cache: Manifests,
     *,
     policy: AnyPolicy | None = None,
     run: str | None = None,
@@ -155,7 +153,7 @@ def retain(
     checked = None if policy is None else check_policy(policy)
     if checked is not None:
         checked.check()
-    applying = _Retaining(repo=repo, cache=cache, policy=checked, run=run, free=free, after=after)
+    applying = _Retaining(repo=repo, policy=checked, run=run, free=free, after=after)
     plans = applying.plans(repo.refresh())
     if checked is None and plans and not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
@@ -164,7 +162,7 @@ def retain(
             msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights"
         )
     looks = early or (early is None and dry_run and not quick)
-    costs = _costs(repo, cache, plans) if looks else Early()
+    costs = _costs(repo, plans) if looks else Early()
     commits: list[int] = []
     if not dry_run:
         repo.check_writable()
@@ -180,14 +178,14 @@ def retain(
     )
 
 
-def _costs(repo: Repo, cache: Manifests, plans: Sequence[RunPlan]) -> Early:
+def _costs(repo: Repo, plans: Sequence[RunPlan]) -> Early:
     """Return what it costs that something goes so soon, by the storage classes of its packs."""
     leaving = [
         Leaving(version=one.version, fate=one.fate)
         for plan in plans
         for one in (() if plan.refused else plan.changes)
     ]
-    return leaving_early(repo, cache, repo.catalog, leaving)
+    return leaving_early(repo, repo.catalog, leaving)
 
 
 def _measured(plan: RunPlan, lowered: Mapping[str, Lowered]) -> RunPlan:
@@ -215,7 +213,6 @@ class _Retaining:
         self,
         *,
         repo: Repo,
-        cache: Manifests,
         policy: Policy | None,
         run: str | None,
         free: Collection[str] | None,
@@ -224,7 +221,6 @@ class _Retaining:
         self._free = None if free is None else set(free)
         self._after = after
         self._repo = repo
-        self._cache = cache
         self._policy = policy
         self._run = run
         self._now_ms = repo.environment.now_ms()
@@ -248,7 +244,7 @@ class _Retaining:
                 if one.fate == "gone" or not (target := target_of(plan, one)).encodings:
                     continue
                 del recent[:-_RECENT]
-                found = weigh(self._repo, self._cache, one.version, target, recent)
+                found = weigh(self._repo, one.version, target, recent)
                 self.lowered[one.version.id] = found
 
     def carry_out(self) -> list[int]:
@@ -302,9 +298,7 @@ class _Retaining:
                 break
             if key not in self._prepared:
                 version = catalog.version(key[0])
-                self._prepared[key] = ageing.prepare(
-                    self._repo, self._cache, version, target, self._recent
-                )
+                self._prepared[key] = ageing.prepare(self._repo, version, target, self._recent)
                 room -= bool(target.encodings)
         return bool(gone or aged)
 

@@ -465,7 +465,7 @@ def test_live_bytes_of_a_pack_that_versions_share(store: Store, order: tuple[int
     first = store.run("gpt").save(parts_of(0, 0, 0), step=0)
     for n in order:
         store.fork("gpt@0", f"part-{n}", include=[f"model.{name}" for name in PARTS[n]])
-    table = store._manifests.load(first).pieces
+    table = store.repo.manifests.load(first).pieces
     each = (table.stored + CHUNK_HEADER_BYTES + INDEX_ROW_BYTES).tolist()
     assert table.pack.tolist() == [0, 0, 0]
     delete(store, first.id)

@@ -220,7 +220,7 @@ def test_damage_is_told_alike(place: Place) -> None:
 
 def _damage_shared_chunk(place: Place, store: Store, version: Version, key: str) -> None:
     """Change a byte of the chunk in a pack that a version needs."""
-    table = store._manifests.load(version).pieces
+    table = store.repo.manifests.load(version).pieces
     row = next(row for row in range(len(table)) if pack_key(table.packs[table.pack[row]]) == key)
     data = bytearray(place.backend.objects[key].data)
     data[int(table.offset[row]) + 100] ^= 1

@@ -35,7 +35,7 @@ def dead_bytes(place: Place, store: Store) -> int:
     """Return the bytes of chunks in packs that no version needs."""
     live: dict[tuple[str, int], int] = {}
     for version in live_versions(store.repo.refresh()):
-        need = Footprint.of(store._manifests.load(version))
+        need = Footprint.of(store.repo.manifests.load(version))
         for pack, chunks in zip(need.packs, need.chunks, strict=True):
             for offset, size in zip(chunks.offset, chunks.stored, strict=True):
                 live[pack, int(offset)] = int(size) + 64 + 48
@@ -148,7 +148,7 @@ def test_a_pack_with_a_damaged_chunk_stays(place: Place, store: Store) -> None:
     kept = other.save(parts_of(7, 8, 8), step=1)
     delete(store, dropped.id)
     pack = next(iter(set.intersection(*(needs(store, version) for version in versions))))
-    table = store._manifests.load(versions[0]).pieces
+    table = store.repo.manifests.load(versions[0]).pieces
     row = next(row for row, at in enumerate(table.pack) if table.packs[at] in pack)
     data = bytearray(place.backend.get(pack, bytes_max=1 << 24))
     data[int(table.offset[row]) + 64 + 10] ^= 1
@@ -238,7 +238,7 @@ def test_versions_of_which_less_is_kept_are_repacked_at_their_level(
     versions = [run.save(state, step=n) for n, state in enumerate(states)]
     targets = [Target(level="weights"), Target(level="record")]
     moves = [
-        prepare(store.repo, store._manifests, version, target, []).move
+        prepare(store.repo, version, target, []).move
         for version, target in zip(versions, targets, strict=False)
     ]
     store.repo.log.append(lambda now: relocating(now, moves))
@@ -253,7 +253,7 @@ def test_versions_of_which_less_is_kept_are_repacked_at_their_level(
     assert aged.level == "weights"
     assert equal(store.load(f"#{aged.id}")["model"], states[0]["model"])
     assert equal(store.load(f"#{versions[2].id}"), states[2])
-    assert read_content(store._manifests.load(aged)).tensors()[0].role == "weights"
+    assert read_content(store.repo.manifests.load(aged)).tensors()[0].role == "weights"
 
 
 def test_a_repack_stays_within_its_memory(place: Place, store: Store) -> None:

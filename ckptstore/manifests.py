@@ -1,13 +1,15 @@
-"""Manifests of one store: written, and read with every check; the last few are kept."""
+"""Reads and writes the manifests of one store, with every check; keeps the last few in memory."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
+from ckptstore.config import Environment
 from ckptstore.errors import CorruptObjectError, ObjectNotFoundError, VersionNotFoundError
 from ckptstore.format import manifest as manifests
 from ckptstore.format.fields import ManifestPointer
@@ -16,9 +18,8 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.objects.deltas import Keyframes
-from ckptstore.repo import Repo
 
-__all__ = ["Manifests", "put_manifest", "read_manifest", "relied_on"]
+__all__ = ["Manifests", "read_manifest", "relied_on"]
 
 # Manifests kept in memory. Source: a run needs its head (to share with) and what it loads; one of
 # 1 TB takes some 16 MB.
@@ -26,22 +27,56 @@ _KEPT = 4
 
 
 class Manifests:
-    """Reads manifests of a store. Safe to use from any thread; what it returns is immutable.
+    """The manifests of one store; keeps the last few in memory.
+
+    Any thread may use it; the manifests that it returns are immutable.
 
     Parameters
     ----------
-    kept
-        Manifests that stay in memory.
+    backend
+        Storage of the store.
+    environment
+        Source of random names.
+    base_bytes
+        Memory for the bases of deltas.
     """
 
-    def __init__(self, repo: Repo, *, kept: int = _KEPT) -> None:
-        self._repo = repo
-        self._kept_max = kept
+    def __init__(self, backend: Backend, environment: Environment, *, base_bytes: int) -> None:
+        self._backend = backend
+        self._environment = environment
         self._lock = threading.Lock()
+        self._kept_max = _KEPT
         self._kept: OrderedDict[str, Manifest] = OrderedDict()
         self._proved: dict[str, frozenset[int]] = {}
-        self.keyframes = Keyframes(repo.options.base_bytes)
-        """What saves with codec ``delta`` take differences to, as far as it is in memory."""
+        self.keyframes = Keyframes(base_bytes)
+        """Bases in memory, which saves with the codec ``delta`` take differences to."""
+
+    @contextmanager
+    def keeping(self, count: int) -> Iterator[None]:
+        """Keep up to `count` manifests in memory inside the block; for one thread at a time."""
+        before, self._kept_max = self._kept_max, max(count, self._kept_max)
+        try:
+            yield
+        finally:
+            self._kept_max = before
+
+    def put(self, manifest: Manifest, *, name: str = "") -> ManifestPointer:
+        """Write a manifest, durable on return; return its place, for the commit that names it.
+
+        Parameters
+        ----------
+        name
+            32 hex digits that no manifest of the store has had; empty draws them.
+
+        Raises
+        ------
+        StorageError
+            It could not be written.
+        """
+        data = manifests.encode(manifest)
+        key = manifest_key(name or self._environment.random_hex(16))
+        self._backend.put(key, data)
+        return ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
 
     def load(self, version: Version) -> Manifest:
         """Return the manifest of a version.
@@ -65,9 +100,9 @@ class Manifests:
     def read(self, version: Version) -> Manifest:
         """Return the manifest as it lies there now; as :meth:`load`.
 
-        For who asks whether it is sound: what is in memory says nothing of the object.
+        For checks: a manifest in memory says nothing of the object.
         """
-        manifest = read_manifest(self._repo.backend, version)
+        manifest = read_manifest(self._backend, version)
         self.keep(version.manifest_digest, manifest)
         return manifest
 
@@ -91,25 +126,6 @@ class Manifests:
         """Return the tensors of a version that this process has proved to be another one."""
         with self._lock:
             return self._proved.get(version.manifest_digest, frozenset())
-
-
-def put_manifest(repo: Repo, manifest: Manifest, *, name: str = "") -> ManifestPointer:
-    """Write a manifest, durable on return; return where it lies, for the commit that names it.
-
-    Parameters
-    ----------
-    name
-        32 hex digits that no manifest of the store has had; empty draws them.
-
-    Raises
-    ------
-    StorageError
-        It could not be written.
-    """
-    data = manifests.encode(manifest)
-    key = manifest_key(name or repo.environment.random_hex(16))
-    repo.backend.put(key, data)
-    return ManifestPointer(key=key, stored_bytes=len(data), digest=blake3_hex(data))
 
 
 def relied_on(pointer: ManifestPointer, manifest: Manifest) -> tuple[str, ...]:
