@@ -382,6 +382,14 @@ MOVES_PER_COMMIT: Final = 256
 # Pieces of a target store's versions that a fork from another store looks at, to find out what is
 # there. Source: 60 bytes each in a manifest: 600 MB read at most, 40 TB of chunks known.
 TRANSPLANT_PIECES_MAX: Final = 10_000_000
+# Stored bytes from which a copy looks for chunks that an interrupted one left in the target.
+# Source: a pack of an object store; 100,000 packs are listed in 100 requests, less than the copy.
+RESUME_BYTES_MIN: Final = 64 * MIB
+# Packs whose indexes are read for that: at least so many, and so many for each pack that the copy
+# would fill. Source: three small requests each, 1 % of sending a pack; the first packs of a copy
+# are small, and others write to the store meanwhile.
+RESUME_PACKS_MIN: Final = 64
+RESUME_PACKS_SHARE: Final = 4
 
 # --- encryption -------------------------------------------------------------------------------
 

@@ -10,10 +10,9 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
-from ckptstore.format import pack as packs
-from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import xxh3_64
+from ckptstore.objects.pack_index import read_index
 
 __all__ = ["PieceKey", "Sample", "batches", "frame_problem", "piece_key", "why_lost"]
 
@@ -45,18 +44,8 @@ def frame_problem(backend: Backend, pack: str, size_bytes: int) -> CkptStoreErro
     StorageError
         The storage failed.
     """
-
-    def read(offset: int, size: int) -> bytes:
-        memory = bytearray(size)
-        backend.read_into(pack_key(pack), offset, [memoryview(memory)])
-        return bytes(memory)
-
     try:
-        packs.parse_header(read(0, packs.HEADER_BYTES), pack_id=pack)
-        tail = read(max(0, size_bytes - packs.TRAILER_BYTES), packs.TRAILER_BYTES)
-        offset, count, checksum = packs.parse_trailer(tail, pack_bytes=size_bytes, where=pack)
-        index = read(offset, count * packs.INDEX_ROW_BYTES)
-        packs.parse_index(index, checksum=checksum, offset=offset, where=pack)
+        read_index(backend, pack, size_bytes)
     except (IntegrityError, FormatError, NotFoundError) as error:
         return error
     return None

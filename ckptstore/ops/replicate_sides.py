@@ -11,6 +11,7 @@ from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.engine.engine import Engine
 from ckptstore.model import Version
 from ckptstore.objects.copy_tasks import SpreadCopy
+from ckptstore.ops.orphans import Orphans
 from ckptstore.ops.replicate_report import ReplicateRequest
 from ckptstore.ops.transplant import Copier, copier_between
 from ckptstore.repo import Repo
@@ -38,6 +39,8 @@ class Sides:
     request: ReplicateRequest
     spread: SpreadCopy | None = None
     """Who copies by tasks of an engine; None: threads of this process, without tasks."""
+    orphans: Orphans | None = None
+    """Finds what an interrupted copy left in the target; None looks for nothing."""
 
     @classmethod
     def of(
@@ -61,6 +64,7 @@ class Sides:
             target=target,
             target_cache=Manifests(target, kept=_KEPT),
             request=request,
+            orphans=Orphans(target) if request.resume else None,
             spread=None
             if engine is None
             else SpreadCopy(
