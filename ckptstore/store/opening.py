@@ -11,6 +11,7 @@ from ckptstore.config import Options, workers_default
 from ckptstore.errors import InvalidInputError
 from ckptstore.repo import open_repo
 from ckptstore.store.opened import ReplicaOptions
+from ckptstore.store.pickling import Opening
 from ckptstore.store.store import Store
 from ckptstore.store.tiers import check_given
 
@@ -39,6 +40,9 @@ def open_store(
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Store:
     """Open the store at a location. Exported as ``ckptstore.open``.
+
+    The store can be pickled: the location and these arguments travel (not `create`, never a key
+    that is not the place of one), and the other process opens it again.
 
     Parameters
     ----------
@@ -116,6 +120,18 @@ def open_store(
         in_flight=in_flight,
     )
     check_given(replicas)
+    travelling = {
+        "read_only": read_only,
+        "single_writer": single_writer,
+        "host_bytes": host_bytes,
+        "workers": workers,
+        "codec": codec,
+        "base_bytes": base_bytes,
+        "engine": engine,
+        "staging_bytes": staging_bytes,
+        "in_flight": in_flight,
+        **storage_options,
+    }
     repo = open_repo(
         url,
         create=create,
@@ -124,4 +140,5 @@ def open_store(
         key=encryption_key,
         storage_options=storage_options,
     )
-    return Store(repo, replicas=replicas)
+    opening = Opening.of(url, encryption_key, travelling)
+    return Store(repo, replicas=replicas, opening=opening)

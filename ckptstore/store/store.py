@@ -19,6 +19,7 @@ from ckptstore.store.checking import Checking
 from ckptstore.store.loading import Loading
 from ckptstore.store.looking import Looking
 from ckptstore.store.opened import OpenedReplicas, ReplicaOptions
+from ckptstore.store.pickling import Opening, pickled, unpickled
 from ckptstore.store.replicating import Replicating
 from ckptstore.store.retaining import Retaining
 from ckptstore.store.run import Run
@@ -56,10 +57,21 @@ class Store(
 
     A context manager. Any thread may use it. Close it when no save or load is running; saves in
     the background are waited for.
+
+    It can be pickled, and so can its runs and lazy versions: another process opens it again, once
+    for all pickles of it, with the same arguments. InvalidInputError says why not: it is in memory,
+    has a live write-back, was given a key instead of the place of one, or a backend of its own.
     """
 
-    def __init__(self, repo: Repo, *, replicas: ReplicaOptions | None = None) -> None:
+    def __init__(
+        self,
+        repo: Repo,
+        *,
+        replicas: ReplicaOptions | None = None,
+        opening: Opening | None = None,
+    ) -> None:
         self._repo = repo
+        self._opening = opening
         self._kept: Manifests | None = None
         self._events = Events()
         self._kept_savers: dict[int, Saver] = {}
@@ -70,6 +82,10 @@ class Store(
     def __repr__(self) -> str:
         """Return the location, without credentials."""
         return f"<Store {self.url}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        given, writes_back = self._opened.given, bool(self._own())
+        return unpickled, (pickled(self.url, self._opening, given, writes_back=writes_back),)
 
     @property
     def url(self) -> str:
