@@ -174,6 +174,20 @@ class Store(
         self._repo.log.append(lambda now: changes.tag(now, version.run, version.id, tag))
         return self._repo.catalog.version(version.id)
 
+    def untag(self, ref: str, tag: str) -> Version:
+        """Take a tag away from a version; return the version.
+
+        Raises
+        ------
+        VersionNotFoundError
+            The version does not have this tag. Else as :meth:`resolve`.
+        ReadOnlyError, UnsafeBackendError, StorageError
+            It could not be committed.
+        """
+        found = self.resolve(ref)
+        self._repo.log.append(lambda now: changes.untag(now, found.run, tag, version=found.id))
+        return self._repo.catalog.version(found.id)
+
     def annotate(self, ref: str, metrics: Mapping[str, float]) -> Version:
         """Add metrics to a version, or replace their values; return the version.
 
