@@ -80,9 +80,15 @@ PACE_ENCODE_BYTES_PER_S: Final = 600_000_000
 PACE_RATIO: Final = 0.82
 # How many times as fast a raw save must be. Source: it takes 1 / 0.82 of the room.
 PACE_RAW_GAIN: Final = 1.2
-# By how much that line must be passed to change what was decided before. Source: saves of equal
-# states on one idle disk differ by up to 10 %.
+# By how much that line must be passed to change what was decided before, by a rate that is
+# reckoned. Source: saves of equal states on one idle disk differ by up to 10 %.
 PACE_BAND: Final = 1.1
+# By how much once both rates were measured and compared. Source: medians of three saves of equal
+# states on a busy machine of two cores differ by up to a third.
+PACE_BAND_SETTLED: Final = 1.5
+# Saves by which a way is measured before it is left for a rate that is reckoned. Source: one that
+# something else held up says nothing, and the first of a process is often that.
+PACE_TRIES: Final = 2
 # Saves after which the other way is no longer known by what it once reached. Source: storage gets
 # faster or slower within hours; one save in 32 that is slower costs less than 1 % in all.
 PACE_SAVES: Final = 32

@@ -53,7 +53,7 @@ class LazyVersion:
     whole
         Of a version of which a part is kept: returns all of it, from elsewhere; is given why.
     again
-        Returns the version again; is what a pickle of it holds. None: it cannot be pickled.
+        Returns the version again; a pickle holds this. None: the version cannot be pickled.
     """
 
     def __init__(
