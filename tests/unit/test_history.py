@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -148,8 +149,7 @@ def test_forks_of_forks_are_drawn(store: ckptstore.Store, tmp_path: Path) -> Non
     figure = Figure()
     plots._draw(figure, plots._picture(store, "gpt", "loss", None))
     (line,) = [line for line in figure.axes[0].lines if line.get_label() == "fork deeper"]
-    assert [*line.get_xdata()] == [90, 99]
-    assert [*line.get_ydata()] == [1.5, 1.25]
+    assert np.asarray(line.get_xydata()).tolist() == [[90, 1.5], [99, 1.25]]
 
 
 def test_the_picture_without_retention_and_of_a_fork(

@@ -334,7 +334,7 @@ def test_receipts_can_be_drawn(tmp_path: Path) -> None:
         figure = Figure()
         receipt_plots._draw(figure, versions, None)
         for line in (line for axes in figure.axes for line in axes.lines):
-            runs = {versions[int(place)].run for place in line.get_xdata()}
+            runs = {versions[int(place)].run for place in np.asarray(line.get_xdata())}
             assert len(runs) == 1, "a line joins versions of one run"
         with pytest.raises(InvalidInputError, match="does not end in one of"):
             plot_receipts(store, tmp_path / "a.jpeg")
