@@ -3,9 +3,9 @@
 Chunks that the other store has are shared with it (see :mod:`ckptstore.ops.transplant`), the others
 travel as they are stored, each checked on the way and read back there. Then the manifest is
 written, then one commit makes the version visible: at any moment the target shows whole versions
-and no others, and a run that was interrupted is finished by the next, within its version, too:
-see :mod:`ckptstore.ops.orphans`. Ancestors that are not
-copied come along as records, so that lineage and the history of metrics are whole.
+and no others, and a run that was interrupted is finished by the next, within its version, too: see
+:mod:`ckptstore.ops.orphans`. Ancestors that are not copied come along as records, so that lineage
+and the history of metrics are whole.
 
 Nothing is ever taken away from the target: what is deleted in the source, or aged, stays there as
 long as the target's own policy keeps it; and what the target itself deleted or reduced is not
