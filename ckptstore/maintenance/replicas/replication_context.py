@@ -10,6 +10,7 @@ from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY
 from ckptstore.checkpoint.manifests import Manifests
 from ckptstore.engine.engine import Engine
 from ckptstore.maintenance.replicas.copy_manifest import Copier, copier_between
+from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.maintenance.replicas.replicate_report import ReplicateRequest
 from ckptstore.model import Version
 from ckptstore.objects.copy_tasks import SpreadCopy
@@ -38,6 +39,8 @@ class Sides:
     request: ReplicateRequest
     spread: SpreadCopy | None = None
     """Who copies by tasks of an engine; None: threads of this process, without tasks."""
+    orphans: Orphans | None = None
+    """Finds what an interrupted copy left in the target; None looks for nothing."""
 
     @classmethod
     def of(
@@ -61,6 +64,7 @@ class Sides:
             target=target,
             target_cache=Manifests(target, kept=_KEPT),
             request=request,
+            orphans=Orphans(target) if request.resume else None,
             spread=None
             if engine is None
             else SpreadCopy(
