@@ -80,9 +80,15 @@ PACE_ENCODE_BYTES_PER_S: Final = 600_000_000
 PACE_RATIO: Final = 0.82
 # How many times as fast a raw save must be. Source: it takes 1 / 0.82 of the room.
 PACE_RAW_GAIN: Final = 1.2
-# By how much that line must be passed to change what was decided before. Source: saves of equal
-# states on one idle disk differ by up to 10 %.
+# By how much that line must be passed to change what was decided before, by a rate that is
+# reckoned. Source: saves of equal states on one idle disk differ by up to 10 %.
 PACE_BAND: Final = 1.1
+# By how much once both rates were measured and compared. Source: medians of three saves of equal
+# states on a busy machine of two cores differ by up to a third.
+PACE_BAND_SETTLED: Final = 1.5
+# Saves by which a way is measured before it is left for a rate that is reckoned. Source: one that
+# something else held up says nothing, and the first of a process is often that.
+PACE_TRIES: Final = 2
 # Saves after which the other way is no longer known by what it once reached. Source: storage gets
 # faster or slower within hours; one save in 32 that is slower costs less than 1 % in all.
 PACE_SAVES: Final = 32
@@ -382,6 +388,14 @@ MOVES_PER_COMMIT: Final = 256
 # Pieces of a target store's versions that a fork from another store looks at, to find out what is
 # there. Source: 60 bytes each in a manifest: 600 MB read at most, 40 TB of chunks known.
 TRANSPLANT_PIECES_MAX: Final = 10_000_000
+# Stored bytes from which a copy looks for chunks that an interrupted one left in the target.
+# Source: a pack of an object store; 100,000 packs are listed in 100 requests, less than the copy.
+RESUME_BYTES_MIN: Final = 64 * MIB
+# Packs whose indexes are read for that: at least so many, and so many for each pack that the copy
+# would fill. Source: three small requests each, 1 % of sending a pack; the first packs of a copy
+# are small, and others write to the store meanwhile.
+RESUME_PACKS_MIN: Final = 64
+RESUME_PACKS_SHARE: Final = 4
 
 # --- encryption -------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
@@ -170,6 +170,15 @@ class Repo:
         """
         self.check_open()
         return self.log.refresh()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
+
+    def __reduce__(self) -> NoReturn:
+        msg = f"what reads {self.url} cannot be sent to another process"
+        raise InvalidInputError(msg, hint="pickle the store, a run, or a lazy version as a whole")
 
     def check_open(self) -> None:
         """Raise InvalidInputError if the store is closed."""

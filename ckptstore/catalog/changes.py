@@ -196,18 +196,27 @@ def tag(catalog: Catalog, run: str, version: str, name: str) -> list[Op]:
     return [Tag(run=run, tag=check_tag(name), version=version)]
 
 
-def untag(catalog: Catalog, run: str, name: str) -> list[Op]:
+def untag(catalog: Catalog, run: str, name: str, *, version: str | None = None) -> list[Op]:
     """Return what takes a tag of the run away.
+
+    Parameters
+    ----------
+    version
+        Only from this one.
 
     Raises
     ------
     RunNotFoundError
         If there is no such run.
     VersionNotFoundError
-        If it has no such tag.
+        If it has no such tag, or another version has it.
     """
     tags = catalog.run(run).tags
     if name not in tags:
         msg = f"run {run!r} has no tag {name[:100]!r}"
         raise VersionNotFoundError(msg, hint=did_you_mean(name, tags))
+    if version not in (None, tags[name]):
+        at = catalog.version(tags[name])
+        msg = f"#{str(version)[:8]} has no tag {name[:100]!r}"
+        raise VersionNotFoundError(msg, hint=f"{run}@{at.step} #{at.id[:8]} has it: name that one")
     return [Untag(run=run, tag=name)]

@@ -21,7 +21,9 @@ _NAMED = 5
 
 def export(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="The .safetensors file to write.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The file to write: NAME.safetensors.")
+    ],
     *,
     paths: PathOptions,
     strip_prefix: Annotated[

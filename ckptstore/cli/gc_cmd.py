@@ -154,6 +154,9 @@ def _done(report: GcReport) -> list[str]:
             f"needs their bases: {bytes_text(merged.written_bytes)} in place of "
             f"{bytes_text(merged.dead_bytes)}"
         )
+    if report.again_s:
+        wait = seconds_text(report.again_s)
+        lines.append(f"run ckptstore gc again {wait} later: it deletes what is condemned by then")
     left = report.leftovers
     if left.count:
         what = f"{counted(left.count, 'temporary file')}, {bytes_text(left.size_bytes)},"

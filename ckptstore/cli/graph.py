@@ -44,16 +44,19 @@ def rails(order: Sequence[str], parents: Mapping[str, str]) -> list[tuple[str, l
     order
         Nodes, each after its descendants.
     parents
-        Node to its parent; one that is not in `order` ends the line.
+        Node to its parent; one that is not in `order` ends the line. An empty line parts trees
+        that have nothing in common.
     """
     there = set(order)
     columns: list[str] = []
     """Per column the node that it leads down to."""
-    rows = []
+    rows: list[tuple[str, list[str]]] = []
     for node in order:
         places = [place for place, wanted in enumerate(columns) if wanted == node]
         before: list[str] = []
         if not places:
+            if rows and not columns:
+                before.append("")  # nothing above has to do with what follows
             columns.append(node)
             places = [len(columns) - 1]
         while len(places) > 1:  # lines that lead to one node come together, from the right

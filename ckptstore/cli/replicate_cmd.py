@@ -140,6 +140,8 @@ def _draw(screen: Screen, report: ReplicateReport, named: Sequence[Version], to:
         took = seconds_text(report.seconds)
         read_back = ", read back" if report.checked and report.copied else ""
         screen.line(f"copied {count} to {to}: {sizes} in {chunks}{read_back}; {took}")
+    if report.resumed_bytes:
+        screen.line(f"{bytes_text(report.resumed_bytes)} were there from an interrupted copy")
     if report.present:
         screen.line(f"{counted(len(report.present), 'version')} there already")
     if report.records_count:

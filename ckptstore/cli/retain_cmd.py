@@ -15,7 +15,7 @@ from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import opened_to_write
-from ckptstore.cli.text import bytes_text, count_text, counted, metric_text
+from ckptstore.cli.text import bytes_text, count_text, counted, freed_later, metric_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.maintenance.retention.retain import RetainReport
 from ckptstore.store import Store
@@ -239,7 +239,7 @@ def _notes(output: Output, report: RetainReport) -> None:
     aged = len(report.changes) - gone
     done = "would be " if report.dry_run else ""
     text = f"{count_text(gone)} {done}deleted, {count_text(aged)} {done}reduced"
-    text += f"; at most {bytes_text(report.reclaimable_bytes)} for ckptstore gc to free"
+    text += f"; {freed_later(report.reclaimable_bytes)}"
     if report.dry_run and report.changes:
         text += "; --apply does it"
     output.note(text)

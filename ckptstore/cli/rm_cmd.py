@@ -13,7 +13,7 @@ from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened_to_write
-from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.cli.text import bytes_text, count_text, freed_later
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.lifecycle_ops import LowerLevel
 from ckptstore.maintenance.retention.remove import Removal
@@ -144,9 +144,9 @@ def _summary(found: Sequence[Removal], part: str | None, *, dry_run: bool) -> st
     what = "deleted" if part is None else f"reduced to {part}"
     if kept:
         return f"0 would be {what}: {count_text(kept)} of {count_text(len(found))} in the way"
-    total = bytes_text(sum(removal.reclaimable_bytes for removal in found))
+    freed = freed_later(sum(removal.reclaimable_bytes for removal in found))
     done = f"would be {what}" if dry_run else what
-    text = f"{count_text(len(found))} {done}; at most {total} for ckptstore gc to free"
+    text = f"{count_text(len(found))} {done}; {freed}"
     return text if part is None or not found else f"{text}; for good: {_FOR_GOOD}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -98,6 +98,15 @@ def _most(text: str | None, *, default: int | None) -> int | None:
     return int(text)
 
 
+def _why(receipt: Mapping[str, float]) -> str:
+    """Return how sure ``auto`` was; empty for saves that did not say."""
+    if "auto_measured" not in receipt:
+        return ""
+    how = "both measured" if receipt["auto_measured"] else "not both measured"
+    kept = ", kept: the other is not better by enough, or for long" if receipt["auto_kept"] else ""
+    return f" ({how}{kept})"
+
+
 def _receipt_text(name: str, value: float) -> str:
     """Return an entry of a receipt in the unit that its name ends in."""
     if not math.isfinite(value):
@@ -167,8 +176,9 @@ class _View:
         auto = auto_choice(version.receipt)
         entries = {name: _receipt_text(name, x) for name, x in version.receipt.items()}
         if auto:
-            entries = {"auto": auto, **entries}
-            del entries["auto_planes"]
+            entries = {"auto": auto + _why(version.receipt), **entries}
+            for name in ("auto_planes", "auto_measured", "auto_kept"):
+                entries.pop(name, None)
         screen.fields({"state": version.state, **entries})
 
     def _fields(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from ckptstore import limits
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ __all__ = [
     "bytes_text",
     "count_text",
     "counted",
+    "freed_later",
     "metric_text",
     "parse_bytes",
     "parse_wait",
@@ -93,6 +95,15 @@ def seconds_text(seconds: float) -> str:
     if abs(seconds) < 119.5:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if abs(seconds) < 7170 else f"{seconds / 3600:,.4g} h"
+
+
+def freed_later(size_bytes: int) -> str:
+    """Return how what was deleted is freed: a collection condemns it, and a second deletes it."""
+    wait = seconds_text(limits.GC_GRACE_S)
+    return (
+        f"at most {bytes_text(size_bytes)} for ckptstore gc to free: one run condemns, "
+        f"one {wait} later (--grace) deletes"
+    )
 
 
 def age_text(seconds: float) -> str:

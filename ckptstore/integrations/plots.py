@@ -85,8 +85,9 @@ class _Picture:
     policy: str
     origin: str
     """What the run was forked from; empty if it was not."""
-    forks: Sequence[tuple[History, str]] = field(default=())
-    """Runs that were forked from this one, and the version each begins at."""
+    forks: Sequence[tuple[History, Point | None]] = field(default=())
+    """Runs that were forked from this one, and from these, each with the point that its line begins
+    at; None where no version before it has a number."""
 
 
 def _picture(store: Store, run: str, metric: str, policy: AnyPolicy | None) -> _Picture:
@@ -103,7 +104,7 @@ def _picture(store: Store, run: str, metric: str, policy: AnyPolicy | None) -> _
         fates={d.version.id: d.fate for d in plan.changes},
         policy=str(plan.policy) if plan.policy else "",
         origin=_origin(catalog, run),
-        forks=_forks(catalog, run, metric),
+        forks=_forks(catalog, run, metric, points),
     )
 
 
@@ -122,14 +123,26 @@ def _above(catalog: Catalog, version_id: str, points: Mapping[str, Point]) -> st
     return ""
 
 
-def _forks(catalog: Catalog, run: str, metric: str) -> list[tuple[History, str]]:
-    found = []
-    for info in catalog.runs():
-        if info.origin and catalog.version(info.origin).run == run:
+def _forks(
+    catalog: Catalog, run: str, metric: str, points: Mapping[str, Point]
+) -> list[tuple[History, Point | None]]:
+    """Return forks, those of forks behind the ones that they come from."""
+    known = {one: point for one, point in points.items() if math.isfinite(point.value)}
+    infos = [info for info in catalog.runs() if info.origin]
+    names = [run]
+    found: list[tuple[History, Point | None]] = []
+    for name in names:  # grows
+        for info in infos:
+            if info.name in names or catalog.version(info.origin).run != name:
+                continue
+            names.append(info.name)
             try:
-                found.append((history(catalog, info.name, metric), info.origin))
+                fork = history(catalog, info.name, metric)
             except VersionNotFoundError:
-                continue  # the fork measures something else
+                continue  # it measures something else; its own forks may not
+            line = (version.id for version in catalog.ancestors(info.origin))
+            found.append((fork, next((known[one] for one in line if one in known), None)))
+            known |= {p.version.id: p for p in fork.points if math.isfinite(p.value)}
     return found[:_FORKS_MAX]
 
 
@@ -164,13 +177,12 @@ def _draw_links(axes: Axes, picture: _Picture) -> None:
 
 
 def _draw_forks(axes: Axes, picture: _Picture) -> None:
-    for place, (fork, origin) in enumerate(picture.forks):
+    for place, (fork, start) in enumerate(picture.forks):
         color = _FORKS[place % len(_FORKS)]
         line = [p for p in fork.line if math.isfinite(p.value)]
-        start = picture.points.get(origin)
         steps = [p.version.step for p in line]
         values = [p.value for p in line]
-        if start is not None and math.isfinite(start.value):
+        if start is not None:
             steps, values = [start.version.step, *steps], [start.value, *values]
         if steps:
             axes.plot(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.errors import VersionNotFoundError
 from ckptstore.integrations.figures import check_picture, draw_picture, write_picture
@@ -69,8 +69,11 @@ def plot_receipts(store: Store, path: str | os.PathLike[str], *, run: str | None
 def _draw(figure: Figure, versions: Sequence[Version], run: str | None) -> None:
     receipts = [Receipt.of(version.receipt, version.state) for version in versions]
     above, below = figure.subplots(2, 1, sharex=True)
-    _draw_seconds(above, receipts)
-    _draw_bytes(below, receipts)
+    lines: dict[str, list[int]] = {}
+    for place, version in enumerate(versions):
+        lines.setdefault(version.run, []).append(place)
+    _draw_seconds(above, receipts, [*lines.values()])
+    _draw_bytes(below, receipts, [*lines.values()])
     places = range(0, len(versions), max(1, len(versions) // 12))
     named = [f"{v.run}@{v.step}" if run is None else str(v.step) for v in versions]
     turn = 45 if run is None else 0
@@ -90,7 +93,21 @@ def store_title(versions: Sequence[Version]) -> str:
     return ", ".join(sorted({version.run for version in versions}))
 
 
-def _draw_seconds(axes: Axes, receipts: Sequence[Receipt]) -> None:
+def _draw_lines(
+    axes: Axes,
+    values: Sequence[float],
+    lines: Sequence[Sequence[int]],
+    *,
+    label: str,
+    **style: Any,  # noqa: ANN401 - of matplotlib
+) -> None:
+    """Draw one line a run, all alike: versions of different runs do not follow each other."""
+    for places in lines:
+        axes.plot(places, [values[place] for place in places], label=label, **style)
+        label = "_again"
+
+
+def _draw_seconds(axes: Axes, receipts: Sequence[Receipt], lines: Sequence[Sequence[int]]) -> None:
     places = list(range(len(receipts)))
     bottom = [0.0] * len(receipts)
     for name, color in _STAGES.items():
@@ -99,16 +116,15 @@ def _draw_seconds(axes: Axes, receipts: Sequence[Receipt]) -> None:
         axes.bar(places, heights, bottom=bottom, color=color, label=label, width=0.8)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     blocked = [receipt.blocked_s for receipt in receipts]
-    axes.plot(
-        places, blocked, color="black", marker="_", linewidth=1.2, label="training stood still"
-    )
+    label = "training stood still"
+    _draw_lines(axes, blocked, lines, label=label, color="black", marker="_", linewidth=1.2)
     axes.set_ylabel("seconds, of all threads")
 
 
-def _draw_bytes(axes: Axes, receipts: Sequence[Receipt]) -> None:
-    places = list(range(len(receipts)))
+def _draw_bytes(axes: Axes, receipts: Sequence[Receipt], lines: Sequence[Sequence[int]]) -> None:
     for name, color in _SIZES.items():
         sizes = [getattr(receipt, name) / (1 << 20) for receipt in receipts]
-        axes.plot(places, sizes, color=color, marker="o", markersize=3, label=_NAMES[name])
+        style = {"color": color, "marker": "o", "markersize": 3}
+        _draw_lines(axes, sizes, lines, label=_NAMES[name], **style)
     axes.set_ylabel("MiB")
     axes.set_ylim(bottom=0)

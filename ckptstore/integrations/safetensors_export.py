@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import numpy as np
 
@@ -33,8 +33,7 @@ from ckptstore.store import Store
 
 __all__ = ["Exported", "export_safetensors"]
 
-# What torch.load, a loader of NumPy's and `import` take for another kind of file.
-_OTHERS = frozenset({".pt", ".pth", ".bin", ".ckpt", ".npz"})
+_SUFFIX: Final = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +90,7 @@ def export_safetensors(
     TensorNotFoundError
         A pattern matches nothing, or there is no tensor at all.
     InvalidInputError
-        Two tensors would have one name; or the file's name is that of a pickle (``.pt``), or ``-``.
+        Two tensors would have one name; or the name does not end in ``.safetensors``.
     ConflictError
         The file is there, and `overwrite` is False.
     CorruptTensorError
@@ -119,10 +118,14 @@ def export_safetensors(
 
 
 def _check_name(path: Path) -> None:
-    """Refuse the name of another kind of file."""
-    if path.name == "-" or path.suffix in _OTHERS:
-        msg = f"{path} would be a safetensors file under another kind's name"
-        raise InvalidInputError(msg, hint="call it NAME.safetensors")
+    """Refuse a name by which nothing, ``import`` neither, would know what the file is."""
+    if path.is_dir():
+        msg = f"{path} is a folder, and what is exported is one file"
+        raise InvalidInputError(msg, hint=f"name the file: {path / ('model' + _SUFFIX)}")
+    if path.suffix != _SUFFIX:
+        msg = f"{path} does not end in {_SUFFIX}, which is what is written"
+        name = "NAME" if path.name == "-" or not path.name else path.stem or path.name
+        raise InvalidInputError(msg, hint=f"call it {path.with_name(name + _SUFFIX)}")
 
 
 def _checked_size(file: BinaryIO, header: bytes, items: Sequence[FileTensor]) -> int:

@@ -5,10 +5,14 @@ slower of the two: compressed, that is mostly the encoder, and on a slow storage
 fifths of the bytes. So each way has a rate, in bytes of the state a second, and ``auto`` takes the
 better one for the whole save: raw has to be clearly faster, since it takes a quarter more room.
 
-A rate is what earlier saves of this store object reached, in this way. Where there was none, it is
-reckoned from what the other way showed of the threads and of the storage; and before the first save
-from what the backend claims. Nothing here is stored, and nothing depends on it but time and bytes:
-the id of a piece is taken before the codec.
+A rate is the median of what the last saves of this store object reached, in this way. Where there
+was none, it is reckoned from what the other way showed of the threads and of the storage; and
+before the first save from what the backend claims. Equal saves vary, by a factor of two on a busy
+machine: so no way is left for a reckoning before it was measured twice, and once both were measured
+and compared, only for one that is better by half.
+
+Nothing here is stored, and nothing depends on it but time and bytes: the id of a piece is taken
+before the codec.
 
 Why, and what was measured: docs/design/0015-pipeline.md.
 """
@@ -63,15 +67,24 @@ class Rates:
     """Of one thread that hashes and encodes."""
     ratio: float = limits.PACE_RATIO
     """Stored bytes of a compressed save for each of its new bytes."""
-    raw: float = 0.0
-    """What raw saves reached."""
-    planes: float = 0.0
-    """What compressed saves reached."""
+    raw: tuple[float, ...] = ()
+    """What the last raw saves reached, the newest first."""
+    planes: tuple[float, ...] = ()
+    """What the last compressed saves reached, the newest first."""
     raw_age: int = 0
     """Samples of the other way since the last of this one."""
     planes_age: int = 0
     last: bool | None = None
     """Whether the last save that was decided here compressed."""
+    settled: bool = False
+    """That was decided between two ways that were both measured."""
+
+    @property
+    def both_measured(self) -> bool:
+        """Whether what each way reached is known, and not too old."""
+        return bool(self.raw and self.planes) and (
+            max(self.raw_age, self.planes_age) < limits.PACE_SAVES
+        )
 
     def after(self, seen: Sample) -> Rates:
         """Return what is known after one more save; a save that is too short teaches nothing."""
@@ -85,7 +98,7 @@ class Rates:
         if not seen.planes:
             return replace(
                 common,
-                raw=_mean(self.raw, reached),
+                raw=_with(reached, self.raw, self.raw_age),
                 raw_age=0,
                 planes_age=self.planes_age + 1,
             )
@@ -94,7 +107,7 @@ class Rates:
             common,
             encoding=_mean(self.encoding, _rate(seen.new_bytes, threads)),
             ratio=seen.stored_bytes / seen.new_bytes,
-            planes=_mean(self.planes, reached),
+            planes=_with(reached, self.planes, self.planes_age),
             planes_age=0,
             raw_age=self.raw_age + 1,
         )
@@ -109,6 +122,10 @@ class Verdict:
     """Expected of a save that stores chunks as they are, in bytes of the state."""
     planes_bytes_per_s: float
     """Expected of one that compresses."""
+    measured: bool = False
+    """Both were measured; else one was reckoned from the other, or from the backend's claim."""
+    kept: bool = False
+    """It stays with the way of the last save, though the other is expected to be better."""
 
     def entries(self) -> dict[str, float]:
         """Return what the receipt of the save says of it."""
@@ -116,25 +133,42 @@ class Verdict:
             "auto_planes": float(self.planes),
             "auto_raw_bytes_per_s": self.raw_bytes_per_s,
             "auto_planes_bytes_per_s": self.planes_bytes_per_s,
+            "auto_measured": float(self.measured),
+            "auto_kept": float(self.kept),
         }
 
 
 def verdict(known: Rates, *, workers: int) -> Verdict:
     """Return which way the next save goes; a function of its arguments alone.
 
-    Raw is taken when it is expected to be ``PACE_RAW_GAIN`` times as fast. Once decided, the ratio
-    has to pass that line by ``PACE_BAND``, so that what varies from save to save changes nothing.
+    Raw is better when it is expected to be ``PACE_RAW_GAIN`` times as fast. The way of the last
+    save is kept, though, as long as it was measured less than ``PACE_TRIES`` times and the other
+    was not; and where the other is not better by ``PACE_BAND``, or, once both were measured and
+    compared, by ``PACE_BAND_SETTLED``.
     """
     hashing = workers * (known.hashing or limits.PACE_HASH_BYTES_PER_S)
     encoding = workers * (known.encoding or limits.PACE_ENCODE_BYTES_PER_S)
-    raw = known.raw if known.raw_age < limits.PACE_SAVES else 0.0
-    planes = known.planes if known.planes_age < limits.PACE_SAVES else 0.0
+    measured = _median(known.raw)
+    raw = measured if known.raw_age < limits.PACE_SAVES else 0.0
+    planes = _median(known.planes) if known.planes_age < limits.PACE_SAVES else 0.0
     raw = raw or min(hashing, known.storage)
-    planes = planes or min(encoding, (known.raw or known.storage) / known.ratio)
-    line = limits.PACE_RAW_GAIN
-    if known.last is not None:
-        line = line * limits.PACE_BAND if known.last else line / limits.PACE_BAND
-    return Verdict(planes=raw < line * planes, raw_bytes_per_s=raw, planes_bytes_per_s=planes)
+    planes = planes or min(encoding, (measured or known.storage) / known.ratio)
+    better = raw < limits.PACE_RAW_GAIN * planes
+    chosen = better
+    if known.last is not None and better != known.last:
+        settled = known.settled and known.both_measured
+        band = limits.PACE_BAND_SETTLED if settled else limits.PACE_BAND
+        line = limits.PACE_RAW_GAIN * (band if known.last else 1 / band)
+        tries = len(known.planes if known.last else known.raw)
+        too_soon = not known.both_measured and 0 < tries < limits.PACE_TRIES
+        chosen = known.last if too_soon else raw < line * planes
+    return Verdict(
+        planes=chosen,
+        raw_bytes_per_s=raw,
+        planes_bytes_per_s=planes,
+        measured=known.both_measured,
+        kept=chosen != better,
+    )
 
 
 class Pace:
@@ -159,7 +193,7 @@ class Pace:
         """Return which way the next save goes, and remember it."""
         with self._lock:
             found = verdict(self._rates, workers=workers)
-            self._rates = replace(self._rates, last=found.planes)
+            self._rates = replace(self._rates, last=found.planes, settled=found.measured)
             return found
 
     def note(self, seen: Sample) -> None:
@@ -174,7 +208,21 @@ def _rate(count: int, seconds: float) -> float:
 
 
 _NEWEST: Final = 0.5
-"""Weight of the newest save among all. Source: two slow ones in a row are no accident."""
+"""Weight of the newest save among all, of what is reckoned with. Source: two slow ones in a row
+are no accident."""
+_SAMPLES: Final = 3
+"""Saves of each way that count. Source: one that something else held up does not show in their
+median, and two in a row do."""
+
+
+def _with(reached: float, known: tuple[float, ...], age: int) -> tuple[float, ...]:
+    """Return what is known of a way after one more save; what is too old is forgotten."""
+    return (reached, *known)[:_SAMPLES] if age < limits.PACE_SAVES else (reached,)
+
+
+def _median(rates: tuple[float, ...]) -> float:
+    """Return the middle one of some rates, of two the faster; 0 for none."""
+    return sorted(rates)[len(rates) // 2] if rates else 0.0
 
 
 def _mean(old: float, new: float) -> float:

@@ -52,6 +52,8 @@ class LazyVersion:
     ----------
     whole
         Of a version of which a part is kept: returns all of it, from elsewhere; is given why.
+    again
+        Returns the version again; a pickle holds this. None: the version cannot be pickled.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class LazyVersion:
         content: Content,
         *,
         whole: Callable[[CkptStoreError], Content] | None = None,
+        again: Callable[[], LazyVersion] | None = None,
     ) -> None:
         self._repo = repo
         self._content = content
         self._whole = whole
+        self._again = again
         self._leaves = {leaf.path: leaf for leaf in content.leaves}
         self.info = info
         """The version as the catalog knows it."""
@@ -73,6 +77,9 @@ class LazyVersion:
         """Return run, step and size."""
         info = self.info
         return f"<LazyVersion {info.run}@{info.step} #{info.id[:8]}, {len(self._leaves)} tensors>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (self._again, ()) if self._again is not None else self._repo.__reduce__()
 
     @property
     def id(self) -> str:

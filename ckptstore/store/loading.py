@@ -195,7 +195,8 @@ class Loading:
         whole = None
         if fall_through and version.level != "full" and self._repo.log.catalog.replicas:
             whole = partial(self._whole, version)
-        return LazyVersion(self._repo, version, content, whole=whole)
+        again = partial(self.version, f"#{version.id}", fall_through=fall_through)
+        return LazyVersion(self._repo, version, content, whole=whole, again=again)
 
     def _first_sound(self, run: str, load: Callable[[Version], Any]) -> Any:  # noqa: ANN401
         from ckptstore.maintenance.check.latest_valid import first_sound

@@ -10,6 +10,7 @@ from ckptstore.backends.key_sources import hidden, is_key_spec
 from ckptstore.config import Options, workers_default
 from ckptstore.errors import InvalidInputError
 from ckptstore.repo import open_repo
+from ckptstore.store.pickling import Opening
 from ckptstore.store.replica_pool import ReplicaOptions
 from ckptstore.store.store import Store
 from ckptstore.store.tiers import check_given
@@ -39,6 +40,9 @@ def open_store(
     **storage_options: Any,  # noqa: ANN401 - passed on to the storage library
 ) -> Store:
     """Open the store at a location. Exported as ``ckptstore.open``.
+
+    The store can be pickled: the location and these arguments travel (not `create`, never a key
+    that is not the place of one), and the other process opens it again.
 
     Parameters
     ----------
@@ -117,6 +121,18 @@ def open_store(
         in_flight=in_flight,
     )
     check_given(replicas)
+    travelling = {
+        "read_only": read_only,
+        "single_writer": single_writer,
+        "host_bytes": host_bytes,
+        "workers": workers,
+        "codec": codec,
+        "base_bytes": base_bytes,
+        "engine": engine,
+        "staging_bytes": staging_bytes,
+        "in_flight": in_flight,
+        **storage_options,
+    }
     repo = open_repo(
         url,
         create=create,
@@ -125,4 +141,5 @@ def open_store(
         key=encryption_key,
         storage_options=storage_options,
     )
-    return Store(repo, replicas=replicas)
+    opening = Opening.of(url, encryption_key, travelling)
+    return Store(repo, replicas=replicas, opening=opening)

@@ -85,6 +85,11 @@ class OpenedReplicas:
         check_bound(name, options)
         self._given[name] = dict(options)
 
+    @property
+    def given(self) -> ReplicaOptions:
+        """Options, or open stores, by name."""
+        return self._given
+
     def get(self, info: ReplicaInfo) -> Store:
         """Return a replica, opened.
 

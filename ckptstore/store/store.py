@@ -17,6 +17,7 @@ from ckptstore.store.archiving import Archiving
 from ckptstore.store.background import Background
 from ckptstore.store.checking import Checking
 from ckptstore.store.loading import Loading
+from ckptstore.store.pickling import Opening, pickled, unpickled
 from ckptstore.store.queries import Looking
 from ckptstore.store.replica_pool import OpenedReplicas, ReplicaOptions
 from ckptstore.store.replicating import Replicating
@@ -55,10 +56,21 @@ class Store(
 
     A context manager. Any thread may use it. Close it when no save or load is running; saves in
     the background are waited for.
+
+    It can be pickled, and so can its runs and lazy versions: another process opens it again, once
+    for all pickles of it, with the same arguments. InvalidInputError says why not: it is in memory,
+    has a live write-back, was given a key instead of the place of one, or a backend of its own.
     """
 
-    def __init__(self, repo: Repo, *, replicas: ReplicaOptions | None = None) -> None:
+    def __init__(
+        self,
+        repo: Repo,
+        *,
+        replicas: ReplicaOptions | None = None,
+        opening: Opening | None = None,
+    ) -> None:
         self._repo = repo
+        self._opening = opening
         self._events = Events()
         self._kept_savers: dict[int, Saver] = {}
         self._opened = OpenedReplicas(repo, replicas)
@@ -68,6 +80,10 @@ class Store(
     def __repr__(self) -> str:
         """Return the location, without credentials."""
         return f"<Store {self.url}>"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        given, writes_back = self._opened.given, bool(self._own())
+        return unpickled, (pickled(self.url, self._opening, given, writes_back=writes_back),)
 
     @property
     def url(self) -> str:
@@ -147,6 +163,20 @@ class Store(
         version = self.resolve(ref)
         self._repo.log.append(lambda now: changes.tag(now, version.run, version.id, tag))
         return self._repo.catalog.version(version.id)
+
+    def untag(self, ref: str, tag: str) -> Version:
+        """Take a tag away from a version; return the version.
+
+        Raises
+        ------
+        VersionNotFoundError
+            The version does not have this tag. Else as :meth:`resolve`.
+        ReadOnlyError, UnsafeBackendError, StorageError
+            It could not be committed.
+        """
+        found = self.resolve(ref)
+        self._repo.log.append(lambda now: changes.untag(now, found.run, tag, version=found.id))
+        return self._repo.catalog.version(found.id)
 
     def annotate(self, ref: str, metrics: Mapping[str, float]) -> Version:
         """Add metrics to a version, or replace their values; return the version.

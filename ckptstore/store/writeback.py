@@ -11,6 +11,7 @@ once, and loud for who waits or closes.
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import os
 import threading
@@ -286,7 +287,10 @@ class WriteBack:
         everything, self._all = self._all, False
         try:
             while batch := self._next(everything=everything):
-                report = replicate(self._here, self._there, batch, self._request)
+                # Behind a round that went well there is nothing to go on with.
+                resume = not self._attempts or self._failures > 0
+                wish = dataclasses.replace(self._request, resume=resume)
+                report = replicate(self._here, self._there, batch, wish)
                 self._settle(batch, {one.version: one.message for one in report.failures})
                 if report.note_failure:
                     msg = f"what it has cannot be noted here: {report.note_failure}"

@@ -40,6 +40,20 @@ def test_gc_waits_for_the_grace(cli: Any, store_path: Path) -> None:  # noqa: AN
 
     assert tally(done["condemned"]) == tally(done["reclaimable_later"]) >= 1
     assert tally(done["swept"]) == tally(done["reclaimable_now"]) == 0
+    assert 3500 < done["again_s"] <= 3600
+
+
+def test_gc_says_when_to_come_again(cli: Any, store_path: Path) -> None:  # noqa: ANN401
+    """Two runs free what was deleted: rm, the dry run and the run say so; the last has no more."""
+    removed = cli("rm", "gpt@100", "--force", "--store", store_path)
+    planned = cli("gc", "--dry-run", "--grace", "2h", "--store", store_path)
+    first = cli("gc", "--grace", "2h", "--no-repack", "--store", store_path)
+    second = cli("gc", "--grace", "0", "--store", store_path)
+
+    assert "one 60 min later (--grace) deletes" in removed.out + removed.err
+    for said in (planned, first):
+        assert "run ckptstore gc again 2 h later" in said.out
+    assert "again" not in second.out
 
 
 def test_gc_shows_who_holds_what(cli: Any, store_path: Path) -> None:  # noqa: ANN401

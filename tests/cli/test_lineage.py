@@ -94,12 +94,12 @@ def test_graph_is_a_tree(cli: Cli, store_path: Path) -> None:
     result = cli("log", "--graph", "--utc", "-s", store_path)
     lines = result.out.splitlines()
     drawn = [line.split("  ")[0] for line in lines]
-    assert drawn == ["*", "*", "| *", "| *", "|/", "*", "|", "| *", "|/", "*", "*"]
-    assert "lora@7" in lines[0]
-    assert "latest" in lines[1]
-    assert "abandoned" in lines[2]
-    assert "try again" in lines[6]
-    assert "forked from gpt@200" in lines[7]
+    assert drawn == ["*", "", "*", "| *", "| *", "|/", "*", "|", "| *", "|/", "*", "*"]
+    assert "lora@7" in lines[0]  # it has nothing to do with the others
+    assert "latest" in lines[2]
+    assert "abandoned" in lines[3]
+    assert "try again" in lines[7]
+    assert "forked from gpt@200" in lines[8]
     document = cli("log", "gpt", "--graph", "--json", "-s", store_path).document["graph"]
     assert [(v["run"], v["step"]) for v in document["versions"]][-1] == ("gpt", 100)
     assert {v["run"] for v in document["versions"]} == {"gpt", "ft"}
@@ -118,10 +118,10 @@ def test_graph_passes_deleted_versions_over(cli: Cli, store_path: Path) -> None:
         store.fork("gpt@300", "ft")
         store.remove(["gpt@300"])
     lines = cli("log", "--graph", "-s", store_path).out.splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["*", "*", "*", "| *", "|/", "*", "*"]
-    assert "forked from gpt@300" in lines[3]
-    assert "(deleted)" in lines[3]
-    assert "gpt@200" in lines[5]
+    assert [line.split("  ")[0] for line in lines] == ["*", "", "*", "*", "| *", "|/", "*", "*"]
+    assert "forked from gpt@300" in lines[4]
+    assert "(deleted)" in lines[4]
+    assert "gpt@200" in lines[6]
 
 
 def test_diff_names_what_differs(cli: Cli, store_path: Path) -> None:

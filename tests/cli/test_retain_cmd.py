@@ -34,6 +34,7 @@ def test_retain_says_and_changes_nothing(cli: Cli, store_path: Path) -> None:
     assert lines["100"].endswith("tagged first")
     assert lines["500"].endswith("last 1")
     assert "2 would be deleted, 1 would be reduced" in result.err
+    assert "one 60 min later (--grace) deletes" in result.err
     assert "--apply" in result.err
     assert set(_levels(store_path).values()) == {"full"}
     assert cli("retain", "gpt", *RULES, "--dry-run", "-q", "-s", store_path).err == ""

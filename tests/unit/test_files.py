@@ -190,15 +190,26 @@ def test_dtype_that_the_format_lacks_is_an_error_with_its_path(
     assert export_safetensors(store, "r", path, exclude=["bad"]).tensors_count == 1
 
 
-@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "-"])
-def test_a_file_is_not_named_like_another_kind(
-    store: ckptstore.Store, tmp_path: Path, name: str
+@pytest.mark.parametrize(
+    ("name", "better"),
+    [
+        ("model.pt", "model.safetensors"),
+        ("pytorch_model.bin", "pytorch_model.safetensors"),
+        ("-", "NAME.safetensors"),
+        ("exp3", "exp3.safetensors"),
+        ("", "model.safetensors"),
+    ],
+)
+def test_a_file_is_named_as_what_it_is(
+    store: ckptstore.Store, tmp_path: Path, name: str, better: str
 ) -> None:
-    """What is no pickle is not called as one, since torch.load would fail at it much later."""
+    """No other ending, none, and no folder: neither torch.load nor import could read it by name."""
     store.run("r").save({"x": torch.ones(1)}, step=1)
-    with pytest.raises(InvalidInputError, match="under another kind's name"):
+    with pytest.raises(InvalidInputError) as caught:
         export_safetensors(store, "r", tmp_path / name)
-    assert not (tmp_path / name).exists()
+    assert str(tmp_path / better) in caught.value.hint
+    assert [path for path in tmp_path.iterdir() if path.is_file()] == []
+    export_safetensors(store, "r", tmp_path / better)  # the hint can be followed
 
 
 def test_names_must_differ_and_patterns_must_match(store: ckptstore.Store, tmp_path: Path) -> None:

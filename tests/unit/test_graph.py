@@ -44,8 +44,16 @@ def test_branches_of_branches() -> None:
 
 
 def test_trees_without_a_common_root() -> None:
-    """Runs that began by themselves follow each other, the newest first."""
-    assert _drawn({"a": "", "b": "gone", "c": "a"}) == ["* b", "* c", "* a"]
+    """Runs that began by themselves follow each other, the newest first, with a gap between."""
+    assert _drawn({"a": "", "b": "gone", "c": "a"}) == ["* b", "", "* c", "* a"]
+    assert _drawn({"a": "", "b": "a", "c": "a", "d": ""}) == [
+        "* d",
+        "",
+        "* c",
+        "| * b",
+        "|/",
+        "* a",
+    ]
 
 
 @given(st.lists(st.integers(-1, 30), max_size=30), st.lists(st.integers(0, 2), min_size=30))
@@ -61,7 +69,9 @@ def test_every_version_is_drawn_once_after_what_continues_it(
     assert all(places[node] < places[parent] for node, parent in parents.items() if parent)
     rows = rails(order, parents)
     assert all(own.count("*") == 1 for own, _ in rows)
-    joins = sum(len(before) for _, before in rows)
+    joins = sum(bool(line) for _, before in rows for line in before)
+    gaps = sum(not line for _, before in rows for line in before)
+    assert gaps == max(0, sum(not parent for parent in parents.values()) - 1)
     children = [parent for parent in parents.values() if parent]
     assert joins == len(children) - len(set(children))
     if rows:

@@ -6,6 +6,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from ckptstore.errors import (
     StorageError,
     VersionNotFoundError,
 )
+from ckptstore.integrations import plots
 from ckptstore.integrations.plots import plot_history
 
 
@@ -129,6 +131,25 @@ def test_the_picture_shows_what_there_is(store: ckptstore.Store, tmp_path: Path)
     assert plot_history(store, "gpt", "loss", tmp_path / "b.svg", policy=policy).read_bytes() == (
         path.read_bytes()
     ), "one picture is the same file each time"
+
+
+def test_forks_of_forks_are_drawn(store: ckptstore.Store, tmp_path: Path) -> None:
+    """A fork of a fork begins at its point, also behind a fork that does not have the metric."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    store.run("ft").save({"x": torch.ones(1)}, step=90, metrics={"loss": 1.5})
+    store.fork("ft@90", "deep")
+    store.run("deep").save({"x": torch.ones(1)}, step=95, metrics={"other": 1.0})
+    store.fork("deep", "deeper")
+    store.run("deeper").save({"x": torch.ones(1)}, step=99, metrics={"loss": 1.25})
+    text = plot_history(store, "gpt", "loss", tmp_path / "a.svg").read_text(encoding="utf-8")
+    assert "fork ft" in text
+    assert "fork deeper" in text
+    figure = Figure()
+    plots._draw(figure, plots._picture(store, "gpt", "loss", None))
+    (line,) = [line for line in figure.axes[0].lines if line.get_label() == "fork deeper"]
+    assert np.asarray(line.get_xydata()).tolist() == [[90, 1.5], [99, 1.25]]
 
 
 def test_the_picture_without_retention_and_of_a_fork(

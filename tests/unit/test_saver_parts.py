@@ -26,6 +26,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Events, SaveEvent
 from ckptstore.hashing import xxh3_64
+from ckptstore.integrations import receipt_plots
 from ckptstore.integrations.receipt_plots import plot_receipts
 from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 from ckptstore.model import Receipt
@@ -318,6 +319,8 @@ def test_text_for_prometheus(memory: MemoryBackend, saving: Callable[..., Build]
 
 def test_receipts_can_be_drawn(tmp_path: Path) -> None:
     """One run or all; the file is the same each time; what cannot be drawn is said."""
+    from matplotlib.figure import Figure
+
     with ckptstore.open(tmp_path / "s", create=True) as store:
         with pytest.raises(VersionNotFoundError, match="no version"):
             plot_receipts(store, tmp_path / "none.svg")
@@ -327,6 +330,12 @@ def test_receipts_can_be_drawn(tmp_path: Path) -> None:
         plot_receipts(store, tmp_path / "a.svg")
         plot_receipts(store, tmp_path / "b.svg")
         plot_receipts(store, tmp_path / "gpt.png", run="gpt")
+        versions = store.versions()
+        figure = Figure()
+        receipt_plots._draw(figure, versions, None)
+        for line in (line for axes in figure.axes for line in axes.lines):
+            runs = {versions[int(place)].run for place in np.asarray(line.get_xdata())}
+            assert len(runs) == 1, "a line joins versions of one run"
         with pytest.raises(InvalidInputError, match="does not end in one of"):
             plot_receipts(store, tmp_path / "a.jpeg")
     text = (tmp_path / "a.svg").read_text()

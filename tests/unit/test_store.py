@@ -192,6 +192,20 @@ def test_tags_move_and_go(store: ckptstore.Store) -> None:
         run.resolve("release")
 
 
+def test_the_store_takes_a_tag_from_the_version_that_has_it(store: ckptstore.Store) -> None:
+    """As ``Store.tag``, by any ref; a version without the tag loses nothing of another's."""
+    for step in (1, 2):
+        store.run("r").save({"x": step}, step=step)
+    store.tag("r@1", "release")
+    with pytest.raises(VersionNotFoundError, match="has no tag 'release'") as caught:
+        store.untag("r@2", "release")
+    assert "r@1" in caught.value.hint
+    assert store.resolve("r@release").step == 1
+    assert store.untag("r@release", "release").tags == ()
+    with pytest.raises(VersionNotFoundError, match="has no tag"):
+        store.untag("r@1", "release")
+
+
 def test_metrics_arrive_later(store: ckptstore.Store) -> None:
     """Annotations add to what the save brought, replace by name, and count for best."""
     run = store.run("r", metrics={"bleu": "max"})

@@ -77,6 +77,25 @@ def test_the_part_of_the_day_moves_on_and_comes_round() -> None:
             sample_of(wrong, part=None, now_ms=0)
 
 
+@pytest.mark.parametrize("engine", [None, "threads"])
+def test_the_progress_of_a_sample_is_that_of_the_sample(
+    root: Path, store: ckptstore.Store, engine: str | None
+) -> None:
+    """The bar of a tenth counts about a tenth of the bytes, and ends at its end."""
+    torch.manual_seed(6)
+    store.run("big").save({"w": torch.randn(400, 16_384 // 4)}, step=1, codec="raw")
+    logical = sum(r.logical for v in store.versions() for r in v.roles.values())
+    seen: list[Progress] = []
+    workers = None if engine is None else 1
+    report = store.verify(
+        sample=0.1, part=0, progress=seen.append, executor=engine, workers=workers
+    )
+    steps = [step for step in seen if step.stage == "verify"]
+    assert max(step.total for step in steps) < 0.2 * logical
+    assert report.read_bytes <= steps[-1].done == steps[-1].total
+    assert [step.done for step in steps] == sorted(step.done for step in steps)
+
+
 class Interrupt(Exception):
     """Stands for whatever stops a check."""
 

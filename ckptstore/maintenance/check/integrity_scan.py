@@ -114,7 +114,7 @@ class Survey:
     """Ids of versions that need such packs: of those it is not known whether they are sound."""
     read_bytes: int = 0
     total_bytes: int = 0
-    """What all versions hold, for the progress."""
+    """What all versions hold, of a sample its share; for the progress."""
     _done_bytes: int = 0
     _sizes: dict[str, ObjectInfo] | None = None
 
@@ -197,7 +197,7 @@ class Survey:
     ) -> Content | None:
         """Note that a version was checked, and whether every piece that was looked at is right.
 
-        In all it counts for what it holds, of which `counted_bytes` were counted before.
+        In all it counts for its :meth:`share`, of which `counted_bytes` were counted before.
         """
         self.seen.add(version.id)
         if isinstance(loaded, CkptStoreError):
@@ -205,8 +205,13 @@ class Survey:
             self.found(loaded, version)
         elif sound and self.full and self.sample is None and version.id not in self.cold_versions:
             self.sound[version.id] = version.manifest_digest
-        self.advance(sum(part.logical for part in version.roles.values()) - counted_bytes)
+        self.advance(max(0, self.share(version) - counted_bytes))
         return None if isinstance(loaded, CkptStoreError) else loaded
+
+    def share(self, version: Version) -> int:
+        """Return the bytes of a version that are to be read, about those of a sample."""
+        parts = 1 if self.sample is None else self.sample.parts
+        return sum(part.logical for part in version.roles.values()) // parts
 
     def check_content(self, version: Version, content: Content) -> bool:
         """Check the pieces that a manifest names; return whether all of them are right."""
@@ -278,8 +283,9 @@ class Survey:
             progress=lambda step: self._tell(base + step.done),
             on_failure=failed,
         )
-        self.read_bytes += sum(int(table.raw[row]) for row in chosen)
-        self.advance(int(table.raw[rows.start : rows.stop].sum()))
+        size = int(table.raw[chosen].sum())
+        self.read_bytes += size
+        self.advance(int(table.raw[rows.start : rows.stop].sum()) if self.sample is None else size)
         self.told(version, rows, {row: self.bad[k] for row, k in keys.items() if k in self.bad})
 
     def choose(

@@ -10,10 +10,9 @@ import numpy as np
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
-from ckptstore.format import pack as packs
-from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import xxh3_64
+from ckptstore.objects.pack_index import read_index
 
 __all__ = [
     "PieceKey",
@@ -21,7 +20,6 @@ __all__ = [
     "batches",
     "frame_problem",
     "piece_key",
-    "read_frame",
     "why_lost",
 ]
 
@@ -54,33 +52,10 @@ def frame_problem(backend: Backend, pack: str, size_bytes: int) -> CkptStoreErro
         The storage failed.
     """
     try:
-        read_frame(backend, pack, size_bytes)
+        read_index(backend, pack, size_bytes)
     except (IntegrityError, FormatError, NotFoundError) as error:
         return error
     return None
-
-
-def read_frame(backend: Backend, pack: str, size_bytes: int) -> list[packs.IndexRow]:
-    """Return the index of a pack, after a check of its header and its trailer.
-
-    Raises
-    ------
-    IntegrityError, FormatError, NotFoundError
-        One of the three is damaged, or the pack is gone.
-    StorageError
-        The storage failed.
-    """
-
-    def read(offset: int, size: int) -> bytes:
-        memory = bytearray(size)
-        backend.read_into(pack_key(pack), offset, [memoryview(memory)])
-        return bytes(memory)
-
-    packs.parse_header(read(0, packs.HEADER_BYTES), pack_id=pack)
-    tail = read(max(0, size_bytes - packs.TRAILER_BYTES), packs.TRAILER_BYTES)
-    offset, count, checksum = packs.parse_trailer(tail, pack_bytes=size_bytes, where=pack)
-    index = read(offset, count * packs.INDEX_ROW_BYTES)
-    return packs.parse_index(index, checksum=checksum, offset=offset, where=pack)
 
 
 def why_lost(key: PieceKey, error: CkptStoreError) -> str:

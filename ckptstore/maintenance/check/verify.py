@@ -204,7 +204,7 @@ def _check_versions(
     resume: Path | None,
 ) -> tuple[str, ...]:
     """Check version after version; return the ids of those recorded as sound."""
-    survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
+    survey.total_bytes = sum(map(survey.share, versions))
     if resume is None:
         return _check_each(survey, versions, engine, record=record)
     state = VerifyState.begin(

@@ -21,9 +21,9 @@ from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.maintenance.check.piece_checks import read_frame
 from ckptstore.maintenance.core.live_set import ChunkTable
 from ckptstore.objects.copying import Room, StoredChunk, broken, take_chunk
+from ckptstore.objects.pack_index import read_index
 from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.threads import in_threads
@@ -151,7 +151,7 @@ class _Copying:
         offsets: list[int] = []
         backend = self.task.storage.value
         try:
-            index = read_frame(backend, victim.pack, victim.size_bytes)
+            index = read_index(backend, victim.pack, victim.size_bytes)
             ids = {row.offset: row.chunk_id for row in index}
             for first, last in _spans(victim.live, backend.capabilities):
                 for found in self._read(victim, first, last, ids, room):

@@ -25,7 +25,7 @@ from ckptstore.maintenance.collect.copy_live import Victim
 from ckptstore.maintenance.collect.holders import Holder, holders_of
 from ckptstore.maintenance.collect.inline_deltas import Rebased, dead_keys, rebase
 from ckptstore.maintenance.collect.repack import Repacked, choose, repack
-from ckptstore.maintenance.collect.sweep import due, sweep
+from ckptstore.maintenance.collect.sweep import due, sweep, wait_s
 from ckptstore.maintenance.collect.unreferenced import (
     Candidates,
     condemnable,
@@ -90,6 +90,9 @@ class GcReport:
     leftovers: Tally
     """Temporary files of writers that died, removed (a dry run: found)."""
     seconds: float
+    again_s: float = 0.0
+    """Until a second collection deletes what is condemned now, and this one did not delete; of a
+    dry run, from the collection on that it stands for. 0 if nothing is left."""
     early: tuple[str, ...] = ()
     """What of `condemned` and `swept` is charged for longer, since it leaves its storage class
     before the days that this asks for; a sentence a class."""
@@ -334,10 +337,19 @@ def _collect(
         rebased=rebased,
         leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
         seconds=repo.environment.monotonic() - began,
+        again_s=_again_s(work, before),
         early=tuple(early(work.listed({*work.condemned, *work.swept}), now_s=found.now_s)),
         holders=holders_of(catalog, work.reach, found.objects) if request.holders else (),
         **_tallies(work, before),
     )
+
+
+def _again_s(work: _Collection, before: _Sorted) -> float:
+    """Return when what a collection leaves condemned can be deleted."""
+    grace_s = work.request.grace_s
+    if work.request.dry_run and before.condemnable:
+        return grace_s
+    return wait_s(work.repo, work.repo.catalog, grace_s=grace_s, now_s=work.found.now_s)
 
 
 def _tallies(work: _Collection, before: _Sorted) -> dict[str, Kinds]:

@@ -21,7 +21,7 @@ from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.maintenance.core.task_pool import Spread
 from ckptstore.repo import Repo
 
-__all__ = ["DeletePart", "delete_part", "due", "sweep"]
+__all__ = ["DeletePart", "delete_part", "due", "sweep", "wait_s"]
 
 
 def due(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> list[str]:
@@ -44,6 +44,20 @@ def due(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> list[s
         if grace_s <= 0 or now_s - repo.backend.stat(commit_key(number)).modified_at >= grace_s
     }
     return sorted(key for key, number in pending.items() if number in over)
+
+
+def wait_s(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> float:
+    """Return the seconds until the grace of all condemned objects is over; 0 if there are none.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    if not catalog.condemned:
+        return 0.0
+    newest = repo.backend.stat(commit_key(max(catalog.condemned.values()))).modified_at
+    return min(grace_s, max(0.0, grace_s - (now_s - newest)))
 
 
 def sweep(

@@ -24,6 +24,7 @@ from ckptstore.events import ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copying import Copied, copy_chunks
 from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder
@@ -37,6 +38,7 @@ __all__ = [
     "Copier",
     "Foreseen",
     "Landed",
+    "chunk_of",
     "copier_between",
     "foresee",
     "transplant",
@@ -69,6 +71,19 @@ class Landed:
     """For how long their packs were read again, of all threads together."""
     is_cold: bool
     """Packs could not be read again, since they went to where they have to be thawed first."""
+    resumed: Mapping[tuple[str, int], Placed]
+    """Chunks that an interrupted copy had left in the target, by pack and offset in the source.
+    Their content was not read."""
+
+    @property
+    def resumed_packs(self) -> frozenset[str]:
+        """Packs of the target in which they lie."""
+        return frozenset(place.pack for place in self.resumed.values())
+
+    @property
+    def resumed_bytes(self) -> int:
+        """Stored bytes of these chunks, headers included."""
+        return _stored_bytes(self.resumed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +105,7 @@ def transplant(
     progress: ProgressCallback,
     only: Sequence[str] | None = None,
     copier: Copier | None = None,
+    orphans: Orphans | None = None,
 ) -> Landed:
     """Bring what `manifest` needs to `target`; return the manifest as it is to be written there.
 
@@ -103,6 +119,8 @@ def transplant(
         Versions of `target` that are looked at, in this order; None for all, the likeliest first.
     copier
         Who copies chunks, in place of threads of this process from one backend to the other.
+    orphans
+        Finds what an interrupted copy left: the caller reads it before relying on it.
 
     Raises
     ------
@@ -113,17 +131,26 @@ def transplant(
     """
     began = target.environment.monotonic()
     own = manifest.first[-1]
-    found, bases = _located(manifest, target, source_id, without, only)
+    named: set[str] = set()
+    found, bases = _located(manifest, target, source_id, without, only, named)
     missing = [row for row, place in found.items() if place is None]
+    resumed: dict[tuple[str, int], Placed] = {}
+    if orphans is not None:
+        pieces, backend = manifest.pieces, source.backend
+        resumed = orphans.find(backend, pieces, missing, named=named, without=without)
     labels = read_content(manifest).labels
     owners = np.zeros(len(manifest.pieces), np.int64)
     owners[:own] = np.repeat(np.arange(len(manifest.tensors)), np.diff(manifest.first))
     owners[[*bases]] = owners[[*bases.values()]]
-    wants = [Want(row=row, out=None, label=labels[int(owners[row])]) for row in missing]
+    wants = [
+        Want(row=row, out=None, label=labels[int(owners[row])])
+        for row in missing
+        if chunk_of(manifest.pieces, row) not in resumed
+    ]
     copier = copier or copier_between(source.backend, target.backend, target)
     copied = copier(manifest.pieces, wants, progress)
     arrived = [row for row in missing if row < own]
-    table = _placed(manifest.pieces, own, found, copied.places)
+    table = _placed(manifest.pieces, own, found, {**copied.places, **resumed})
     return Landed(
         manifest=replace(manifest, pieces=table),
         roles=_role_bytes(manifest, owners, missing),
@@ -135,12 +162,20 @@ def transplant(
         rows=tuple(arrived),
         owners=tuple(owners[arrived].tolist()),
         chunks_count=len(copied.places),
-        chunk_bytes=sum(
-            CHUNK_HEADER_BYTES + place.stored_bytes for place in copied.places.values()
-        ),
+        chunk_bytes=_stored_bytes(copied.places),
         read_back_s=copied.read_back_s,
         is_cold=copied.is_cold,
+        resumed=resumed,
     )
+
+
+def _stored_bytes(places: Mapping[tuple[str, int], Placed]) -> int:
+    return sum(CHUNK_HEADER_BYTES + place.stored_bytes for place in places.values())
+
+
+def chunk_of(table: PieceTable, row: int) -> tuple[str, int]:
+    """Return pack and offset of the chunk in which a piece lies."""
+    return table.packs[int(table.pack[row])], int(table.offset[row])
 
 
 def copier_between(source: Backend, target: Backend, repo: Repo, *, check: bool = False) -> Copier:
@@ -190,7 +225,7 @@ def foresee(
         Ids of pieces that travel before, for versions that are copied earlier; is added to.
     """
     table = manifest.pieces
-    found, _ = _located(manifest, target, source_id, (), only)
+    found, _ = _located(manifest, target, source_id, (), only, set())
     chunks: dict[tuple[int, int], int] = {}
     for row, place in found.items():
         piece = table.ids[row].tobytes()
@@ -207,11 +242,13 @@ def _located(
     source_id: str,
     without: Collection[str],
     only: Sequence[str] | None,
+    named: set[str],
 ) -> tuple[dict[int, Location | None], dict[int, int]]:
     """Return where each piece lies in the target already, or None, by row.
 
     With the pieces of tensors also what those refer to that are deltas and have to travel: these
-    bases are given as well, with the row of the first such delta.
+    bases are given as well, with the row of the first such delta. Packs of the target that were
+    looked at are added to `named`.
     """
     table = manifest.pieces
     catalog = target.catalog
@@ -220,12 +257,13 @@ def _located(
     else:
         candidates = [version for version in map(catalog.version, only) if _is_at_hand(version)]
     rows = range(manifest.first[-1])
-    found = _find(table, rows, target, candidates, without, deltas=True)
+    found = _find(table, rows, target, candidates, without, named, deltas=True)
     bases: dict[int, int] = {}
     for row in rows:
         if found[row] is None and (base := table.base_of(row)) is not None:
             bases.setdefault(base, row)
-    return found | _find(table, bases, target, candidates, without, deltas=False), bases
+    more = _find(table, bases, target, candidates, without, named, deltas=False)
+    return found | more, bases
 
 
 def _find(
@@ -234,6 +272,7 @@ def _find(
     target: Repo,
     candidates: Sequence[Version],
     without: Collection[str],
+    named: set[str],
     *,
     deltas: bool,
 ) -> dict[int, Location | None]:
@@ -250,6 +289,7 @@ def _find(
         except IntegrityError:  # a damaged manifest: nothing can be shared with that one
             continue
         looked += len(there)
+        named.update(there.packs)
         gone = catalog.gone(map(pack_key, there.packs))
         avoid = {pack for pack in there.packs if pack_key(pack) in gone}.union(without)
         known = KnownPieces([there], without=avoid, deltas=deltas)
@@ -298,7 +338,7 @@ def _placed(
         location = found[row]
         if location is not None:
             return location
-        placed = places[table.packs[int(table.pack[row])], int(table.offset[row])]
+        placed = places[chunk_of(table, row)]
         base = table.base_of(row)
         refers = base is not None and Base(piece_id=table.ids[base].tobytes(), location=place(base))
         return Location(
@@ -325,13 +365,13 @@ def _role_bytes(
     table = manifest.pieces
     sums = {role: [size, 0, 0] for role, size in logical_bytes(manifest).items()}
     ids: set[bytes] = set()
-    chunks: set[tuple[int, int]] = set()
+    chunks: set[tuple[str, int]] = set()
     for row in missing:
         part = sums[manifest.tensors[int(owners[row])].role]
         if row < manifest.first[-1] and (piece := table.ids[row].tobytes()) not in ids:
             ids.add(piece)
             part[1] += int(table.raw[row])
-        if (chunk := (int(table.pack[row]), int(table.offset[row]))) not in chunks:
+        if (chunk := chunk_of(table, row)) not in chunks:
             chunks.add(chunk)
             part[2] += int(table.stored[row]) + CHUNK_HEADER_BYTES
     return {

@@ -4,7 +4,8 @@ Chunks that the other store has are shared with it (see
 :mod:`ckptstore.maintenance.replicas.copy_manifest`), the others travel as they are stored, each
 checked on the way and read back there. Then the manifest is written, then one commit makes the
 version visible: at any moment the target shows whole versions and no others; the next run finishes
-an interrupted one. Ancestors that are not copied come along as records, so that lineage and the
+an interrupted one, within its version too (:mod:`ckptstore.maintenance.replicas.orphan_packs`).
+Ancestors that are not copied come along as records, so that lineage and the
 history of metrics are whole.
 
 Nothing is ever taken away from the target: what is deleted in the source, or aged, stays there as
@@ -128,6 +129,7 @@ class _Replication:
     records_count: int = 0
     chunk_bytes: int = 0
     chunks_count: int = 0
+    resumed_bytes: int = 0
     done_bytes: int = 0
     total_bytes: int = 0
     noted: bool = False
@@ -229,6 +231,7 @@ class _Replication:
             progress(Progress(stage="copy", done=1, total=1))
         self.chunk_bytes += outcome.chunk_bytes
         self.chunks_count += outcome.chunks_count
+        self.resumed_bytes += outcome.resumed_bytes
         if outcome.fate == "copied":
             self.copied.append(version.id)
         elif outcome.fate == "present":
@@ -294,6 +297,7 @@ class _Replication:
             records_count=self.records_count,
             chunk_bytes=self.chunk_bytes,
             chunks_count=self.chunks_count,
+            resumed_bytes=self.resumed_bytes,
             logical_bytes=sum(_logical(v) for v in self.missing if v.id in copied),
             checked=request.check and not request.dry_run,
             noted=self.noted,

@@ -26,6 +26,8 @@ class ReplicateRequest:
     """Bandwidth to the target, both directions together; 0 for no limit."""
     again: frozenset[str] = frozenset()
     """Ids of versions that come also if the target has deleted them, or keeps less of them."""
+    resume: bool = True
+    """Look in the target for chunks that an interrupted copy left there."""
     progress: ProgressCallback = silent
     """Told the bytes in memory of the versions that are done, of those that are to be copied."""
 
@@ -74,6 +76,9 @@ class ReplicateReport:
     chunk_bytes: int = 0
     """Stored bytes that travelled, or would."""
     chunks_count: int = 0
+    resumed_bytes: int = 0
+    """Stored bytes that did not travel again, since an interrupted copy had left them there; read
+    back before they counted. 0 in a dry run, which does not look for them."""
     logical_bytes: int = 0
     """What the copied versions take in memory."""
     checked: bool = False

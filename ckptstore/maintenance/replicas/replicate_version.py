@@ -6,6 +6,7 @@ crash at any moment leaves objects that nobody names, or the whole version.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
@@ -36,6 +37,8 @@ from ckptstore.objects.read_back import altered
 
 __all__ = ["Outcome", "bring", "take_back_deletion"]
 
+_log = logging.getLogger("ckptstore")
+
 Fate = Literal["copied", "present", "deleted in the target", "deleted in the source", "failed"]
 Near = Callable[[Version], list[str]]
 """Gives the versions of the target that are likely to have chunks of one."""
@@ -48,6 +51,8 @@ class Outcome:
     fate: Fate
     chunks_count: int = 0
     chunk_bytes: int = 0
+    resumed_bytes: int = 0
+    """Of chunks that an interrupted copy had brought."""
     error: IntegrityError | ColdObjectError | None = None
     """Why it could not be copied."""
 
@@ -97,9 +102,14 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
                 raise
             packs = {pack_key(pack): pack for pack in landed.manifest.pieces.packs}
             without.update(packs[name] for name in error.keys if name in packs)
+            if sides.orphans is not None:
+                sides.orphans.forget()  # what this try has copied is there as well
         else:
             return Outcome(
-                fate=fate, chunks_count=landed.chunks_count, chunk_bytes=landed.chunk_bytes
+                fate=fate,
+                chunks_count=landed.chunks_count,
+                chunk_bytes=landed.chunk_bytes,
+                resumed_bytes=landed.resumed_bytes,
             )
     raise AssertionError  # pragma: no cover - the loop has no other end
 
@@ -123,7 +133,10 @@ def _land(
     without: set[str],
     progress: ProgressCallback,
 ) -> Landed:
-    """Bring the chunks of a version, and read them back."""
+    """Bring the chunks of a version, and read them back.
+
+    Packs of an interrupted copy that do not hold what they should are added to `without`.
+    """
     if version.damaged:
         msg = f"parts of {version.run}@{version.step} (#{version.id[:8]}) are lost"
         raise CorruptObjectError(msg, hint="mend it first: ckptstore repair")
@@ -132,21 +145,30 @@ def _land(
         msg = f"the manifest of #{version.id[:8]} is not of the state that the log names"
         raise CorruptObjectError(msg, hint="run ckptstore verify")
     shown = f"{version.run}@{version.step}"
-    with naming_cold(version.id, sides.source.url, shown=shown):
-        landed = transplant(
-            manifest,
-            source=sides.source,
-            target=sides.target,
-            copier=sides.copier(),
-            source_id=version.id,
-            only=near,
-            without=without,
-            progress=progress,
-        )
+    while True:
+        with naming_cold(version.id, sides.source.url, shown=shown):
+            landed = transplant(
+                manifest,
+                source=sides.source,
+                target=sides.target,
+                copier=sides.copier(),
+                source_id=version.id,
+                only=near,
+                without=without,
+                progress=progress,
+                orphans=sides.orphans,
+            )
+        began = sides.target.environment.monotonic()
+        try:
+            _read_resumed(sides, landed)
+        except (IntegrityError, ColdObjectError) as error:
+            _log.warning("what an interrupted copy left is copied again: %s", error)
+            without |= landed.resumed_packs
+            continue
+        break
     unread = replace(landed, receipt={**landed.receipt, UNCHECKED_KEY: 1.0})
     if not sides.request.check or landed.is_cold:
         return unread
-    began = sides.target.environment.monotonic()
     try:
         _read_deltas(sides, landed)
     except ColdObjectError:  # it refers to what is cold there: it came, and does not count as read
@@ -155,30 +177,37 @@ def _land(
     return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
 
 
+def _read_resumed(sides: Sides, landed: Landed) -> None:
+    """Read what an interrupted copy had written to the target, and what refers to it."""
+    table, old = landed.manifest.pieces, landed.resumed_packs
+
+    def is_old(row: int | None) -> bool:
+        return row is not None and table.packs[int(table.pack[row])] in old
+
+    if old:
+        _read(sides, landed, lambda row: is_old(row) or is_old(table.base_of(row)))
+
+
 def _read_deltas(sides: Sides, landed: Landed) -> None:
-    """Decode the deltas that were written to the target, as a load does.
+    """Decode the deltas that were written to the target.
 
     All else was read as soon as it was there (:class:`ckptstore.objects.read_back.ReadBack`).
     """
+    _read(sides, landed, lambda row: landed.manifest.pieces.base_of(row) is not None)
+
+
+def _read(sides: Sides, landed: Landed, is_wanted: Callable[[int], bool]) -> None:
+    """Read some of the pieces that are new to the target, as a load does."""
     table = landed.manifest.pieces
     labels = read_content(landed.manifest).labels
     pairs = zip(landed.rows, landed.owners, strict=True)
-    wants = [
-        Want(row=row, out=None, label=labels[owner])
-        for row, owner in pairs
-        if table.base_of(row) is not None
-    ]
+    wants = [Want(row=row, out=None, label=labels[owner]) for row, owner in pairs if is_wanted(row)]
     if sides.spread is not None:
         sides.spread.read_back(table, wants)
         return
+    backend, options = sides.backend(), sides.target.options
     try:
-        read_pieces(
-            table,
-            wants,
-            backend=sides.backend(),
-            options=sides.target.options,
-            progress=silent,
-        )
+        read_pieces(table, wants, backend=backend, options=options, progress=silent)
     except IntegrityError as error:
         raise altered(sides.target.url, error) from error
 

@@ -9,6 +9,7 @@ from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY
 from ckptstore.engine.engine import Engine
 from ckptstore.maintenance.replicas.copy_manifest import Copier, copier_between
+from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.maintenance.replicas.replicate_report import ReplicateRequest
 from ckptstore.model import Version
 from ckptstore.objects.copy_tasks import SpreadCopy
@@ -32,6 +33,8 @@ class Sides:
     request: ReplicateRequest
     spread: SpreadCopy | None = None
     """Who copies by tasks of an engine; None: threads of this process, without tasks."""
+    orphans: Orphans | None = None
+    """Finds what an interrupted copy left in the target; None looks for nothing."""
 
     @classmethod
     def of(
@@ -52,6 +55,7 @@ class Sides:
             source=source,
             target=target,
             request=request,
+            orphans=Orphans(target) if request.resume else None,
             spread=None
             if engine is None
             else SpreadCopy(

@@ -22,7 +22,7 @@ from ckptstore.config import SYSTEM, SystemEnvironment
 from ckptstore.engine.engine import open_engine
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
-from ckptstore.maintenance.collect.listing import list_objects
+from ckptstore.maintenance.core.listing import list_objects
 from ckptstore.maintenance.core.task_pool import Spread, grouped
 from ckptstore.model import Version
 from ckptstore.store import Store
