@@ -46,4 +46,4 @@ def test_backend_has_a_suite(name: str) -> None:
 @pytest.mark.parametrize("name", ["nfs", "parallel"])
 def test_mounted_kinds_have_a_lab_suite(name: str) -> None:
     """What only shows between machines is tested on real file systems, in the lab."""
-    assert suites("lab").get(name)
+    assert suites("lab").get(name) or suites("kits/labkit").get(name)
