@@ -29,7 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_name("bugs.toml")
 # The tests of this list would notice every bug, by its text.
 _WHOLE = ("tests", "--ignore=tests/planted")
-_FAILED = re.compile(r"^(?:FAILED|ERROR) (?P<test>\S+\.py\b.*?)(?: - .*)?$", re.MULTILINE)
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+\.py\b.*)$", re.MULTILINE)
+_TOLD_CHARS = 200
 
 
 class ListError(Exception):
@@ -127,7 +128,7 @@ class Outcome:
     code: int | None
     """Exit code of pytest; None if it ran past its time limit."""
     failed: str
-    """Id of the first test that failed; empty if none did."""
+    """The first test that failed, and why; empty if none did."""
     output: str
 
     @property
@@ -207,7 +208,7 @@ class Tree:
                     process.wait()
         text = output.read_text(errors="replace")
         found = _FAILED.search(text)
-        return Outcome(code=code, failed=found["test"] if found else "", output=text)
+        return Outcome(code=code, failed=found[1][:_TOLD_CHARS] if found else "", output=text)
 
     def _write(self, path: Path, text: str) -> None:
         """Write a module; Python may take one of the same second and length for unchanged."""
@@ -235,7 +236,7 @@ def plant(bugs: Sequence[Bug], source: Path, *, short: bool, whole: bool, limit_
         if sound.code != 0:
             msg = f"without any bug: {sound.failed or sound}\n{sound.output[-4000:]}"
             raise ListError(msg)
-        _say(f"without any bug: {len(tests)} tests or files pass ({_since(began)})")
+        _say(f"without any bug: the tests of {len(bugs)} bugs pass ({_since(began)})")
         for bug in bugs:
             start = time.monotonic()
             found = tree.with_bug(bug, [*options, *(_WHOLE if whole else [bug.test])], limit_s)
@@ -256,6 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--limit", metavar="S", type=float, help="seconds that one bug may take")
     parser.add_argument("--list", action="store_true", help="print the bugs, and plant none")
     given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends as Ctrl-C does
     limit_s = given.limit or (3600.0 if given.whole else 300.0)
     try:
         bugs = read_bugs()
