@@ -27,7 +27,7 @@ STORE ?= $(or $(URL),demo-store)
 PIP = $(BIN)/python -m pip install -qq -c constraints-dev.txt
 TIMED = @began=$$(date +%s); $(1); echo "== $@: $$(($$(date +%s) - began)) s"
 
-.PHONY: help demo test test-all test-lab soak coverage lint format bench docs clean
+.PHONY: help demo test test-all test-lab soak planted coverage lint format bench docs clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -78,6 +78,9 @@ test-lab: $(VENV)/.dev ## tests on real storage systems; root on Debian 12, 10 m
 # In pieces: CKPTSTORE_SOAK_ROUNDS (of each campaign), CKPTSTORE_SOAK_SEED, CKPTSTORE_MACHINE_STEPS.
 soak: $(VENV)/.dev ## the long form of the campaigns: kills, faults, power cuts
 	$(call TIMED,$(BIN)/python -m pytest -m soak -o faulthandler_timeout=1800 -o timeout=7200 --durations=10 $(TESTS))
+
+planted: $(VENV)/.dev ## plant bugs that lose data, one at a time, and show which test notices each; 4 minutes
+	@$(BIN)/python tests/planted/plant.py
 
 coverage: $(VENV)/.dev ## tests, and which lines and branches they miss
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not lab and not soak" --cov --cov-report=term:skip-covered $(TESTS)

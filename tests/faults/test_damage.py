@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import random  # noqa: TID251 - seeded
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from faultkit.states import differences, state_of
 from faultkit.stores import contents, create, load_id, memory_with, reopen
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.checkpoint.manifests import read_manifest
 from ckptstore.errors import (
     CkptStoreError,
     FormatError,
@@ -20,6 +22,7 @@ from ckptstore.errors import (
     NotFoundError,
     StoreNotFoundError,
 )
+from ckptstore.format.manifest import encode
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES, parse_trailer
 
 pytestmark = pytest.mark.timeout(180)
@@ -265,6 +268,21 @@ def test_a_damaged_manifest_does_not_stop_the_training(healthy: Healthy) -> None
             again = store.run("gpt").save(state_of(healthy.seeds[last]), step=9)
             assert differences(load_id(store, again), state_of(healthy.seeds[last])) == []
             assert again.parent == last
+
+
+def test_another_manifest_of_a_version_is_refused() -> None:
+    """One that is sound in itself, but exchanges two tensors, is not the one that was committed."""
+    backend = memory_with({})
+    with create(backend) as store:
+        state = {name: torch.full((64,), value) for name, value in (("a", 1.0), ("b", 2.0))}
+        version = store.run("gpt").save(state, step=1)
+        committed = read_manifest(backend, version)
+        other = encode(replace(committed, pieces=committed.pieces.take([1, 0])))
+    assert len(other) == version.manifest_bytes
+    with reopen(damaged(contents(backend), version.manifest_key, other)) as store:
+        with pytest.raises(IntegrityError, match="does not match the digest"):
+            load_id(store, version)
+        assert store.verify().damaged_versions == (version.id,)
 
 
 def test_damage_never_becomes_shared(healthy: Healthy) -> None:

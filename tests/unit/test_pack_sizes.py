@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 
@@ -12,7 +16,12 @@ import ckptstore
 from ckptstore import limits
 from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import CAPABILITIES, MemoryBackend
+from ckptstore.codecs.codec_table import encode
+from ckptstore.codecs.plane_layout import Layout
+from ckptstore.config import SYSTEM
+from ckptstore.format.keys import pack_key
 from ckptstore.limits import GIB, MIB
+from ckptstore.objects import packs
 from ckptstore.objects.pack_plan import plan_packs
 
 
@@ -104,3 +113,47 @@ def test_a_save_sends_its_first_pack_before_the_last_is_filled() -> None:
 
 def _capabilities(*, pack_bytes: int, part_bytes: int) -> Capabilities:
     return replace(CAPABILITIES, pack_bytes=pack_bytes, part_bytes=part_bytes)
+
+
+class _Late(Future[None]):
+    """A result that comes when somebody waits for it."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def result(self, timeout: float | None = None) -> None:
+        """Do the work, once."""
+        if not self.done():
+            self._call()
+            self.set_result(None)
+        return super().result(timeout)
+
+
+class _Finishers:
+    """Threads that come to their work as late as anybody lets them."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self._given: list[_Late] = []
+
+    def submit(self, call: Callable[..., None], *arguments: object) -> _Late:
+        """Take work."""
+        self._given.append(_Late(partial(call, *arguments)))
+        return self._given[-1]
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Let it be done, if it is waited for."""
+        for one in self._given if wait else ():
+            one.result()
+
+
+def test_a_write_returns_once_its_packs_are_durable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the threads are that make packs durable: a commit may name them afterwards."""
+    monkeypatch.setattr(packs, "ThreadPoolExecutor", _Finishers)
+    backend = MemoryBackend("pack-sizes/late")
+    sink = packs.PackSink(backend, SYSTEM, plan_packs(1, CAPABILITIES, threads=1, memory_bytes=GIB))
+    chunk = encode(memoryview(b"x"), Layout.BYTES, "raw")
+    placed = sink.append(0, chunk, bytes(32), 1)
+    assert not backend.objects
+    sink.finish()
+    assert pack_key(placed.pack) in backend.objects
