@@ -18,7 +18,7 @@ from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import InvalidUrlError, MissingDependencyError
 
-__all__ = ["ENTRY_POINTS", "FACTORIES", "open_backend", "scheme_of"]
+__all__ = ["ENTRY_POINTS", "FACTORIES", "kind_of", "open_backend", "scheme_of"]
 
 Factory = Callable[..., Backend]
 """``factory(url, **storage_options)``; raises InvalidUrlError or StorageError."""
@@ -26,31 +26,34 @@ Factory = Callable[..., Backend]
 ENTRY_POINTS: Final = "ckptstore.backends"
 
 FACTORIES: Final[dict[str, str]] = {
-    "": "ckptstore.backends.posix:open_posix",
     "file": "ckptstore.backends.posix:open_posix",
-    # fsspec's name for the same; its own local files look before they create.
-    "local": "ckptstore.backends.posix:open_posix",
     "memory": "ckptstore.backends.memory:open_memory",
     "s3": "ckptstore.backends.s3:open_s3",
-    "s3a": "ckptstore.backends.s3:open_s3",
     "gs": "ckptstore.backends.gcs:open_gcs",
-    "gcs": "ckptstore.backends.gcs:open_gcs",
 }
-"""URL scheme -> ``module:factory``; a path has no scheme. Any other scheme goes to fsspec."""
+"""URL scheme -> ``module:factory``. Any other scheme goes to fsspec."""
+# "local" is fsspec's name for files; its own local files look before they create.
+_ALIASES: Final = {"": "file", "local": "file", "s3a": "s3", "gcs": "gs"}
+# Which extra of ours brings the package that a scheme needs.
+_EXTRAS: Final = {"s3": "s3", "gs": "gcs"}
 
 _FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
 # fsspec has schemes with an underscore, such as arrow_hdfs, which RFC 3986 does not allow.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*(?:::[A-Za-z0-9+._-]+)*)(?:://|::)")
 # A URL with one slash; a letter alone is a drive of another system.
 _ONE_SLASH = re.compile(r"([a-z0-9]{2,}):/(?=[^/])")
-# Which extra of ours brings the package that a scheme needs.
-_EXTRAS: Final = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 def scheme_of(location: str) -> str:
     """Return the URL scheme of a location in lower case, empty for a path."""
     match = _SCHEME.match(location)
     return match[1].lower() if match else ""
+
+
+def kind_of(location: str) -> str:
+    """Return the scheme that a location's stands for: ``file`` for a path, ``s3`` for ``s3a``."""
+    scheme = scheme_of(location)
+    return _ALIASES.get(scheme, scheme)
 
 
 def open_backend(
@@ -111,7 +114,8 @@ def _location_text(location: object) -> str:
 
 
 def _factory(scheme: str) -> Factory:
-    target = FACTORIES.get(scheme)
+    kind = _ALIASES.get(scheme, scheme)
+    target = FACTORIES.get(kind)
     if target is None:
         # Slow to import, and of use to third parties' schemes only.
         from importlib.metadata import entry_points
@@ -128,7 +132,7 @@ def _factory(scheme: str) -> Factory:
     try:
         factory: Factory = getattr(import_module(module), name)
     except ImportError as error:
-        extra = _EXTRAS.get(scheme, "")
+        extra = _EXTRAS.get(kind, "")
         msg = f"{scheme}:// needs a package that is not installed ({error.name})"
         hint = f"pip install 'ckptstore[{extra}]'" if extra else f"install {error.name}"
         raise MissingDependencyError(msg, hint=hint) from error

@@ -20,17 +20,12 @@ from benchmarks.host import header
 from benchmarks.measure import FAILURES, Case, Measured, Result, run_cases, say
 from benchmarks.peers import PEERS, Peer
 from benchmarks.states import State
-from ckptstore.catalog import changes, snapshots
+from ckptstore.catalog import run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.format.commit import (
-    FORMAT,
-    MAGIC,
-    Body,
-    Commit,
-    ManifestPointer,
-    Save,
-    encode_commit,
-)
+from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit
+from ckptstore.catalog.fold import extended
+from ckptstore.catalog.run_ops import Save
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
 from ckptstore.model import RoleBytes
 
@@ -196,7 +191,7 @@ def fill_log(folder: Path, versions: int) -> None:
         previous = commit.digest
         pending.append(commit)
         if number == versions - tail or len(pending) == _BATCH or number <= _RUNS:
-            catalog, error = catalog.extended(pending)
+            catalog, error = extended(catalog, pending)
             if error is not None:
                 raise error
             pending.clear()
@@ -210,7 +205,7 @@ def _commit_of(
 ) -> tuple[Commit, bytes]:
     """Return the commit of one version, and its bytes."""
     run, version = f"run-{number % _RUNS:02d}", f"{number * 0x9E3779B97F4A7C15 % 2**128:032x}"
-    ops = changes.save(
+    ops = run_ops.save(
         catalog,
         run=run,
         version=version,

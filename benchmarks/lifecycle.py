@@ -23,11 +23,13 @@ from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import Meter, MeteredBackend
 from ckptstore.backends.registry import open_backend
-from ckptstore.catalog import changes, lifecycle_changes, snapshots
+from ckptstore.catalog import content_ops, lifecycle_ops, run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.run_ops import Save
+from ckptstore.catalog.state import Op
 from ckptstore.format import manifest as manifests
 from ckptstore.format import skeleton
-from ckptstore.format.commit import ManifestPointer, Op, Save
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.pack import (
@@ -256,9 +258,9 @@ def _old_store(history: int, live: int) -> MemoryBackend:
         for ids in _parts(old, limits.VERSIONS_PER_OP_MAX // 4):
             keys = [key(one) for one in ids for key in (manifest_key, pack_key)]
             log = store.repo.log
-            log.append(lambda now, ids=ids: lifecycle_changes.delete(now, ids, force=True))  # type: ignore[misc]
-            log.append(lambda now, keys=keys: lifecycle_changes.condemn(now, keys))  # type: ignore[misc]
-            log.append(lambda now, keys=keys: lifecycle_changes.swept(now, keys))  # type: ignore[misc]
+            log.append(lambda now, ids=ids: lifecycle_ops.delete(now, ids, force=True))  # type: ignore[misc]
+            log.append(lambda now, keys=keys: content_ops.condemn(now, keys))  # type: ignore[misc]
+            log.append(lambda now, keys=keys: content_ops.swept(now, keys))  # type: ignore[misc]
         _save_small(store, range(history - live, history))
     return backend
 
@@ -267,7 +269,7 @@ def _turn_over(backend: Backend, first: int, count: int) -> None:
     """Delete the oldest versions that are alive, and save as many."""
     with Store(open_on(backend, prober=_trusting)) as store:
         ids = [version.id for version in itertools.islice(store.versions(), count)]
-        store.repo.log.append(lambda now: lifecycle_changes.delete(now, ids, force=True))
+        store.repo.log.append(lambda now: lifecycle_ops.delete(now, ids, force=True))
         _save_small(store, range(first, first + count))
 
 
@@ -324,7 +326,7 @@ def commit_manifests(store: Store, run: str, made: Mapping[str, bytes]) -> None:
     for part in _parts(list(made), _BATCH):
 
         def build(now: Catalog, part: Sequence[str] = part) -> Sequence[Op]:
-            ops: list[Op] = changes.ensure_run(now, run, {})
+            ops: list[Op] = run_ops.ensure_run(now, run, {})
             parent = now.head_id(run)
             for step, version in enumerate(part, now.versions_count):
                 ops.append(_save_op(run, version, parent, step, made[version]))

@@ -24,14 +24,14 @@ from benchmarks.virtual import Client, Latency, Storage, VirtualTime
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.log import Build, Log
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable
 from ckptstore.errors import CommitConflictError
-from ckptstore.format.commit import ManifestPointer
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.model import RoleBytes
@@ -155,7 +155,7 @@ def _save(client: Client, run: str) -> Build:
     version = client.random_hex(16)
     pointer = ManifestPointer(key=manifest_key(version), stored_bytes=40_000, digest="1" * 64)
     sizes = RoleBytes(logical=10**10, new=10**10, stored=8 * 10**9)
-    return lambda catalog: changes.save(
+    return lambda catalog: run_ops.save(
         catalog,
         run=run,
         version=version,

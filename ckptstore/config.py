@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal, Protocol
+from typing import Final, Literal, Protocol, get_args
 
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError
@@ -127,7 +127,7 @@ def writer_identity() -> str:
 
 
 CodecChoice = Literal["auto", "planes", "raw", "zstd", "delta"]
-CODEC_CHOICES: Final = ("auto", "planes", "raw", "zstd", "delta")
+CODEC_CHOICES: Final[tuple[CodecChoice, ...]] = get_args(CodecChoice)
 """``auto``: ``planes`` or ``raw`` for a whole save, by the measured speed of storage and processors
 (:mod:`ckptstore.objects.auto_codec`); ``planes``: always the fewest bytes of a chunk: planes for
 floats and integers, zstd for bytes, raw where neither pays; ``raw``: never compress;

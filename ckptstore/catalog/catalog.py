@@ -9,20 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from ckptstore.catalog.fold import extend
-from ckptstore.catalog.fold_lifecycle import pins_of
-from ckptstore.catalog.rows import build_run, build_version, tags_by_version
+from ckptstore.catalog.rows import build_run, build_version, pins_of, tags_by_version
 from ckptstore.catalog.snapshot_rows import snapshot_of, state_of
 from ckptstore.catalog.state import EMPTY, RunState, State
 from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import (
-    CkptStoreError,
     CorruptObjectError,
     InvalidInputError,
     RunNotFoundError,
     VersionNotFoundError,
 )
-from ckptstore.format.commit import Commit
 from ckptstore.format.snapshot import (
     ABANDONED,
     DELETED,
@@ -49,6 +45,11 @@ class Catalog:
         self._state = state
 
     @property
+    def state(self) -> State:
+        """The catalog as data, for the fold."""
+        return self._state
+
+    @property
     def number(self) -> int:
         """The last commit folded; 0 for an empty log."""
         return self._state.number
@@ -62,11 +63,6 @@ class Catalog:
     def versions_count(self) -> int:
         """How many versions all runs have, without deleted ones."""
         return sum(not row.flags & DELETED for row in self._state.versions.values())
-
-    def extended(self, commits: Sequence[Commit]) -> tuple[Catalog, CkptStoreError | None]:
-        """Return the catalog after further commits; see :func:`ckptstore.catalog.fold.extend`."""
-        state, error = extend(self._state, commits)
-        return Catalog(state), error
 
     # --- runs ---------------------------------------------------------------------------------
 

@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import Commit
+from ckptstore.catalog.run_ops import Save
 from ckptstore.errors import CkptStoreError
-from ckptstore.format.commit import Commit, Save
 
 __all__ = ["Interleaving"]
 

@@ -22,8 +22,9 @@ from itertools import pairwise
 from statistics import median
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import Commit
+from ckptstore.catalog.run_ops import Save
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
-from ckptstore.format.commit import Commit, Save
 from ckptstore.model import Version
 
 __all__ = ["Advice", "Observed", "advise", "daly", "lost_share", "observe_failures", "young"]

@@ -26,8 +26,11 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit
+from ckptstore.catalog.fold import extended
 from ckptstore.catalog.interleaving import Interleaving
 from ckptstore.catalog.reading import LogReader
+from ckptstore.catalog.state import Op
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
     AmbiguousWriteError,
@@ -40,7 +43,6 @@ from ckptstore.errors import (
     TransientStorageError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.commit import FORMAT, MAGIC, Body, Commit, Op, encode_commit
 
 __all__ = ["Build", "Log"]
 
@@ -200,7 +202,7 @@ class Log:
         for start in range(0, len(numbers), limits.COMMIT_READ_BATCH):
             batch = numbers[start : start + limits.COMMIT_READ_BATCH]
             commits, unread = self._reader.read_many(batch)
-            self._catalog, broken = self._catalog.extended(commits)
+            self._catalog, broken = extended(self._catalog, commits)
             error = broken or unread
             if error is not None:
                 raise error
@@ -275,7 +277,7 @@ class Log:
             ops=ops,
         )
         data, commit = encode_commit(body)
-        after, error = catalog.extended([commit])
+        after, error = extended(catalog, [commit])
         if error is not None:
             msg = f"this cannot be committed: {error}"
             raise InvalidInputError(msg) from error

@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias, get_args
 
 from ckptstore import limits
+from ckptstore.catalog.levels import Level
 from ckptstore.catalog.retention_rules import RULES_HINT, Rule, parse_rules
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
 from ckptstore.errors import InvalidInputError, PolicyError
-from ckptstore.format.lifecycle_ops import Level
 
 __all__ = ["Policy", "Rules", "rounding_of"]
 

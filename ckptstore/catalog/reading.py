@@ -14,6 +14,7 @@ from itertools import takewhile
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.catalog.commits import Commit, decode_commit
 from ckptstore.config import Environment
 from ckptstore.errors import (
     CkptStoreError,
@@ -21,7 +22,6 @@ from ckptstore.errors import (
     ObjectNotFoundError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.commit import Commit, decode_commit
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number
 
 __all__ = ["LogReader", "wait_until"]

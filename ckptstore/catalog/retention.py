@@ -26,12 +26,11 @@ from typing import Final, Literal
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.choosing import CONTESTED, View, choose
-from ckptstore.catalog.fold_lifecycle import LEVELS
-from ckptstore.catalog.pin_changes import pinned_text
+from ckptstore.catalog.levels import LEVELS, Level
+from ckptstore.catalog.pin_ops import pinned_text
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention_rules import Tagged
 from ckptstore.errors import CkptStoreError, InvalidInputError
-from ckptstore.format.lifecycle_ops import Level
 from ckptstore.model import RoleBytes, Version
 
 __all__ = [

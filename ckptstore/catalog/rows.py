@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from ckptstore.catalog.fold_lifecycle import level_of
+from ckptstore.catalog.levels import level_of
 from ckptstore.catalog.state import RunState
 from ckptstore.errors import CorruptObjectError
 from ckptstore.format.snapshot import (
@@ -22,7 +22,7 @@ from ckptstore.format.snapshot import (
 )
 from ckptstore.model import RoleBytes, RunInfo, Version
 
-__all__ = ["build_run", "build_version", "tags_by_version"]
+__all__ = ["build_run", "build_version", "pins_of", "tags_by_version"]
 
 
 def build_run(run: RunState, rows: Mapping[str, VersionRow]) -> RunInfo:
@@ -101,3 +101,8 @@ def tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
         for tag, version_id in run.tags.items():
             found.setdefault(version_id, []).append(tag)
     return {version_id: tuple(sorted(tags)) for version_id, tags in found.items()}
+
+
+def pins_of(row: VersionRow) -> tuple[str, ...]:
+    """Return the stores that a version is pinned for; the own one is empty."""
+    return (decode_details(row).pinned_by or ("",)) if row.flags & PINNED else ()

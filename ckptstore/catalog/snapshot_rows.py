@@ -14,11 +14,11 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.format.names import (
     check_metadata_json,
     check_replica_name,
+    check_replica_url,
     check_run_name,
     check_tag,
 )
 from ckptstore.format.snapshot import RunRow, SnapshotBody, VersionRow
-from ckptstore.format.tier_ops import check_replica_url
 from ckptstore.model import ReplicaInfo
 
 __all__ = ["snapshot_of", "state_of"]

@@ -10,13 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Final
 
+import msgspec
+
 from ckptstore.errors import CorruptObjectError
-from ckptstore.format.commit import Commit
 from ckptstore.format.fields import Direction
+from ckptstore.format.keys import commit_key
 from ckptstore.format.snapshot import VersionRow
 from ckptstore.model import ReplicaInfo
 
-__all__ = ["EMPTY", "Fold", "RunState", "State", "broken"]
+__all__ = ["EMPTY", "Fold", "Op", "RunState", "State"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +89,9 @@ class Fold:
 
     def __init__(self, state: State) -> None:
         self.number = state.number
+        """Of the commit that is applied."""
+        self.at_ms = 0
+        """When that was written, by its writer's clock."""
         self.digest = state.digest
         self.versions = dict(state.versions)
         self._runs = dict(state.runs)
@@ -111,31 +116,50 @@ class Fold:
             replicas=self.replicas,
         )
 
-    def run(self, name: str, commit: Commit) -> RunState:
+    def run(self, name: str) -> RunState:
         """Return the run `name`, as a copy that this fold may change."""
         found = self._runs.get(name)
         if found is None:
-            raise broken(commit, f"there is no run {name!r}")
+            raise self.broken(f"there is no run {name!r}")
         if name not in self._owned:
             self._owned.add(name)
             self._runs[name] = found = found.copy()
         return found
 
-    def add_run(self, run: RunState, commit: Commit) -> None:
+    def add_run(self, run: RunState) -> None:
         """Add a run whose name must be free."""
         if run.name in self._runs:
-            raise broken(commit, f"the run {run.name!r} exists")
+            raise self.broken(f"the run {run.name!r} exists")
         self._owned.add(run.name)
         self._runs[run.name] = run
 
-    def version(self, version_id: str, commit: Commit) -> VersionRow:
+    def version(self, version_id: str) -> VersionRow:
         """Return the row of a version that must be there."""
         found = self.versions.get(version_id)
         if found is None:
-            raise broken(commit, f"there is no version {version_id}")
+            raise self.broken(f"there is no version {version_id}")
         return found
 
+    def set_flags(self, row: VersionRow, flags: int) -> None:
+        """Replace the flags of a version."""
+        if row.flags != flags:
+            self.versions[row.id] = msgspec.structs.replace(row, flags=flags)
 
-def broken(commit: Commit, what: str) -> CorruptObjectError:
-    """Return the error for a commit that no correct writer makes."""
-    return CorruptObjectError(f"{commit.key} contradicts the commits before it: {what}")
+    def broken(self, what: str) -> CorruptObjectError:
+        """Return the error for a commit that no correct writer makes."""
+        key = commit_key(self.number)
+        return CorruptObjectError(f"{key} contradicts the commits before it: {what}")
+
+
+class Op(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
+    """One operation of a commit; :mod:`ckptstore.catalog.commits` lists them all."""
+
+    def apply(self, fold: Fold) -> None:
+        """Change the catalog.
+
+        Raises
+        ------
+        CorruptObjectError
+            The operation breaks an invariant: :meth:`Fold.broken`.
+        """
+        raise NotImplementedError

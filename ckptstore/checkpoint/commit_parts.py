@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.assemble import RankPart, assemble
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.request import WriteRequest, save_ops
 from ckptstore.checkpoint.role_sizes import role_bytes
 from ckptstore.errors import CondemnedError
-from ckptstore.format.commit import Op
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, Pattern
 from ckptstore.manifests import relied_on

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import msgspec
 
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_metrics
-from ckptstore.format.commit import ManifestPointer, Op
+from ckptstore.catalog.state import Op
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
 from ckptstore.format.names import check_listed, encode_metadata
 from ckptstore.model import RoleBytes
@@ -99,8 +100,8 @@ def save_ops(
     receipt: Mapping[str, float],
     relies_on: Collection[str],
 ) -> list[Op]:
-    """Return the operations that make a version visible; see :mod:`ckptstore.catalog.changes`."""
-    return changes.save(
+    """Return the operations that make a version visible; see :mod:`ckptstore.catalog.run_ops`."""
+    return run_ops.save(
         catalog,
         run=request.run,
         version=version,

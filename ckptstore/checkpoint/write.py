@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.checkpoint import save_speed
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.delta_bases import ancestors, older_of
@@ -23,7 +24,7 @@ from ckptstore.codecs.codec_table import check_choice
 from ckptstore.config import Options
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.commit import ManifestPointer, Op
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.model import RoleBytes, Version

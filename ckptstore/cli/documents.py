@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ckptstore.catalog.pin_changes import pinned_text
+from ckptstore.catalog.pin_ops import pinned_text
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 __all__ = [

@@ -11,7 +11,10 @@ import msgspec
 import typer
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.history import history
+from ckptstore.catalog.run_ops import Annotate, Save
+from ckptstore.catalog.state import Op
 from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.log_text import describe
 from ckptstore.cli.metric_history import draw_history, history_document
@@ -20,7 +23,6 @@ from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import count_text, counted, time_text
 from ckptstore.errors import InvalidInputError
-from ckptstore.format.commit import Annotate, Commit, Op, Save
 from ckptstore.store import Store
 
 __all__ = ["log"]

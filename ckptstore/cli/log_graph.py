@@ -9,12 +9,12 @@ from itertools import islice
 from typing import Any
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import Commit
+from ckptstore.catalog.lifecycle_ops import Rollback
 from ckptstore.cli.documents import metrics_document, state_marks, time_document
 from ckptstore.cli.graph import arranged, rails
 from ckptstore.cli.output import Screen
 from ckptstore.cli.text import metric_text, time_text
-from ckptstore.format.commit import Commit
-from ckptstore.format.lifecycle_ops import Rollback
 from ckptstore.model import Version
 from ckptstore.store import Store
 

@@ -9,26 +9,16 @@ from typing import Any, Final
 import msgspec
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
+from ckptstore.catalog.lifecycle_ops import Delete, Fork, Rollback, SetPolicy, Undelete
+from ckptstore.catalog.pin_ops import Pin, Unpin
+from ckptstore.catalog.replica_ops import Replicate, Replicated
+from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
+from ckptstore.catalog.state import Op
+from ckptstore.catalog.tier_ops import NameReplica, UnnameReplica
 from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, version_text
 from ckptstore.errors import CkptStoreError
-from ckptstore.format.commit import Annotate, CreateRun, Declare, Op, Save, Tag, Untag
 from ckptstore.format.keys import PACKS_PREFIX
-from ckptstore.format.lifecycle_ops import (
-    Condemn,
-    Delete,
-    Fork,
-    Pin,
-    Quarantine,
-    Relocate,
-    Rollback,
-    SetPolicy,
-    Swept,
-    Undelete,
-    Unpin,
-    Verified,
-)
-from ckptstore.format.replica_ops import Replicate, Replicated
-from ckptstore.format.tier_ops import NameReplica, UnnameReplica
 
 __all__ = ["describe"]
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from ckptstore.catalog.levels import LowerLevel
 from ckptstore.cli.early_deletion_text import early_document, early_lines
 from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Screen
@@ -15,7 +16,6 @@ from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened_to_write
 from ckptstore.cli.text import bytes_text, count_text, freed_later
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
-from ckptstore.format.lifecycle_ops import LowerLevel
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.model import Version
 from ckptstore.store import Store

@@ -35,6 +35,7 @@ _ZSTD = Zstd()
 _PLANES = Planes()
 CODECS: Final[dict[int, Codec]] = {codec.code: codec for codec in (_RAW, _ZSTD, _PLANES)}
 """Those that need nothing but the chunk."""
+_NAMED: Final[dict[str, Codec]] = {codec.name: codec for codec in CODECS.values()}
 _DELTA = Delta()
 _ARRANGED = Arranged()
 DELTAS: Final[dict[int, Delta | Arranged]] = {codec.code: codec for codec in (_DELTA, _ARRANGED)}
@@ -70,10 +71,11 @@ def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:
     For deltas see :mod:`ckptstore.objects.deltas`. ``auto`` is ``planes`` here: which of the two
     ways a save takes is decided before, and for what is only moved there is nothing to decide.
     """
-    if choice != "raw" and len(raw) > 0:
-        planes = choice != "zstd" and layout is not Layout.BYTES
-        codec: Codec = _PLANES if planes else _ZSTD
-        used = layout if planes else Layout.BYTES
+    codec = _NAMED.get(choice, _PLANES)
+    if codec is _PLANES and layout is Layout.BYTES:
+        codec = _ZSTD
+    if codec is not _RAW and len(raw) > 0:
+        used = layout if codec is _PLANES else Layout.BYTES
         parts = codec.encode(raw, used)
         stored = sum(len(part) for part in parts)
         if stored < _WORTH * len(raw):

@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from typing import Final, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -25,6 +26,7 @@ __all__ = [
     "check_metadata_json",
     "check_metric_name",
     "check_replica_name",
+    "check_replica_url",
     "check_role",
     "check_run_name",
     "check_tag",
@@ -92,6 +94,35 @@ def check_replica_name(name: str) -> str:
         msg = f"a replica's name is 1 to {most} of A-Z a-z 0-9 . _ -, not {str(name)[:80]!r}"
         raise InvalidInputError(msg, hint="such as cold, s3 or tape-2")
     return name
+
+
+def check_replica_url(url: str) -> str:
+    """Return the location of a replica if the log may hold it.
+
+    Raises
+    ------
+    InvalidInputError
+        It is empty, too long, does not print, or has a user, a password or a query in it.
+    """
+    if not url or type(url) is not str or len(url) > limits.REPLICA_URL_CHARS_MAX:
+        most = limits.REPLICA_URL_CHARS_MAX
+        msg = f"the location of a replica is text of 1 to {most} characters"
+        raise InvalidInputError(msg)
+    if not url.isprintable() or url != url.strip():
+        msg = f"the location {url[:80]!r} holds what does not print, or begins or ends in a space"
+        raise InvalidInputError(msg)
+    _, mark, rest = url.rpartition("://")
+    if not mark:
+        return url
+    try:
+        parts = urlsplit("x://" + rest)
+    except ValueError as error:
+        msg = f"the location {url[:80]!r} is no URL: {error}"
+        raise InvalidInputError(msg) from error
+    if "@" in parts.netloc or parts.query:
+        msg = "the location of a replica has a user, a password or a query in it"
+        raise InvalidInputError(msg, hint="credentials belong into their usual chains")
+    return url
 
 
 def check_listed(values: T, name: str) -> T:

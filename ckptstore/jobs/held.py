@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.fold_lifecycle import LEVELS
-from ckptstore.catalog.replica_changes import had_content
+from ckptstore.catalog.levels import LEVELS
+from ckptstore.catalog.replica_ops import had_content
 from ckptstore.model import Version
 
 __all__ = ["has", "is_settled", "rests_on"]

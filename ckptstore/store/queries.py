@@ -12,8 +12,8 @@ from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
+    from ckptstore.catalog.commits import Commit
     from ckptstore.checkpoint.content import Content
-    from ckptstore.format.commit import Commit
     from ckptstore.maintenance.reports.diff import DiffReport
 
 __all__ = ["Looking"]

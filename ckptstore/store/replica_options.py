@@ -21,8 +21,6 @@ __all__ = ["PLACE", "check_bound", "check_meant", "same_place"]
 
 PLACE: Final = "url"
 """The option that says for which place the others are."""
-_LOCAL: Final = frozenset({"", "file", "local"})
-_SAME: Final = {"s3a": "s3", "gcs": "gs"}
 
 
 def same_place(one: str, other: str) -> bool:
@@ -31,16 +29,15 @@ def same_place(one: str, other: str) -> bool:
 
 
 def _plain(url: str) -> str:
-    from ckptstore.backends.registry import scheme_of
+    from ckptstore.backends.registry import kind_of, scheme_of
 
-    scheme = scheme_of(url)
-    if scheme in _LOCAL:
+    kind = kind_of(url)
+    if kind == "file":
         path = url
         if "://" in url:
             path = unquote(url.partition("://")[2].removeprefix("localhost"))
         return f"file://{Path(path).expanduser().absolute()}"
-    rest = url[len(scheme) :].rstrip("/")
-    return f"{_SAME.get(scheme, scheme)}{rest}"
+    return kind + url[len(scheme_of(url)) :].rstrip("/")
 
 
 def check_bound(name: str, options: Mapping[str, Any]) -> None:

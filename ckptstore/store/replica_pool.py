@@ -28,14 +28,12 @@ ReplicaOptions: TypeAlias = "Mapping[str, Mapping[str, Any] | Store]"
 """By the name of a replica: what :func:`ckptstore.open` takes for it, with its ``url`` if any of
 that goes to a storage library; or an open store."""
 
-_LOCAL = frozenset({"", "file", "local", "memory"})
-
 
 def is_local(info: ReplicaInfo) -> bool:
     """Return whether a replica is on a mounted file system, or in memory."""
-    from ckptstore.backends.registry import scheme_of
+    from ckptstore.backends.registry import kind_of
 
-    return scheme_of(info.url) in _LOCAL
+    return kind_of(info.url) in {"file", "memory"}
 
 
 @dataclass(slots=True)

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ckptstore import limits
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import pin_ops
+from ckptstore.catalog.levels import LowerLevel
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.lifecycle_ops import LowerLevel
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -40,13 +40,13 @@ class Retaining:
     def pin(self, ref: str) -> Version:
         """Pin a version: nothing deletes it, or a part of it, until it is unpinned."""
         version = self.resolve(ref)
-        self._repo.log.append_any(lambda now: lifecycle_changes.pin(now, version.id))
+        self._repo.log.append_any(lambda now: pin_ops.pin(now, version.id))
         return self._repo.catalog.version(version.id)
 
     def unpin(self, ref: str) -> Version:
         """Take a pin away."""
         version = self.resolve(ref)
-        self._repo.log.append_any(lambda now: lifecycle_changes.unpin(now, version.id))
+        self._repo.log.append_any(lambda now: pin_ops.unpin(now, version.id))
         return self._repo.catalog.version(version.id)
 
     def set_policy(self, policy: AnyPolicy | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import RunInfo, Version
@@ -13,7 +13,7 @@ from ckptstore.store.run_saving import RunSaving
 
 if TYPE_CHECKING:
     from ckptstore.encodings.encoding_rules import EncodingRules
-    from ckptstore.format.commit import Direction
+    from ckptstore.format.fields import Direction
     from ckptstore.format.paths import Pattern
     from ckptstore.maintenance.check.latest_valid import LatestValid
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
@@ -200,7 +200,7 @@ class Run(RunSaving):
         VersionNotFoundError
             The run has no such tag.
         """
-        self._store.repo.log.append(lambda now: changes.untag(now, self.name, tag))
+        self._store.repo.log.append(lambda now: run_ops.untag(now, self.name, tag))
 
     def annotate(self, ref: str | int, metrics: Mapping[str, float]) -> Version:
         """Add metrics to a version of this run; see :meth:`Store.annotate`."""

@@ -14,7 +14,7 @@ from ckptstore.store import resume_check
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
     from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
-    from ckptstore.format.commit import Direction
+    from ckptstore.format.fields import Direction
     from ckptstore.format.paths import Pattern
     from ckptstore.maintenance.retention.retain import RetainReport
     from ckptstore.saver.pending import PendingSave

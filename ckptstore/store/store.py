@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Events, ProgressCallback, silent
@@ -138,7 +138,7 @@ class Store(
             rules = EncodingRules(encodings)
         made = Run(self, check_run_name(name), wanted, rules)
         if wanted:
-            changes.ensure_run(self._known(), name, wanted)
+            run_ops.ensure_run(self._known(), name, wanted)
         if write_back is not None:
             self.write_back(write_back, runs=[name])
         return made
@@ -161,7 +161,7 @@ class Store(
             It could not be committed.
         """
         version = self.resolve(ref)
-        self._repo.log.append(lambda now: changes.tag(now, version.run, version.id, tag))
+        self._repo.log.append(lambda now: run_ops.tag(now, version.run, version.id, tag))
         return self._repo.catalog.version(version.id)
 
     def untag(self, ref: str, tag: str) -> Version:
@@ -175,7 +175,7 @@ class Store(
             It could not be committed.
         """
         found = self.resolve(ref)
-        self._repo.log.append(lambda now: changes.untag(now, found.run, tag, version=found.id))
+        self._repo.log.append(lambda now: run_ops.untag(now, found.run, tag, version=found.id))
         return self._repo.catalog.version(found.id)
 
     def annotate(self, ref: str, metrics: Mapping[str, float]) -> Version:
@@ -189,7 +189,7 @@ class Store(
             It could not be committed.
         """
         version = self.resolve(ref)
-        self._repo.log.append(lambda now: changes.annotate(now, version.id, metrics))
+        self._repo.log.append(lambda now: run_ops.annotate(now, version.id, metrics))
         return self._repo.catalog.version(version.id)
 
     def fork(

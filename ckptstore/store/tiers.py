@@ -106,7 +106,7 @@ class Tiers(Evicting):
         ReadOnlyError, UnsafeBackendError, StorageError
             It could not be opened, or not be noted.
         """
-        from ckptstore.catalog.tier_changes import name_replica
+        from ckptstore.catalog.tier_ops import name_replica
         from ckptstore.store.replicating import open_target
 
         check_replica_name(name)
@@ -141,7 +141,7 @@ class Tiers(Evicting):
         NotFoundError
             No replica has it.
         """
-        from ckptstore.catalog.tier_changes import unname_replica
+        from ckptstore.catalog.tier_ops import unname_replica
 
         self._repo.log.append_any(lambda now: unname_replica(now, name))
 
@@ -179,7 +179,7 @@ class Tiers(Evicting):
         CkptStoreError
             It cannot be opened.
         """
-        from ckptstore.catalog.tier_changes import find_replica
+        from ckptstore.catalog.tier_ops import find_replica
 
         try:
             return self._opened.get(find_replica(self._repo.refresh(), name))

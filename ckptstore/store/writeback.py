@@ -22,7 +22,7 @@ from itertools import islice
 from ckptstore import limits
 from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.replica_changes import had_content
+from ckptstore.catalog.replica_ops import had_content
 from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
 from ckptstore.events import Events, SaveEvent
 from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate

@@ -71,7 +71,7 @@ class WritingBack:
         ReadOnlyError, UnsafeBackendError
             This store cannot be written to: what is there could not be noted.
         """
-        from ckptstore.catalog.tier_changes import find_replica
+        from ckptstore.catalog.tier_ops import find_replica
         from ckptstore.store.writeback import WriteBack
 
         if bytes_per_s < 0 or (close_timeout_s is not None and close_timeout_s < 0):

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
+from ckptstore.catalog.commits import OPS
 from ckptstore.cli import log_text
-from ckptstore.format.commit import Op
 from tests.cli.conftest import Cli
 
 
 def test_every_operation_has_words() -> None:
     """No operation of the format is without a description in ``ckptstore log``."""
-    assert set(get_args(Op)) == set(log_text._DESCRIBE)
+    assert set(OPS) == set(log_text._DESCRIBE)
 
 
 def test_copies_name_the_other_store(cli: Cli, store_path: Path, tmp_path: Path) -> None:

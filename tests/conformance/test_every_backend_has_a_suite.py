@@ -32,7 +32,7 @@ def registered() -> set[str]:
     """Return the names of all backends that a location can lead to."""
     names = set(SETTINGS) | {open_fsspec("memory://x").name}
     for scheme in FACTORIES:
-        url = f"{scheme}://bucket/path" if scheme not in {"", "file", "local"} else "/some/path"
+        url = f"{scheme}://bucket/path" if scheme != "file" else "/some/path"
         names.add(open_backend(url, retry=False).name)
     return names
 

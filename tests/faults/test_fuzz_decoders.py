@@ -22,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from shortening import examples
 
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import decode_commit
 from ckptstore.checkpoint.content import read_content
 from ckptstore.codecs import codec_table
 from ckptstore.codecs.codec import CodecError
@@ -30,7 +31,6 @@ from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CkptStoreError
 from ckptstore.format import manifest, pack, skeleton
 from ckptstore.format.bases import NO_BASE
-from ckptstore.format.commit import decode_commit
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton_check import validate

@@ -15,7 +15,9 @@ import ckptstore
 from ckptstore.backends import registry
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle_changes import Move, relocate
+from ckptstore.catalog.content_ops import Move, relocate
+from ckptstore.catalog.state import Op
+from ckptstore.catalog.tier_ops import NameReplica
 from ckptstore.errors import (
     CorruptObjectError,
     InvalidInputError,
@@ -23,8 +25,6 @@ from ckptstore.errors import (
     ReplicaChangedError,
     VersionNotFoundError,
 )
-from ckptstore.format.commit import Op
-from ckptstore.format.tier_ops import NameReplica
 from ckptstore.manifests import relied_on
 from ckptstore.store.replica_options import same_place
 from ckptstore.store.replicating import open_target_of

@@ -11,10 +11,10 @@ from faultkit.stores import contents, create, load_id, memory_with, reopen
 from shortening import places
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, StorageError
-from ckptstore.format.commit import Op
 from ckptstore.format.keys import commit_key, pack_key
 from ckptstore.model import Version
 from ckptstore.store import Store
@@ -178,7 +178,7 @@ def test_a_collector_that_condemns_new_packs_makes_the_repair_write_them_again(
         keys = set(fresh) - set(whole)
 
         def build(now: Catalog) -> list[Op]:
-            return lifecycle_changes.condemn(now, keys)
+            return content_ops.condemn(now, keys)
 
         with reopen(storage) as store:
             if store.repo.log.append_any(build) is not None:

@@ -10,7 +10,7 @@ import torch
 
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import lifecycle_ops
 from ckptstore.config import Options
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
 from ckptstore.model import Version
@@ -115,10 +115,10 @@ def equal(found: object, meant: object) -> bool:
 
 def delete(store: Store, *versions: str) -> None:
     """Delete versions, whatever they are."""
-    store.repo.log.append(lambda now: lifecycle_changes.delete(now, versions, force=True))
+    store.repo.log.append(lambda now: lifecycle_ops.delete(now, versions, force=True))
 
 
 def undelete(store: Store, version: str) -> None:
     """Undelete a version the way a client does: read what it needs, then commit."""
     keys = needs(store, store.repo.refresh().version(version))
-    store.repo.log.append(lambda now: lifecycle_changes.undelete(now, [version], {version: keys}))
+    store.repo.log.append(lambda now: lifecycle_ops.undelete(now, [version], {version: keys}))

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.catalog.lifecycle_ops import Delete
 from ckptstore.errors import (
     InvalidInputError,
     MissingDependencyError,
     StateError,
     VersionNotFoundError,
 )
-from ckptstore.format.lifecycle_ops import Delete
 from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.integrations.preemption import Preemption
 from ckptstore.store import Store

@@ -22,11 +22,12 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Build, Log
+from ckptstore.catalog.state import Op
 from ckptstore.errors import AmbiguousWriteError, CkptStoreError
-from ckptstore.format.commit import ManifestPointer, Op
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import COMMITS_PREFIX, manifest_key
 from ckptstore.testing.environment import SimulatedEnvironment
 
@@ -299,11 +300,11 @@ def _building(what: str, run: str, version: str) -> Build:
     def build(catalog: Catalog) -> Sequence[Op]:
         head = catalog.head_id(run)
         if what == "annotate" and head:
-            return changes.annotate(catalog, head, {f"m{version[-1]}": 1.0})
+            return run_ops.annotate(catalog, head, {f"m{version[-1]}": 1.0})
         if what == "tag" and head:
-            return changes.tag(catalog, run, head, f"t{version[-1]}")
+            return run_ops.tag(catalog, run, head, f"t{version[-1]}")
         pointer = ManifestPointer(key=manifest_key(version), stored_bytes=1, digest="1" * 64)
-        return changes.save(
+        return run_ops.save(
             catalog,
             run=run,
             version=version,

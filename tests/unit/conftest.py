@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pytest
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.log import Build
-from ckptstore.format.commit import ManifestPointer
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
 from ckptstore.model import RoleBytes
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -46,7 +46,7 @@ def saving() -> Saving:
         directions: Mapping[str, str] | None = None,
     ) -> Build:
         named = version or f"{next(numbers):032x}"
-        return lambda catalog: changes.save(
+        return lambda catalog: run_ops.save(
             catalog,
             run=run,
             version=named,

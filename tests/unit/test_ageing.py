@@ -13,13 +13,13 @@ import torch
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.catalog.content_ops import Condemn, Relocate
 from ckptstore.errors import (
     CondemnedError,
     PolicyError,
     StorageError,
     VersionNotFoundError,
 )
-from ckptstore.format.lifecycle_ops import Condemn, Relocate
 from ckptstore.maintenance.retention import ageing
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend

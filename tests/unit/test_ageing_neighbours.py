@@ -15,8 +15,8 @@ import torch
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.content_ops import Relocate
 from ckptstore.errors import CommitConflictError, VersionNotFoundError
-from ckptstore.format.lifecycle_ops import Relocate
 from ckptstore.format.snapshot import VersionRow, decode_snapshot, encode_snapshot
 from ckptstore.maintenance.retention import ageing
 from ckptstore.repo import create_on

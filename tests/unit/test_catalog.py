@@ -7,17 +7,20 @@ import math
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.fold import _APPLY
+from ckptstore.catalog.commits import OPS, Body, Commit, encode_commit
+from ckptstore.catalog.fold import extended
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.metrics import check_directions, check_metrics
+from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
+from ckptstore.catalog.state import Op
 from ckptstore.errors import (
     CommitConflictError,
     CorruptObjectError,
@@ -26,19 +29,7 @@ from ckptstore.errors import (
     RunNotFoundError,
     VersionNotFoundError,
 )
-from ckptstore.format.commit import (
-    Annotate,
-    Body,
-    Commit,
-    CreateRun,
-    Declare,
-    ManifestPointer,
-    Op,
-    Save,
-    Tag,
-    Untag,
-    encode_commit,
-)
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import commit_key, manifest_key
 from ckptstore.model import RoleBytes
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -81,14 +72,16 @@ def folded(*ops: Op) -> Catalog:
     """Return the catalog after one commit for each operation; all must be allowed."""
     catalog = Catalog()
     for op in ops:
-        catalog, error = catalog.extended([commit_after(catalog, op)])
+        catalog, error = extended(catalog, [commit_after(catalog, op)])
         assert error is None, error
     return catalog
 
 
 def test_every_operation_of_the_format_is_folded() -> None:
-    """The table of the fold and the format's union name the same operations."""
-    assert set(_APPLY) == set(get_args(Op))
+    """Every operation that is defined is decoded, and says by itself what it does."""
+    assert set(OPS) == set(Op.__subclasses__())
+    assert len({op.__struct_config__.tag for op in OPS}) == len(OPS)
+    assert all("apply" in vars(op) for op in OPS)
 
 
 def test_a_save_shows_all_it_was_given(
@@ -97,7 +90,7 @@ def test_a_save_shows_all_it_was_given(
     """Every field of a version is what the writer said."""
     log = Log(memory, environment)
     log.append(
-        lambda catalog: changes.save(
+        lambda catalog: run_ops.save(
             catalog,
             run="gpt",
             version=A,
@@ -146,7 +139,7 @@ def test_operations_that_break_an_invariant(ops: list[Op], said: str) -> None:
     """They are corruption that names the commit, and nothing of their commit counts."""
     before = folded(CreateRun(run="r", metrics={"loss": "min"}), save_op(A, metrics={"loss": 1.0}))
     good = CreateRun(run="innocent")
-    after, error = before.extended([commit_after(before, good, *ops)])
+    after, error = extended(before, [commit_after(before, good, *ops)])
     assert isinstance(error, CorruptObjectError)
     assert commit_key(3) in str(error)
     assert said in str(error)
@@ -164,7 +157,7 @@ def test_a_commit_must_follow_by_number_and_digest() -> None:
         (commit_after(other, CreateRun(run="x")), "history was changed"),
         (skipped, "2 should"),
     ]:
-        after, error = catalog.extended([commit])
+        after, error = extended(catalog, [commit])
         assert said in str(error)
         assert after.number == 1
 
@@ -173,9 +166,9 @@ def test_commits_before_a_bad_one_are_folded() -> None:
     """The prefix of a batch counts, whatever follows."""
     catalog = Catalog()
     first = commit_after(catalog, CreateRun(run="r"))
-    after_first, _ = catalog.extended([first])
+    after_first, _ = extended(catalog, [first])
     second = commit_after(after_first, CreateRun(run="r"))
-    after, error = catalog.extended([first, second])
+    after, error = extended(catalog, [first, second])
     assert error is not None
     assert (after.number, [run.name for run in after.runs()]) == (1, ["r"])
     assert catalog.runs() == []
@@ -188,8 +181,8 @@ def test_folding_one_by_one_or_at_once_is_the_same() -> None:
     catalog, commits = Catalog(), []
     for op in ops:
         commits.append(commit_after(catalog, op))
-        catalog, _ = catalog.extended(commits[-1:])
-    at_once, error = Catalog().extended(commits)
+        catalog, _ = extended(catalog, commits[-1:])
+    at_once, error = extended(Catalog(), commits)
     assert error is None
     assert at_once.to_snapshot() == catalog.to_snapshot()
 
@@ -278,19 +271,19 @@ def test_ancestors_cross_runs() -> None:
 def test_directions_merge_and_conflict() -> None:
     """New metrics join what a run declares, in the commit that needs them; none may turn."""
     catalog = folded(CreateRun(run="r", metrics={"loss": "min"}))
-    assert changes.ensure_run(catalog, "r", {"loss": "min"}) == []
-    assert changes.ensure_run(catalog, "r", {"loss": "min", "acc": "max"}) == [
+    assert run_ops.ensure_run(catalog, "r", {"loss": "min"}) == []
+    assert run_ops.ensure_run(catalog, "r", {"loss": "min", "acc": "max"}) == [
         Declare(run="r", metrics={"acc": "max"})
     ]
-    assert changes.ensure_run(catalog, "new", {"a": "max"}) == [
+    assert run_ops.ensure_run(catalog, "new", {"a": "max"}) == [
         CreateRun(run="new", metrics={"a": "max"})
     ]
     with pytest.raises(InvalidInputError, match="has the direction 'min'"):
-        changes.ensure_run(catalog, "r", {"loss": "max"})
+        run_ops.ensure_run(catalog, "r", {"loss": "max"})
     with pytest.raises(InvalidInputError, match="'min' or 'max'"):
-        changes.ensure_run(catalog, "r", {"x": "up"})
+        run_ops.ensure_run(catalog, "r", {"x": "up"})
     with pytest.raises(LimitError):
-        changes.ensure_run(catalog, "r", {f"m{i}": "min" for i in range(1000)})
+        run_ops.ensure_run(catalog, "r", {f"m{i}": "min" for i in range(1000)})
 
 
 @pytest.mark.parametrize(
@@ -324,32 +317,32 @@ def test_wishes_that_are_refused(changed: dict[str, Any], error: type[Exception]
         "manifest": ManifestPointer(key=manifest_key(B), stored_bytes=1, digest="1" * 64),
         "content": "2" * 64,
     }
-    assert len(changes.save(catalog, **wish)) == 1
+    assert len(run_ops.save(catalog, **wish)) == 1
     with pytest.raises(error):
-        changes.save(catalog, **{**wish, **changed})
+        run_ops.save(catalog, **{**wish, **changed})
 
 
 def test_tags_and_annotations_name_what_is_there() -> None:
     """Wishes about what does not exist are refused with the right kind."""
     catalog = folded(CreateRun(run="r"), CreateRun(run="s"), save_op(A, tags=["good"]))
-    assert changes.tag(catalog, "r", A, "t") == [Tag(run="r", tag="t", version=A)]
-    assert changes.untag(catalog, "r", "good") == [Untag(run="r", tag="good")]
+    assert run_ops.tag(catalog, "r", A, "t") == [Tag(run="r", tag="t", version=A)]
+    assert run_ops.untag(catalog, "r", "good") == [Untag(run="r", tag="good")]
     with pytest.raises(InvalidInputError, match="tag it in run 'r'"):
-        changes.tag(catalog, "s", A, "t")
+        run_ops.tag(catalog, "s", A, "t")
     with pytest.raises(RunNotFoundError):
-        changes.tag(catalog, "x", A, "t")
+        run_ops.tag(catalog, "x", A, "t")
     with pytest.raises(VersionNotFoundError):
-        changes.tag(catalog, "r", B, "t")
+        run_ops.tag(catalog, "r", B, "t")
     with pytest.raises(VersionNotFoundError, match="did you mean good"):
-        changes.untag(catalog, "r", "god")
+        run_ops.untag(catalog, "r", "god")
     with pytest.raises(VersionNotFoundError):
-        changes.annotate(catalog, B, {"a": 1.0})
+        run_ops.annotate(catalog, B, {"a": 1.0})
     with pytest.raises(InvalidInputError):
-        changes.annotate(catalog, A, {})
+        run_ops.annotate(catalog, A, {})
     many = Annotate(version=A, metrics={f"m{i}": 0.0 for i in range(999)})
-    full, _ = catalog.extended([commit_after(catalog, many)])
+    full, _ = extended(catalog, [commit_after(catalog, many)])
     with pytest.raises(LimitError):
-        changes.annotate(full, A, {"x": 1, "y": 2})
+        run_ops.annotate(full, A, {"x": 1, "y": 2})
 
 
 def test_metrics_accept_what_is_a_number() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.codecs import zstd
-from ckptstore.codecs.codec import CodecError
+from ckptstore.codecs.codec import Codec, CodecError
 from ckptstore.codecs.codec_table import CODEC_CHOICES, CODECS, check_choice, decode, encode
 from ckptstore.codecs.plane_layout import Layout, join, layout_of, plane_bytes, split
 from ckptstore.errors import InvalidInputError
@@ -65,6 +65,14 @@ def test_every_codec_round_trips_every_layout(layout: Layout, choice: str) -> No
         codec, used, stored = _stored(raw, layout, choice)
 
         assert raw == _decoded(codec, used, stored, len(raw))
+
+
+@pytest.mark.parametrize("codec", CODECS.values(), ids=lambda codec: str(codec.name))
+def test_every_codec_can_be_chosen_by_its_name(codec: Codec) -> None:
+    """The name of a codec is a choice, and that choice encodes with it."""
+    found = encode(memoryview(bytes(8192)), Layout.FLOAT32, check_choice(codec.name))
+
+    assert found.codec == codec.code
 
 
 @pytest.mark.parametrize("layout", [Layout.FLOAT32, Layout.FLOAT16, Layout.FLOAT64])

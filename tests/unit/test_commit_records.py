@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore import limits
+from ckptstore.catalog.commits import Body, decode_commit, encode_commit
+from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
+from ckptstore.catalog.state import Op
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -19,20 +22,7 @@ from ckptstore.errors import (
     LimitError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.commit import (
-    Annotate,
-    Body,
-    CreateRun,
-    Declare,
-    ManifestPointer,
-    Op,
-    RoleSizes,
-    Save,
-    Tag,
-    Untag,
-    decode_commit,
-    encode_commit,
-)
+from ckptstore.format.fields import ManifestPointer, RoleSizes
 from ckptstore.format.framing import encode_envelope
 from ckptstore.format.keys import (
     commit_key,

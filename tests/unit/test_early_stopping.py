@@ -250,7 +250,7 @@ def test_it_rolls_back_by_itself(store: ckptstore.Store) -> None:
     assert verdict.version is not None
     assert verdict.version.step == 3
     assert run.head == verdict.version
-    assert "loss is nan at step 5" in store.log()[-1].ops[0].reason  # type: ignore[union-attr]
+    assert "loss is nan at step 5" in store.log()[-1].ops[0].reason  # type: ignore[attr-defined]
     assert run.load(f"#{verdict.version.id}")["step"].item() == 3
     assert guard.state_dict()["recent"] == [[0, 5.0], [1, 4.0], [2, 3.0], [3, 2.0]]
 

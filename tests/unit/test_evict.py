@@ -12,7 +12,7 @@ import torch
 import ckptstore
 from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.errors import StorageError
 from ckptstore.jobs import read_job, run_job
 from ckptstore.maintenance.replicas.evict import EvictReport, evict
@@ -140,7 +140,7 @@ def test_a_damaged_copy_counts_for_nothing(
 
     def quarantine() -> None:
         lost = {copy.id: copy.manifest_digest}
-        cold.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+        cold.repo.log.append(lambda now: content_ops.quarantine(now, lost))
 
     if when == "before":
         quarantine()
@@ -235,7 +235,7 @@ def test_what_was_damaged_comes_back_as_damaged(
     """Whose parts are lost here, and who comes back all the same, is shared with by nobody."""
     damaged = hot.versions()[0]
     lost = {damaged.id: damaged.manifest_digest}
-    hot.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+    hot.repo.log.append(lambda now: content_ops.quarantine(now, lost))
     other = ckptstore.Store(create_on(cold.repo.backend, exist_ok=True))
     _watched(hot).before = lambda: other.remove(["gpt@1"])
     report = _evict(hot, cold)

@@ -15,8 +15,11 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.pin_changes import pin_for
-from ckptstore.catalog.tier_changes import name_replica
+from ckptstore.catalog.commits import decode_commit
+from ckptstore.catalog.lifecycle_ops import Delete
+from ckptstore.catalog.pin_ops import Pin, Unpin, pin_for
+from ckptstore.catalog.state import Op
+from ckptstore.catalog.tier_ops import name_replica
 from ckptstore.config import Options
 from ckptstore.errors import (
     InvalidInputError,
@@ -27,8 +30,6 @@ from ckptstore.errors import (
     StorageError,
     VersionNotFoundError,
 )
-from ckptstore.format.commit import Op, decode_commit
-from ckptstore.format.lifecycle_ops import Delete, Pin, Unpin
 from ckptstore.maintenance.replicas.evict import evict
 from ckptstore.repo import create_on, open_on
 

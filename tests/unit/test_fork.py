@@ -14,7 +14,7 @@ from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.catalog import changes, lifecycle_changes
+from ckptstore.catalog import content_ops, run_ops
 from ckptstore.config import Options
 from ckptstore.errors import (
     ConflictError,
@@ -206,7 +206,7 @@ def test_a_version_of_which_parts_are_lost_is_not_forked(
     """A fork would spread the damage to a run that looks sound."""
     version = store.run("gpt").save(_state(), step=1)
     lost = {version.id: version.manifest_digest}
-    store.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+    store.repo.log.append(lambda now: content_ops.quarantine(now, lost))
 
     with pytest.raises(CorruptObjectError, match="lost"):
         store.fork("gpt", "ft")
@@ -343,7 +343,7 @@ def test_a_terabyte_is_forked_by_its_manifest_alone(memory: MemoryBackend) -> No
         key=manifest_key(version), stored_bytes=len(data), digest=blake3_hex(data)
     )
     store.repo.log.append(
-        lambda now: changes.save(
+        lambda now: run_ops.save(
             now, run="big", version=version, step=1, manifest=pointer, content="0" * 64
         )
     )

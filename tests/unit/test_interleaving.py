@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import lifecycle_ops
 from ckptstore.catalog.log import Build, Log
 from ckptstore.testing.environment import SimulatedEnvironment
 
@@ -70,7 +70,7 @@ def test_other_runs_and_rollbacks_are_nothing_strange(
         ann.append(saving("gpt", 1, version="1" * 32))
         ann.append(saving("gpt", 2))
         bob.append(saving("lora", 1))
-        bob.append(lambda now: lifecycle_changes.rollback(now, run="gpt", version="1" * 32))
+        bob.append(lambda now: lifecycle_ops.rollback(now, run="gpt", version="1" * 32))
         ann.append(saving("gpt", 3))
 
     assert caplog.messages == []

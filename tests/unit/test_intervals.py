@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.intervals import advise, daly, lost_share, observe_failures, young
 from ckptstore.catalog.log import Build, Log
+from ckptstore.catalog.state import Op
 from ckptstore.errors import InvalidInputError, RunNotFoundError, VersionNotFoundError
-from ckptstore.format.commit import Op
 from ckptstore.testing.environment import SimulatedEnvironment
 
 Saving = Callable[..., Build]

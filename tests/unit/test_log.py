@@ -16,9 +16,12 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffer, Capabilities, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import encode_commit
 from ckptstore.catalog.log import Build, Log
+from ckptstore.catalog.run_ops import CreateRun
+from ckptstore.catalog.state import Op
 from ckptstore.errors import (
     AmbiguousWriteError,
     CommitConflictError,
@@ -33,7 +36,6 @@ from ckptstore.errors import (
     UnsafeBackendError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.commit import CreateRun, Op, encode_commit
 from ckptstore.format.framing import decode_envelope, encode_envelope
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -130,7 +132,7 @@ def test_the_first_save_creates_its_run_in_the_same_commit(log: Log, saving: Sav
 def test_a_failing_build_leaves_nothing(log: Log, memory: MemoryBackend) -> None:
     """What `build` raises comes through, and no commit is written."""
     with pytest.raises(RunNotFoundError):
-        log.append(lambda catalog: changes.tag(catalog, "nope", "0" * 32, "t"))
+        log.append(lambda catalog: run_ops.tag(catalog, "nope", "0" * 32, "t"))
     assert commits_of(memory) == []
 
 
@@ -151,7 +153,7 @@ def test_a_catalog_does_not_change_under_its_reader(log: Log, saving: Saving) ->
     log.append(saving(step=1, tags=["a"]))
     before = log.catalog
     log.append(saving(step=2, tags=["a"]))
-    log.append(lambda c: changes.annotate(c, f"{1:032x}", {"x": 1.0}))
+    log.append(lambda c: run_ops.annotate(c, f"{1:032x}", {"x": 1.0}))
     assert ids(before) == [f"{1:032x}"]
     assert before.run("gpt").tags == {"a": f"{1:032x}"}
     assert before.version(f"{1:032x}").metrics == {}
@@ -595,7 +597,7 @@ def test_a_log_that_was_cut_short_takes_no_commit(
     """
     log = Log(memory, environment)
     for name in ("a", "b", "c"):
-        log.append(lambda now, name=name: changes.ensure_run(now, name, {}))  # type: ignore[misc]
+        log.append(lambda now, name=name: run_ops.ensure_run(now, name, {}))  # type: ignore[misc]
     for number in range(left + 1, 4):
         memory.delete(commit_key(number))
     before = commits_of(memory)
@@ -603,7 +605,7 @@ def test_a_log_that_was_cut_short_takes_no_commit(
     with pytest.raises(CorruptObjectError, match=commit_key(3)):
         log.refresh()
     with pytest.raises(CorruptObjectError, match=commit_key(3)):
-        log.append(lambda now: changes.ensure_run(now, "d", {}))
+        log.append(lambda now: run_ops.ensure_run(now, "d", {}))
     assert commits_of(memory) == before
     assert Log(memory, environment).refresh().number == left
 

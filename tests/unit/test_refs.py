@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.metrics import best
@@ -265,7 +265,7 @@ def test_only_nan_is_no_best(memory: MemoryBackend, saving: Saving) -> None:
 def test_a_run_without_versions(memory: MemoryBackend) -> None:
     """A run that was only created has no latest."""
     log = Log(memory)
-    log.append(lambda c: changes.ensure_run(c, "empty", {}))
+    log.append(lambda c: run_ops.ensure_run(c, "empty", {}))
     with pytest.raises(VersionNotFoundError, match="no version yet"):
         resolve(log.catalog, parse_ref("empty"))
 

@@ -50,7 +50,7 @@ def test_removed_and_back(store: ckptstore.Store) -> None:
         store.resolve("gpt@1")
     with pytest.raises(VersionNotFoundError, match="undelete"):
         store.resolve(f"#{removal.version.id}")
-    assert store.log()[-1].ops[0].reason == "bad data"  # type: ignore[union-attr]  # a delete
+    assert store.log()[-1].ops[0].reason == "bad data"  # type: ignore[attr-defined]  # a delete
     (back,) = store.undelete([f"#{removal.version.id[:10]}"])
     assert back.step == 1
     assert _steps(store) == [0, 1, 2, 3, 4]

@@ -16,7 +16,7 @@ import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.errors import CkptStoreError, ConflictError, InvalidInputError, ReadOnlyError
 from ckptstore.limits import KIB
 from ckptstore.maintenance.replicas import replicate_version as module
@@ -643,7 +643,7 @@ def test_a_version_that_is_flagged_as_damaged_does_not_travel(backends: Backends
     source, target = _store(backends()), _store(backends())
     first, second = (source.run("gpt").save(_state(step), step=step) for step in (1, 2))
     lost = {first.id: first.manifest_digest}
-    source.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+    source.repo.log.append(lambda now: content_ops.quarantine(now, lost))
 
     report = source.replicate(target)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.log import Log
+from ckptstore.catalog.state import Op
 from ckptstore.errors import StorageError, TransientStorageError
-from ckptstore.format.commit import Op
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.report import StepReport
 from ckptstore.maintenance.replicas import recheck
@@ -104,7 +104,7 @@ def test_let_go_there_at_the_same_moment(
                 cold.age(["gpt@1"], "record")
             else:
                 lost = {cold.resolve("gpt@1").id: cold.resolve("gpt@1").manifest_digest}
-                cold.repo.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+                cold.repo.log.append(lambda now: content_ops.quarantine(now, lost))
 
     with ckptstore.open(tmp_path / "hot") as hot:
         before = hot.resolve("gpt@1")

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from shortening import examples
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import changes, lifecycle_changes
-from ckptstore.catalog.fold_lifecycle import LEVELS
-from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.catalog import content_ops, lifecycle_ops, pin_ops, run_ops
+from ckptstore.catalog.content_ops import Move
+from ckptstore.catalog.levels import LEVELS, Level
 from ckptstore.catalog.log import Log
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import RunPlan, plan, plan_run
 from ckptstore.errors import RunNotFoundError
-from ckptstore.format.commit import ManifestPointer
+from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key
-from ckptstore.format.lifecycle_ops import Level
 from ckptstore.model import RoleBytes
 from ckptstore.testing.environment import SimulatedEnvironment
 
@@ -56,7 +55,7 @@ class Story:
         named = f"{next(self._ids):032x}"
         self.environment.sleep(3600)
         self.log.append(
-            lambda catalog: changes.save(
+            lambda catalog: run_ops.save(
                 catalog,
                 run=run,
                 version=named,
@@ -73,7 +72,7 @@ class Story:
 
     def rollback(self, version: str) -> None:
         """Roll the run back."""
-        self.log.append_any(lambda now: lifecycle_changes.rollback(now, run="gpt", version=version))
+        self.log.append_any(lambda now: lifecycle_ops.rollback(now, run="gpt", version=version))
 
     def age(self, version: str, level: Level) -> None:
         """Relocate a version to less than it has."""
@@ -87,7 +86,7 @@ class Story:
             content="3" * 64,
             roles={} if level == "record" else {"weights": BOTH["weights"]},
         )
-        self.log.append(lambda now: lifecycle_changes.relocate(now, [move]))
+        self.log.append(lambda now: content_ops.relocate(now, [move]))
 
     def plan(self, *, hours_later: float = 0, **rules: Any) -> RunPlan:  # noqa: ANN401
         """Plan for the run under a policy."""
@@ -98,7 +97,7 @@ class Story:
         """Do what a plan says."""
         gone = [d.version.id for d in found.changes if d.fate == "gone"]
         if gone:
-            self.log.append(lambda now: lifecycle_changes.delete(now, gone))
+            self.log.append(lambda now: lifecycle_ops.delete(now, gone))
         for decision in found.changes:
             if decision.fate != "gone":
                 self.age(decision.version.id, decision.fate)
@@ -224,7 +223,7 @@ def test_pinned_tagged_and_head_stay() -> None:
     for step in (3, 4, 5):
         story.save(step)
     head = story.save(6)
-    story.log.append(lambda now: lifecycle_changes.pin(now, pinned))
+    story.log.append(lambda now: pin_ops.pin(now, pinned))
     story.save(7)
     story.rollback(head)
     found = story.plan(full="every 5 steps", record="all")
@@ -244,7 +243,7 @@ def test_abandoned_versions_count_for_few_rules() -> None:
     """Only `tagged`, `abandoned` and `all` keep what a rollback left."""
     story = Story()
     ids = [story.save(step, 10 - step) for step in range(6)]
-    story.log.append(lambda now: changes.tag(now, "gpt", ids[4], "look"))
+    story.log.append(lambda now: run_ops.tag(now, "gpt", ids[4], "look"))
     story.rollback(ids[2])
     story.save(10, 9)
     assert kept(story.plan(full="last 9")) == [0, 1, 2, 4, 10]
@@ -262,7 +261,7 @@ def test_the_only_verified_version_stays() -> None:
     story = Story()
     ids = [story.save(step) for step in range(6)]
     digests = {i: story.log.catalog.version(i).manifest_digest for i in (ids[1], ids[2])}
-    story.log.append(lambda now: lifecycle_changes.verified(now, digests))
+    story.log.append(lambda now: content_ops.verified(now, digests))
     found = story.plan(full="last 2")
     assert kept(found) == [2, 4, 5]
     assert reasons(found)[2] == "the only verified one"
@@ -275,7 +274,7 @@ def test_a_damaged_version_stays_and_takes_no_place() -> None:
     story = Story()
     ids = [story.save(step, 10 - step) for step in range(5)]
     lost = {ids[3]: story.log.catalog.version(ids[3]).manifest_digest}
-    story.log.append(lambda now: lifecycle_changes.quarantine(now, lost))
+    story.log.append(lambda now: content_ops.quarantine(now, lost))
     found = story.plan(full="last 2")
     assert kept(found) == [2, 3, 4]
     assert reasons(found)[3].startswith("damaged")
@@ -319,7 +318,7 @@ def test_runs_have_their_own_policy_or_the_stores() -> None:
             story.save(step, run=run)
     assert all(p.policy is None for p in plan(story.log.catalog, now_ms=0))
     for run, policy in (("", {"full": ["last 2"]}), ("own", {"full": ["all"]}), ("odd", {"x": 1})):
-        story.log.append(partial(lifecycle_changes.set_policy, run=run, policy=policy))
+        story.log.append(partial(lifecycle_ops.set_policy, run=run, policy=policy))
     gpt, own, odd = plan(story.log.catalog, now_ms=story.environment.now_ms())
     assert (kept(gpt), len(kept(own))) == ([2, 3], 4)
     assert "no 'x'" in odd.refused
@@ -367,12 +366,12 @@ def test_plans_are_safe_and_settle(
         if what == "rollback":
             story.rollback(version.id)
         elif what == "tag":
-            story.log.append(partial(changes.tag, run="gpt", version=version.id, name="keep"))
+            story.log.append(partial(run_ops.tag, run="gpt", version=version.id, name="keep"))
         elif what == "pin":
-            story.log.append_any(partial(lifecycle_changes.pin, version=version.id))
+            story.log.append_any(partial(pin_ops.pin, version=version.id))
         elif what == "verify":
             sound = {version.id: version.manifest_digest}
-            story.log.append_any(partial(lifecycle_changes.verified, sound=sound))
+            story.log.append_any(partial(content_ops.verified, sound=sound))
         elif version.pinned:
             continue
         elif LEVELS.index(levels[what]) < LEVELS.index(version.level):

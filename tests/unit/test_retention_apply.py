@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckptstore
-from ckptstore.catalog import lifecycle_changes, retention
+from ckptstore.catalog import content_ops, retention
 from ckptstore.errors import InvalidInputError, PolicyError, ReadOnlyError, RunNotFoundError
 from ckptstore.maintenance.retention import ageing
 from ckptstore.maintenance.retention.reduce import Target
@@ -103,7 +103,7 @@ def test_what_is_pinned_after_the_plan_keeps_its_content(
         other.pin("gpt@10")
     before = store.repo.refresh().number
     with pytest.raises(PolicyError, match=r"gpt@10 .* is pinned") as caught:
-        store.repo.log.append(lambda now: lifecycle_changes.relocate(now, [less]))
+        store.repo.log.append(lambda now: content_ops.relocate(now, [less]))
     assert "unpin it" in caught.value.hint
     assert store.repo.refresh().number == before
     store.gc(grace_s=0, orphan_age_s=0)

@@ -43,7 +43,7 @@ def test_the_head_moves_and_the_rest_is_abandoned(run: ckptstore.Run) -> None:
     assert run.head.id == target.id == run.resolve("latest").id
     assert _abandoned(run) == [3, 4]
     assert float(run.load(4)["w"][0]) == 4.0
-    assert run._store.log()[-1].ops[0].reason == "diverged"  # type: ignore[union-attr]
+    assert run._store.log()[-1].ops[0].reason == "diverged"  # type: ignore[attr-defined]
     assert run.resolve("~1").step == 1
 
 

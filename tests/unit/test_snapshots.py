@@ -13,11 +13,13 @@ from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.catalog import changes, snapshots
+from ckptstore.catalog import run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import Body, encode_commit
+from ckptstore.catalog.fold import extended
 from ckptstore.catalog.log import Build, Log
+from ckptstore.catalog.run_ops import CreateRun, Save
 from ckptstore.errors import CorruptObjectError, UnsupportedFeatureError
-from ckptstore.format.commit import Body, CreateRun, Save, encode_commit
 from ckptstore.format.framing import encode_frame
 from ckptstore.format.keys import COMMITS_PREFIX, SNAPSHOTS_PREFIX, commit_key, snapshot_key
 from ckptstore.format.snapshot import MAGIC, SnapshotBody, decode_snapshot, encode_snapshot
@@ -66,7 +68,7 @@ def fill(memory: MemoryBackend, saving: Saving, count: int) -> Log:
 
 def from_the_log(memory: MemoryBackend) -> SnapshotBody:
     """Return what folding all commits gives, snapshots unseen."""
-    catalog, error = Catalog().extended(list(Log(memory).commits()))
+    catalog, error = extended(Catalog(), list(Log(memory).commits()))
     assert error is None
     return catalog.to_snapshot()
 
@@ -115,7 +117,7 @@ def test_a_refresh_after_a_snapshot_goes_on_as_usual(memory: MemoryBackend, savi
     fill(memory, saving, 25)
     log = Log(memory)
     log.append(saving("run0", step=99))
-    log.append(lambda c: changes.annotate(c, f"{3:032x}", {"late": 1.0}))
+    log.append(lambda c: run_ops.annotate(c, f"{3:032x}", {"late": 1.0}))
     assert Log(memory).refresh().to_snapshot() == from_the_log(memory)
     assert log.catalog.to_snapshot() == from_the_log(memory)
     assert log.catalog.version(f"{3:032x}").metrics == {"x": 2.0, "late": 1.0}
@@ -422,7 +424,7 @@ def test_a_large_store_opens_with_few_reads(
             store.put(commit.key, data)
             commits.append(commit)
             number, digest = commit.number, commit.digest
-        catalog, error = catalog.extended(commits)
+        catalog, error = extended(catalog, commits)
         assert error is None
     assert snapshots.write(store, catalog)
     monkeypatch.undo()

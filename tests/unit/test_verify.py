@@ -10,7 +10,7 @@ import torch
 
 import ckptstore
 from ckptstore import limits
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops, lifecycle_ops
 from ckptstore.errors import CorruptObjectError, InvalidInputError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.check.integrity_scan import Sample
@@ -211,15 +211,15 @@ def test_versions_that_are_deleted_or_only_a_record_have_nothing_to_check(
     first, second = store.versions()
     gone = store.run("other").save({"x": torch.randn(100, 100)}, step=1)
     log = store.repo.log
-    log.append(lambda now: lifecycle_changes.delete(now, [gone.id], force=True))
-    move = lifecycle_changes.Move(
+    log.append(lambda now: lifecycle_ops.delete(now, [gone.id], force=True))
+    move = content_ops.Move(
         version=first.id,
         based_on=first.manifest_digest,
         level="record",
         manifest=None,
         content=first.content,
     )
-    log.append(lambda now: lifecycle_changes.relocate(now, [move]))
+    log.append(lambda now: content_ops.relocate(now, [move]))
     for version in (first, gone):
         (root / version.manifest_key).unlink()
 
@@ -243,7 +243,7 @@ def test_what_no_version_needs_is_a_notice_and_no_damage(
 ) -> None:
     """Orphans, condemned objects and foreign files are told apart; deleted versions keep theirs."""
     gone = store.run("other").save({"x": torch.randn(100, 100)}, step=1)
-    store.repo.log.append(lambda now: lifecycle_changes.delete(now, [gone.id], force=True))
+    store.repo.log.append(lambda now: lifecycle_ops.delete(now, [gone.id], force=True))
     assert store.verify().notices == ()
 
     pack = next(root.glob("packs/*/*.pack"))
@@ -252,7 +252,7 @@ def test_what_no_version_needs_is_a_notice_and_no_damage(
     for key in (orphan, condemned, "packs/readme.txt", "commits/000000/notes"):
         (root / key).parent.mkdir(parents=True, exist_ok=True)
         (root / key).write_bytes(pack.read_bytes()[:100])
-    store.repo.log.append(lambda now: lifecycle_changes.condemn(now, [condemned]))
+    store.repo.log.append(lambda now: content_ops.condemn(now, [condemned]))
     for level in ("full", "records"):
         report = store.verify(level=level)
         assert report.ok

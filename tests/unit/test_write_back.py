@@ -17,7 +17,7 @@ import torch
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog.tier_changes import name_replica
+from ckptstore.catalog.tier_ops import name_replica
 from ckptstore.errors import (
     InvalidInputError,
     NotFoundError,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from ckptstore import limits
-from ckptstore.catalog import lifecycle_changes, snapshots
+from ckptstore.catalog import content_ops, snapshots
 from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
 from ckptstore.errors import (
     CorruptObjectError,
@@ -233,7 +233,7 @@ def _check_each(
     def write() -> None:
         """Record what was found sound since the last time."""
         fresh = {v.id for v in repo.refresh().versions() if v.id in waiting and not v.verified}
-        repo.log.append_any(lambda now: lifecycle_changes.verified(now, waiting))
+        repo.log.append_any(lambda now: content_ops.verified(now, waiting))
         recorded.update(fresh)
         waiting.clear()
 

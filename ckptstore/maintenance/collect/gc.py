@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_key, version_id_of
 from ckptstore.maintenance.check.lost_log import check_log_is_whole
 from ckptstore.maintenance.collect.copy_live import Victim
@@ -149,7 +149,7 @@ class _Collection:
 
         def build(now: Catalog) -> Sequence[Op]:
             part[:] = condemnable(self.found, now, self.reach)[: limits.KEYS_PER_OP_MAX]
-            return lifecycle_changes.condemn(now, part)
+            return content_ops.condemn(now, part)
 
         while self.repo.log.append_any(build) is not None:
             self.condemned += part

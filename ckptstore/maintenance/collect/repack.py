@@ -15,13 +15,13 @@ import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.catalog.content_ops import Move
+from ckptstore.catalog.state import Op
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
-from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
@@ -233,8 +233,8 @@ def relocate(
             good = [move for move in moves if _still(now, move, old[move.version])]
             taken[:] = [len(good)]
             return [
-                *lifecycle_changes.relocate(now, good),
-                *lifecycle_changes.condemn(now, [old[move.version] for move in good]),
+                *content_ops.relocate(now, good),
+                *content_ops.condemn(now, [old[move.version] for move in good]),
             ]
 
         if repo.log.append_any(build) is not None:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.engine.calls import Shared
 from ckptstore.events import Progress, ProgressCallback
-from ckptstore.format.commit import Op
 from ckptstore.format.keys import commit_key
 from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.maintenance.core.task_pool import Spread
@@ -89,7 +89,7 @@ def sweep(
             _delete(repo.backend, part, step)
 
         def build(now: Catalog, part: Sequence[str] = part) -> Sequence[Op]:
-            return lifecycle_changes.swept(now, part)
+            return content_ops.swept(now, part)
 
         repo.log.append_any(build)
 

@@ -17,6 +17,8 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import decode_commit
+from ckptstore.catalog.fold import extended
 from ckptstore.catalog.reading import LogReader
 from ckptstore.errors import (
     CorruptObjectError,
@@ -26,7 +28,6 @@ from ckptstore.errors import (
     ObjectExistsError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.commit import decode_commit
 from ckptstore.format.keys import (
     COMMITS_PREFIX,
     SNAPSHOTS_PREFIX,
@@ -240,7 +241,7 @@ def mend_snapshots(repo: Repo, *, dry_run: bool) -> tuple[str, ...]:
     if broken and not dry_run:
         for key in broken:
             repo.backend.delete(key)
-        catalog, error = Catalog().extended(commits)
+        catalog, error = extended(Catalog(), commits)
         if error is not None:
             raise error
         atomic = repo.put_if_absent() is PutIfAbsent.ATOMIC

@@ -23,6 +23,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.sealing import DataKey, UserKey
+from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.reading import LogReader
 from ckptstore.config import SYSTEM, Environment, Options, writer_identity
 from ckptstore.errors import (
@@ -37,7 +38,6 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.commit import Commit
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import COMMITS_PREFIX, OBJECT_PREFIXES, STORE_KEY, commit_number
 from ckptstore.format.segments import MAGIC

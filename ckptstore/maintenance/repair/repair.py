@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckptstore import limits
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.lifecycle_changes import Move
+from ckptstore.catalog.content_ops import Move
+from ckptstore.catalog.state import Op
 from ckptstore.errors import CondemnedError, FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Survey
@@ -310,8 +310,8 @@ class _Repair:
         if digests or sound:
             self.repo.log.append_any(
                 lambda now: [
-                    *lifecycle_changes.quarantine(now, digests),
-                    *lifecycle_changes.verified(now, sound),
+                    *content_ops.quarantine(now, digests),
+                    *content_ops.verified(now, sound),
                 ]
             )
         return tuple(digests)
@@ -326,5 +326,5 @@ def _ops(now: Catalog, moves: Sequence[Move]) -> list[Op]:
         if not version.deleted and version.manifest_digest == move.based_on:
             live.append(move)
             superseded.append(version.manifest_key)
-    ops = lifecycle_changes.relocate(now, live)
-    return [*ops, *lifecycle_changes.condemn(now, superseded)]
+    ops = content_ops.relocate(now, live)
+    return [*ops, *content_ops.condemn(now, superseded)]

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.fold_lifecycle import LEVELS
-from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.format.commit import Op
+from ckptstore.catalog.content_ops import Move
+from ckptstore.catalog.levels import LEVELS
+from ckptstore.catalog.state import Op
 from ckptstore.maintenance.replicas.recheck import SecondLook
 from ckptstore.maintenance.replicas.remote_pins import Pins
 from ckptstore.maintenance.replicas.replicate_report import Failure

@@ -19,6 +19,9 @@ from dataclasses import dataclass, field, replace
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.stoppable import StoppableBackend
+from ckptstore.catalog.commits import decode_commit
+from ckptstore.catalog.replica_ops import Replicate
+from ckptstore.catalog.run_ops import Save
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.config import Options
@@ -34,10 +37,8 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.events import ProgressCallback
-from ckptstore.format.commit import Save, decode_commit
 from ckptstore.format.keys import commit_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.replica_ops import Replicate
 from ckptstore.maintenance.replicas.known_near import Meter, known_here
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.objects.index import KnownPieces, TableBuilder

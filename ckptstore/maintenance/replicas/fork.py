@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptstore import limits
-from ckptstore.catalog import changes, lifecycle_changes
+from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.request import NOWHERE
 from ckptstore.checkpoint.selection import Selection, logical_roles, select
 from ckptstore.errors import CondemnedError, ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.commit import Op
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
@@ -125,7 +125,7 @@ class _Forking:
 
     def __call__(self, catalog: Catalog) -> list[Op]:
         manifest = self.manifest
-        return lifecycle_changes.fork(
+        return lifecycle_ops.fork(
             catalog,
             run=self.request.run,
             source=self.source.id,
@@ -241,7 +241,7 @@ class _Landing:
             msg = f"there is a run {self.run!r} already"
             raise ConflictError(msg, hint="fork to another name")
         manifest = self.manifest
-        return changes.save(
+        return run_ops.save(
             catalog,
             run=self.run,
             version=self.version,

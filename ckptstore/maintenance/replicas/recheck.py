@@ -12,12 +12,12 @@ import logging
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
-from ckptstore.catalog import replica_changes
+from ckptstore.catalog import replica_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.replica_changes import Arrival
+from ckptstore.catalog.content_ops import Quarantine
+from ckptstore.catalog.replica_ops import Arrival
+from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError
-from ckptstore.format.commit import Op
-from ckptstore.format.lifecycle_ops import Quarantine
 from ckptstore.maintenance.replicas.replicate_report import Failure
 from ckptstore.maintenance.retention.remove import undelete
 from ckptstore.manifests import relied_on
@@ -115,7 +115,7 @@ class SecondLook:
         def build(now: Catalog) -> list[Op]:
             """Let the version arrive here again, by what the catalog says of it now."""
             again = () if now.version(version.id).deleted else (version.id,)
-            ops = replica_changes.arrive(
+            ops = replica_ops.arrive(
                 now, now, [version], store=store, arrivals={version.id: arrival}, again=again
             )
             if ops and version.damaged:  # what is lost of it is lost still: none may share with it

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.pin_changes import pin_for, unpin_for
+from ckptstore.catalog.pin_ops import Pin, pin_for, unpin_for
+from ckptstore.catalog.state import Op
 from ckptstore.errors import ReadOnlyError, UnsafeBackendError
-from ckptstore.format.commit import Op
-from ckptstore.format.lifecycle_ops import Pin
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 

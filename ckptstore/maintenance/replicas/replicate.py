@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from ckptstore.catalog import replica_changes
+from ckptstore.catalog import replica_ops
 from ckptstore.engine.engine import THREADS, EngineSpec, open_engine
 from ckptstore.errors import ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
@@ -142,22 +142,22 @@ class _Replication:
         for version in sorted(self.wanted, key=lambda version: version.commit):
             known = here.version(version.id) if here.has_version(version.id) else None
             asked = version.id in self.sides.request.again
-            less = known is not None and replica_changes.has_less(known, version)
+            less = known is not None and replica_ops.has_less(known, version)
             if known is None or (asked and (known.deleted or less)):
                 self.missing.append(version)
             elif known.deleted:
                 self._leave(version, "deleted in the target")
             elif not less:
                 self.present.append(version.id)
-            elif replica_changes.had_content(known):
+            elif replica_ops.had_content(known):
                 self._leave(version, "reduced in the target")
             else:
                 self.missing.append(version)
         roots = [version.id for version in self.missing]
         origins = (before.run(version.run).origin for version in self.missing)
-        self.line = replica_changes.lineage(before, [*roots, *filter(None, origins)])
+        self.line = replica_ops.lineage(before, [*roots, *filter(None, origins)])
         runs = {version.run for version in (*self.wanted, *self.line)}
-        replica_changes.check_line(here, before, runs)
+        replica_ops.check_line(here, before, runs)
 
     def _leave(self, version: Version, why: Why) -> None:
         left = LeftOut(version=version.id, run=version.run, step=version.step, why=why)
@@ -282,10 +282,8 @@ class _Replication:
         """Return what was done."""
         source, target, request = self.sides.source, self.sides.target, self.sides.request
         copied, runs = set(self.copied), self._runs()
-        kept = [
-            run for run in runs if replica_changes.keeps_head(target.catalog, source.catalog, run)
-        ]
-        unfit = replica_changes.unfit(target.catalog, source.catalog, runs)
+        kept = [run for run in runs if replica_ops.keeps_head(target.catalog, source.catalog, run)]
+        unfit = replica_ops.unfit(target.catalog, source.catalog, runs)
         return ReplicateReport(
             dry_run=request.dry_run,
             source=source.url,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 
-from ckptstore.catalog import changes, replica_changes
+from ckptstore.catalog import replica_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.fold_lifecycle import LEVELS
+from ckptstore.catalog.levels import LEVELS
+from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError
-from ckptstore.format.commit import Op
 from ckptstore.maintenance.replicas.remote_pins import Pins
 from ckptstore.maintenance.replicas.replication_context import Sides, read_back
 from ckptstore.model import Version
@@ -31,7 +31,7 @@ def begin(sides: Sides, run: str) -> None:
     ways = sides.source.catalog.run(run).metrics
 
     def build(now: Catalog) -> list[Op]:
-        return changes.ensure_run(now, run, ways) if not now.number else []
+        return run_ops.ensure_run(now, run, ways) if not now.number else []
 
     sides.target.log.append_any(build)
 
@@ -50,8 +50,8 @@ def bring_records(sides: Sides, records: Sequence[Version]) -> None:
 
         def build(now: Catalog, batch: Sequence[Version] = batch) -> list[Op]:
             """Return what of the batch is not known yet, as far as one commit holds it."""
-            return replica_changes.fitting(
-                replica_changes.arrive(
+            return replica_ops.fitting(
+                replica_ops.arrive(
                     now, source.catalog, batch, store=source.superblock.store_id, arrivals={}
                 )
             )
@@ -69,7 +69,7 @@ def follow(sides: Sides, runs: Sequence[str]) -> None:
     store = sides.source.superblock.store_id
 
     def build(now: Catalog) -> list[Op]:
-        return replica_changes.fitting(replica_changes.follow(now, before, runs, store=store))
+        return replica_ops.fitting(replica_ops.follow(now, before, runs, store=store))
 
     while sides.target.log.append_any(build) is not None:
         pass
@@ -86,11 +86,11 @@ def note(sides: Sides, copied: Iterable[str], present: Iterable[str]) -> str:
     ids = [one for one in (*came, *present) if _is_sound(sides, one)]
     pins = Pins(here=sides.target, there=source)
     back = [one for one in came if one in ids and pins.has(one)]
-    if not (back or replica_changes.replicated(source.catalog, ids, store)):
+    if not (back or replica_ops.replicated(source.catalog, ids, store)):
         return ""
     try:
         source.check_writable()
-        while source.log.append_any(lambda now: replica_changes.replicated(now, ids, store)):
+        while source.log.append_any(lambda now: replica_ops.replicated(now, ids, store)):
             pass
         pins.take_away(back)  # the target has let them go, and has them again
     except CkptStoreError as error:

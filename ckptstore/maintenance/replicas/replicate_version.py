@@ -13,8 +13,8 @@ from itertools import count
 from typing import Literal
 
 from ckptstore import limits
-from ckptstore.catalog import replica_changes
-from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY, Arrival
+from ckptstore.catalog import replica_ops
+from ckptstore.catalog.replica_ops import CHECKED_KEY, UNCHECKED_KEY, Arrival
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest, read_content
 from ckptstore.errors import (
@@ -123,7 +123,7 @@ def take_back_deletion(sides: Sides, version: Version) -> bool:
     except InvalidInputError:  # somebody else did meanwhile
         pass
     now = sides.target.catalog.version(version.id)
-    return not now.deleted and not replica_changes.has_less(now, version)
+    return not now.deleted and not replica_ops.has_less(now, version)
 
 
 def _land(
@@ -226,7 +226,7 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
         relies_on=relied_on(pointer, landed.manifest),
     )
     commit = target.log.append_any(
-        lambda now: replica_changes.arrive(
+        lambda now: replica_ops.arrive(
             now,
             source.catalog,
             [version],

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ckptstore.backends.base import Backend
 from ckptstore.backends.throttled import ThrottledBackend
-from ckptstore.catalog.replica_changes import CHECKED_KEY, UNCHECKED_KEY
+from ckptstore.catalog.replica_ops import CHECKED_KEY, UNCHECKED_KEY
 from ckptstore.engine.engine import Engine
 from ckptstore.maintenance.replicas.copy_manifest import Copier, copier_between
 from ckptstore.maintenance.replicas.orphan_packs import Orphans

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptstore import limits
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.fold_lifecycle import LEVELS
-from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.catalog.pin_changes import pinned_error
+from ckptstore.catalog.content_ops import Move
+from ckptstore.catalog.levels import LEVELS, Level
+from ckptstore.catalog.pin_ops import pinned_error
 from ckptstore.catalog.retention import reclaimable
+from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
-from ckptstore.format.commit import Op
-from ckptstore.format.lifecycle_ops import Level
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh
 from ckptstore.maintenance.retention.remove import Removal
@@ -180,12 +179,12 @@ def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
     Raises
     ------
     CommitConflictError, CondemnedError, PolicyError
-        As :func:`ckptstore.catalog.lifecycle_changes.relocate`.
+        As :func:`ckptstore.catalog.content_ops.relocate`.
     """
     replaced = [catalog.version(move.version).manifest_key for move in moves]
     return [
-        *lifecycle_changes.relocate(catalog, moves),
-        *lifecycle_changes.condemn(catalog, replaced),
+        *content_ops.relocate(catalog, moves),
+        *content_ops.condemn(catalog, replaced),
     ]
 
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from ckptstore.backends.base import Backend, Buffer, ObjectWriter
 from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.catalog.levels import Level
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
 from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.checkpoint.write import shareable
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.format.keys import pack_key
-from ckptstore.format.lifecycle_ops import Level
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.paths import Path
 from ckptstore.format.roles import RoleRules

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import lifecycle_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.changes import check_not_condemned
 from ckptstore.catalog.retention import reclaimable
+from ckptstore.catalog.run_ops import check_not_condemned
+from ckptstore.catalog.state import Op
 from ckptstore.errors import (
     CorruptObjectError,
     InvalidInputError,
@@ -21,7 +22,6 @@ from ckptstore.errors import (
     PolicyError,
     VersionNotFoundError,
 )
-from ckptstore.format.commit import Op
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Ref, Version
@@ -78,7 +78,7 @@ def remove(
     def build(now: Catalog) -> list[Op]:
         if not force:
             _check_verified(now, chosen)
-        return lifecycle_changes.delete(now, chosen, reason=reason, force=force)
+        return lifecycle_ops.delete(now, chosen, reason=reason, force=force)
 
     repo.log.append(build)
     return [
@@ -104,7 +104,7 @@ def _removal(catalog: Catalog, one: str, chosen: Sequence[str], *, force: bool) 
 def _obstacles(catalog: Catalog, version: Version, chosen: Sequence[str]) -> None:
     siblings = {each.id for each in catalog.versions(version.run)}
     whole_run = siblings <= set(chosen)
-    lifecycle_changes.delete(
+    lifecycle_ops.delete(
         catalog, [version.id], force=whole_run and not (version.pinned or version.tags)
     )
     if version.verified:
@@ -158,7 +158,7 @@ def _refuse_reduced(catalog: Catalog, ref: Ref) -> None:
     for version in catalog.versions(ref.run):
         if version.step == ref.number and version.level != "full":
             msg = f"{ref.text!r} was reduced to {version.level}, which is for good"
-            raise VersionNotFoundError(msg, hint=lifecycle_changes.HINT_REDUCED)
+            raise VersionNotFoundError(msg, hint=lifecycle_ops.HINT_REDUCED)
 
 
 def undelete(repo: Repo, versions: Sequence[str]) -> list[Version]:
@@ -186,7 +186,7 @@ def undelete(repo: Repo, versions: Sequence[str]) -> list[Version]:
     repo.check_writable()
     catalog = repo.refresh()
     needs = {one: _needs(repo, catalog, catalog.version(one)) for one in versions}
-    repo.log.append(lambda now: lifecycle_changes.undelete(now, versions, needs))
+    repo.log.append(lambda now: lifecycle_ops.undelete(now, versions, needs))
     return [repo.catalog.version(one) for one in dict.fromkeys(versions)]
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckptstore import limits
-from ckptstore.catalog import changes, lifecycle_changes, retention
+from ckptstore.catalog import lifecycle_ops, retention, run_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.lifecycle_ops import SetPolicy
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
+from ckptstore.catalog.state import Op
 from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
-from ckptstore.format.commit import Op
-from ckptstore.format.lifecycle_ops import SetPolicy
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.retention import ageing
 from ckptstore.maintenance.retention.ageing import Prepared, Target
@@ -101,12 +101,12 @@ def set_policy(
 
     def build(now: Catalog) -> list[Op]:
         """Set the policy, of a run that is new with the run itself."""
-        made = changes.ensure_run(now, run, directions or {}) if run else []
+        made = run_ops.ensure_run(now, run, directions or {}) if run else []
         if run and not now.has_run(run):
-            store = lifecycle_changes.set_policy(now, "", value)[0]
+            store = lifecycle_ops.set_policy(now, "", value)[0]
             assert isinstance(store, SetPolicy)  # noqa: S101 - for the type checker
             return [*made, SetPolicy(run=run, policy=store.policy)]
-        return [*made, *lifecycle_changes.set_policy(now, run, value)]
+        return [*made, *lifecycle_ops.set_policy(now, run, value)]
 
     repo.log.append(build)
 
@@ -307,7 +307,7 @@ class _Retaining:
         ops: list[Op] = []
         self._gone = gone[: limits.VERSIONS_PER_OP_MAX]
         if gone:
-            ops += lifecycle_changes.delete(now, self._gone, reason="retention")
+            ops += lifecycle_ops.delete(now, self._gone, reason="retention")
         moves = [prepared.move for key, prepared in self._prepared.items() if key in aged]
         self._changed = [now.version(one) for one in (*self._gone, *(m.version for m in moves))]
         return [*ops, *ageing.relocating(now, moves)]

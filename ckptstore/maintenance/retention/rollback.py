@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptstore.catalog import lifecycle_changes
+from ckptstore.catalog import lifecycle_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Op
 from ckptstore.errors import VersionNotFoundError
-from ckptstore.format.commit import Op
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -52,7 +52,7 @@ def rollback(repo: Repo, run: str, version: str, *, reason: str = "") -> Rolled:
                 hint = "another store has it: bring it back first, load it with refill=True"
             raise VersionNotFoundError(msg, hint=hint)
         seen[:] = [catalog]
-        return lifecycle_changes.rollback(catalog, run=run, version=version, reason=reason)
+        return lifecycle_ops.rollback(catalog, run=run, version=version, reason=reason)
 
     build(repo.refresh())
     repo.log.append_any(build)

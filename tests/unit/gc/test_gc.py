@@ -11,7 +11,7 @@ import pytest
 from gckit import Place, delete, equal, needs, new_place, parts_of, undelete
 
 from ckptstore import limits
-from ckptstore.catalog import changes
+from ckptstore.catalog import run_ops
 from ckptstore.errors import (
     CondemnedError,
     CorruptObjectError,
@@ -267,7 +267,7 @@ def test_without_the_check_in_the_commit_a_version_is_lost(
     place: Place, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The test above sees the loss: it is the check, and nothing else, that prevents it."""
-    monkeypatch.setattr(changes, "check_not_condemned", lambda _catalog, _keys: None)
+    monkeypatch.setattr(run_ops, "check_not_condemned", lambda _catalog, _keys: None)
 
     version = disturbed_save(place, how)
 

@@ -1,4 +1,4 @@
-"""Commits: the numbered records of the log, and the operations that they hold.
+"""Commits: the numbered records of the log, and the list of the operations that they hold.
 
 A commit is one JSON envelope (:mod:`ckptstore.format.framing`) around::
 
@@ -14,12 +14,20 @@ Metrics that are not finite are the texts ``nan``, ``inf`` and ``-inf`` in JSON,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Final, Literal, get_args
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import msgspec
 
 from ckptstore import limits
+from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
+from ckptstore.catalog.lifecycle_ops import Delete, Fork, Rollback, SetPolicy, Undelete
+from ckptstore.catalog.pin_ops import Pin, Unpin
+from ckptstore.catalog.replica_ops import Replicate, Replicated
+from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
+from ckptstore.catalog.state import Op
+from ckptstore.catalog.tier_ops import NameReplica, UnnameReplica
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -27,187 +35,47 @@ from ckptstore.errors import (
     LimitError,
     UnsupportedFeatureError,
 )
-from ckptstore.format.fields import (
-    Count,
-    Digest,
-    Direction,
-    Directions,
-    Id,
-    ManifestPointer,
-    Metrics,
-    RoleSizes,
-)
+from ckptstore.format.fields import Id
 from ckptstore.format.framing import decode_envelope, encode_envelope
 from ckptstore.format.keys import commit_key
-from ckptstore.format.lifecycle_ops import (
-    Condemn,
-    Delete,
-    Fork,
-    Pin,
-    Quarantine,
-    Relocate,
-    Rollback,
-    SetPolicy,
-    Swept,
-    Undelete,
-    Unpin,
-    Verified,
-)
-from ckptstore.format.names import (
-    check_metadata_json,
-    check_metric_name,
-    check_role,
-    check_run_name,
-    check_tag,
-)
-from ckptstore.format.replica_ops import Replicate, Replicated
-from ckptstore.format.tier_ops import NameReplica, UnnameReplica
 
-__all__ = [
-    "Annotate",
-    "Commit",
-    "CreateRun",
-    "Declare",
-    "Direction",
-    "ManifestPointer",
-    "Op",
-    "RoleSizes",
-    "Save",
-    "Tag",
-    "Untag",
-    "decode_commit",
-    "encode_commit",
-]
+__all__ = ["OPS", "Body", "Commit", "decode_commit", "encode_commit"]
 
 MAGIC: Final = "ckptstore-commit"
 FORMAT: Final = 1
 
-
-class CreateRun(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="create-run"):
-    """A run begins; its name must not be taken."""
-
-    run: str
-    metrics: Directions = {}
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        _check_metric_names(self.metrics)
-
-
-class Declare(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="declare"):
-    """A run learns directions of further metrics; what it knows must not change."""
-
-    run: str
-    metrics: Directions
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        _check_metric_names(self.metrics)
-
-
-class Save(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="save"):
-    """A version appears and becomes the head of its run."""
-
-    version: Id
-    run: str
-    step: Count
-    parent: Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
-    """Id of the version that it continues, or empty."""
-    manifest: ManifestPointer
-    content: Digest
-    """Digest of the state: equal for equal states, wherever they lie."""
-    metrics: Metrics = {}
-    tags: Annotated[Sequence[str], msgspec.Meta(max_length=limits.TAGS_PER_VERSION_MAX)] = ()
-    metadata: msgspec.Raw = msgspec.Raw(b"{}")
-    """The user's JSON object as :func:`ckptstore.format.names.encode_metadata` made it."""
-    roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
-    receipt: Annotated[
-        Mapping[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)
-    ] = {}
-    """Seconds and bytes of the save's stages; each name ends in its unit."""
-
-    def __post_init__(self) -> None:
-        """Check the names, and that what is only passed on is sound."""
-        check_run_name(self.run)
-        _check_metric_names(self.metrics)
-        _floats(self)
-        for tag in self.tags:
-            check_tag(tag)
-        for role in self.roles:
-            check_role(role)
-        for name, value in self.receipt.items():
-            if not (check_metric_name(name) and math.isfinite(value)):
-                msg = f"receipt: {name} is {value}"
-                raise InvalidInputError(msg)
-        check_metadata_json(bytes(self.metadata))
-
-
-class Annotate(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="annotate"):
-    """Metrics arrive for a version; later values replace earlier ones."""
-
-    version: Id
-    metrics: Metrics
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        _check_metric_names(self.metrics)
-        _floats(self)
-
-
-class Tag(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="tag"):
-    """A tag of a run points to a version of it; it may have pointed to another."""
-
-    run: str
-    tag: str
-    version: Id
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        check_tag(self.tag)
-
-
-class Untag(msgspec.Struct, frozen=True, kw_only=True, tag_field="op", tag="untag"):
-    """A tag of a run is taken away."""
-
-    run: str
-    tag: str
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        check_tag(self.tag)
-
-
-Op = (
-    CreateRun
-    | Declare
-    | Save
-    | Annotate
-    | Tag
-    | Untag
-    | Fork
-    | Rollback
-    | Delete
-    | Undelete
-    | Pin
-    | Unpin
-    | SetPolicy
-    | Verified
-    | Quarantine
-    | Relocate
-    | Condemn
-    | Swept
-    | Replicate
-    | Replicated
-    | NameReplica
-    | UnnameReplica
+OPS: Final = (
+    CreateRun,
+    Declare,
+    Save,
+    Annotate,
+    Tag,
+    Untag,
+    Fork,
+    Rollback,
+    Delete,
+    Undelete,
+    Pin,
+    Unpin,
+    SetPolicy,
+    Verified,
+    Quarantine,
+    Relocate,
+    Condemn,
+    Swept,
+    Replicate,
+    Replicated,
+    NameReplica,
+    UnnameReplica,
 )
-"""Every operation of this format; each has one entry in :mod:`ckptstore.catalog.fold`."""
+"""Every operation of this format."""
 
-_OPS_KNOWN: Final = frozenset(str(op.__struct_config__.tag) for op in get_args(Op))
+_TAGS: Final = frozenset(str(op.__struct_config__.tag) for op in OPS)
+
+if TYPE_CHECKING:
+    _Known = Op
+else:  # the decoder takes these and no others
+    _Known = reduce(or_, OPS)
 
 
 class Body(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,7 +91,7 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
     at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
     """The writer's wall clock, in milliseconds since 1970; for people, nothing depends on it."""
     by: Annotated[str, msgspec.Meta(max_length=limits.BY_CHARS_MAX)]
-    ops: Annotated[tuple[Op, ...], msgspec.Meta(min_length=1, max_length=limits.COMMIT_OPS_MAX)]
+    ops: Annotated[tuple[_Known, ...], msgspec.Meta(min_length=1, max_length=limits.COMMIT_OPS_MAX)]
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,7 +177,7 @@ def _decode_problem(raw: bytes, where: str, error: Exception) -> CkptStoreError:
     try:
         loose = msgspec.json.decode(raw)
         version = loose["format"]
-        unknown = sorted({str(op["op"])[:40] for op in loose["ops"]} - _OPS_KNOWN)
+        unknown = sorted({str(op["op"])[:40] for op in loose["ops"]} - _TAGS)
     except (msgspec.DecodeError, RecursionError, UnicodeError, KeyError, TypeError):
         return CorruptObjectError(f"{where} is not a commit: {error}")
     if isinstance(version, int) and version > FORMAT:
@@ -319,18 +187,6 @@ def _decode_problem(raw: bytes, where: str, error: Exception) -> CkptStoreError:
     else:
         return CorruptObjectError(f"{where} is not a commit: {error}")
     return UnsupportedFeatureError(what, hint="a newer ckptstore wrote it: upgrade")
-
-
-def _check_metric_names(metrics: Mapping[str, object]) -> None:
-    for name in metrics:
-        check_metric_name(name)
-
-
-def _floats(op: Save | Annotate) -> None:
-    """Turn the texts that stand for numbers that are not finite into floats, in place."""
-    if any(isinstance(value, str) for value in op.metrics.values()):
-        floats = {name: float(value) for name, value in op.metrics.items()}
-        msgspec.structs.force_setattr(op, "metrics", floats)
 
 
 def _wire(op: Op) -> Any:  # noqa: ANN401 - one of the operations, or a dict that stands for it

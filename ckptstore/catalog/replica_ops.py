@@ -1,7 +1,7 @@
-"""From versions of another store to the operations that make them versions of this one.
+"""Operations of replication: versions arrive from another store; another store has them too.
 
-As in ``changes``: called inside :meth:`ckptstore.catalog.log.Log.append` on the newest catalog,
-again for every number that is tried; raise when a precondition fails; touch nothing.
+As in :mod:`ckptstore.catalog.run_ops`: the method ``apply`` of a record changes the catalog, and
+functions return the operations for what a caller wants.
 """
 
 from __future__ import annotations
@@ -9,26 +9,48 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final
+from sys import intern
+from typing import Annotated, Final
 
 import msgspec
 
 from ckptstore import limits
-from ckptstore.catalog import changes, fold_replicas, lifecycle_changes
+from ckptstore.catalog import content_ops, lifecycle_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.fold_lifecycle import LEVELS, parts_of_level
+from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Part, level_of, parts_of_level
+from ckptstore.catalog.lifecycle_ops import Fork, Ids
+from ckptstore.catalog.run_ops import IdOrEmpty
+from ckptstore.catalog.state import Fold, Op
 from ckptstore.errors import ConflictError
-from ckptstore.format.commit import Op
-from ckptstore.format.fields import ManifestPointer, RoleSizes
-from ckptstore.format.lifecycle_ops import Fork
+from ckptstore.format.fields import (
+    Count,
+    Digest,
+    EncodingName,
+    Id,
+    ManifestPointer,
+    Metrics,
+    RoleSizes,
+)
 from ckptstore.format.names import check_run_name, encode_metadata
-from ckptstore.format.replica_ops import Replicate, Replicated
+from ckptstore.format.snapshot import (
+    ABANDONED,
+    DAMAGED,
+    DELETED,
+    RECORD_ONLY,
+    VERIFIED,
+    WEIGHTS_ONLY,
+    VersionRow,
+    decode_details,
+    encode_metrics,
+)
 from ckptstore.model import RoleBytes, Version
 
 __all__ = [
     "CHECKED_KEY",
     "UNCHECKED_KEY",
     "Arrival",
+    "Replicate",
+    "Replicated",
     "arrive",
     "check_line",
     "fitting",
@@ -45,10 +67,131 @@ CHECKED_KEY: Final = "read_back_s"
 """In the receipt of a version that came: how long it took to read it back, before it was shown."""
 UNCHECKED_KEY: Final = "not_read_back"
 """In the receipt of a version that came, or came back to where it was saved, without that."""
+_NOWHERE: Final = ManifestPointer(
+    key=f"manifests/00/{'0' * 32}.manifest", stored_bytes=0, digest="0" * 64
+)
+"""In the place of a manifest of a version that never had one here; no object has this name."""
+_CONTENT: Final = DELETED | WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED
+"""Flags that are about content that was here before."""
 # Operations of one commit that brings records, or metrics and tags. Source: as for relocations.
 _OPS_PER_COMMIT: Final = 256
 # Their bytes: half of what a commit may have, since the last may be as large as a save of its own.
 _BYTES_PER_COMMIT: Final = limits.COMMIT_BYTES_MAX // 2
+
+
+class Replicate(Op, frozen=True, kw_only=True, tag="replicate"):
+    """A version of another store appears, under the id, step and parent that it has there.
+
+    Where only its record is here, its content arrives.
+    """
+
+    version: Id
+    run: str
+    step: Count
+    parent: IdOrEmpty
+    created_at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
+    """When it was first saved, by the writer's clock."""
+    store: Id
+    """Id of the store that it was first saved in."""
+    level: Part
+    """What of it arrives. A record is what lineage needs of a version that is not copied."""
+    manifest: ManifestPointer | None = None
+    """None exactly at level ``record``."""
+    content: Digest
+    metrics: Metrics = msgspec.field(default_factory=dict)
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
+    roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
+    receipt: Annotated[
+        Mapping[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)
+    ] = {}
+    """That of the save, as it was; and what the copy took."""
+    encoding: EncodingName = ""
+    """At level ``weights``: what the weights were rounded to, if they were."""
+    abandoned: bool = False
+    """A rollback left it beside the line of its run."""
+    head: bool = False
+    """It becomes the head of its run."""
+
+    def __post_init__(self) -> None:
+        """Check names, and that manifest and level agree."""
+        check_run_name(self.run)
+        run_ops.settle_metrics(self, self.metrics)
+        run_ops.check_of_version(self.roles, self.receipt, self.metadata)
+        content_ops.check_kept(self.level, self.encoding, self.manifest)
+
+    def apply(self, fold: Fold) -> None:
+        """Add the row, or the content to the one that is there."""
+        run = fold.run(self.run)
+        parent = fold.version(self.parent).id if self.parent else ""
+        if self.manifest is not None and self.manifest.key in fold.gone:
+            raise fold.broken(f"{self.manifest.key} was condemned")
+        known = fold.versions.get(self.version)
+        row = VersionRow(
+            self.version,
+            run.name,
+            self.step,
+            parent,
+            self.created_at_ms,
+            fold.number,
+            encode_metrics({name: float(value) for name, value in self.metrics.items()}),
+            run_ops.pack_details(
+                self.manifest or _NOWHERE,
+                self.content,
+                self.roles,
+                self.receipt,
+                self.metadata,
+                intern(self.store),
+            ),
+            LEVEL_FLAGS[self.level] | (ABANDONED if self.abandoned else 0),
+            intern(self.encoding),
+        )
+        if known is not None:
+            same = (known.run, known.step, known.parent) == (row.run, row.step, row.parent)
+            less = LEVELS.index(level_of(known)) < LEVELS.index(level_of(row))
+            if self.level == "record" or not same or not (less or known.flags & DELETED):
+                raise fold.broken(f"the version {self.version} exists")
+            # Its place in the log, and what was said of it here, stay.
+            before = decode_details(known)
+            details = msgspec.structs.replace(
+                decode_details(row),
+                origin=before.origin,
+                replicas=before.replicas,
+                pinned_by=before.pinned_by,
+            )
+            row = msgspec.structs.replace(
+                row,
+                commit=known.commit,
+                metrics=known.metrics,
+                details=msgspec.msgpack.encode(details),
+                flags=LEVEL_FLAGS[self.level] | (known.flags & ~_CONTENT),
+            )
+        else:
+            run.versions.append(row.id)
+        fold.versions[row.id] = row
+        if self.head:
+            run.head, run.held = row.id, False
+        elif not run.head and known is not None and known.flags & DELETED:
+            run.head = row.id
+
+
+class Replicated(Op, frozen=True, kw_only=True, tag="replicated"):
+    """Another store has these versions, and every byte of them was read back there."""
+
+    versions: Ids
+    store: Id
+    """Id of the other store."""
+
+    def apply(self, fold: Fold) -> None:
+        """Add the store to those that have the versions; of too many the last stay."""
+        for version_id in self.versions:
+            row = fold.version(version_id)
+            details = decode_details(row)
+            if self.store in details.replicas:
+                continue
+            noted = (*details.replicas, self.store)[-limits.REPLICAS_MAX :]
+            more = msgspec.structs.replace(details, replicas=noted)
+            packed = msgspec.msgpack.encode(more)
+            fold.versions[row.id] = msgspec.structs.replace(row, details=packed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +282,7 @@ def arrive(
         if here is not None and (arrival is None or not _is_open(here, version, again)):
             continue
         if arrival is not None:
-            changes.check_not_condemned(target, arrival.relies_on)
+            run_ops.check_not_condemned(target, arrival.relies_on)
         if version.run not in made:
             made.add(version.run)
             ops += _run(target, source, version.run, coming)
@@ -147,7 +290,7 @@ def arrive(
         head = arrival is not None and _advances(target, source, version)
         ops.append(_replicate(version, arrival, store=store, head=head))
         if here is not None and not here.deleted and here.level != "record":
-            ops += lifecycle_changes.condemn(target, [here.manifest_key])
+            ops += content_ops.condemn(target, [here.manifest_key])
     return ops
 
 
@@ -165,7 +308,7 @@ def has_less(one: Version, other: Version) -> bool:
 
 def had_content(version: Version) -> bool:
     """Return whether there ever was more than the record of a version, in its store."""
-    return version.level != "record" or version.manifest_key != fold_replicas.NOWHERE
+    return version.level != "record" or version.manifest_key != _NOWHERE.key
 
 
 def _advances(target: Catalog, source: Catalog, version: Version) -> bool:
@@ -186,7 +329,7 @@ def _run(target: Catalog, source: Catalog, name: str, coming: Collection[str]) -
     if not target.has_run(name) and info.origin and (known or info.origin in coming):
         run = check_run_name(name)
         return [Fork(run=run, source=info.origin, metrics=dict(info.metrics))]
-    return changes.ensure_run(target, name, _new_directions(target, source, name))
+    return run_ops.ensure_run(target, name, _new_directions(target, source, name))
 
 
 def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: bool) -> Replicate:
@@ -210,10 +353,7 @@ def _replicate(version: Version, arrival: Arrival | None, *, store: str, head: b
         content=version.content,
         metrics=dict(version.metrics),
         metadata=msgspec.Raw(encode_metadata(version.metadata)),
-        roles={
-            role: RoleSizes(logical=item.logical, new=item.new, stored=item.stored)
-            for role, item in roles.items()
-        },
+        roles=run_ops.sizes(roles),
         receipt=receipt,
         abandoned=version.abandoned,
         head=head,
@@ -239,7 +379,7 @@ def follow(target: Catalog, source: Catalog, runs: Iterable[str], *, store: str)
     for name in runs:
         if not (target.has_run(name) and source.has_run(name)):
             continue
-        yield from changes.ensure_run(target, name, _new_directions(target, source, name))
+        yield from run_ops.ensure_run(target, name, _new_directions(target, source, name))
         yield from _metrics(target, source, name)
         yield from _tags(target, source, name)
         yield from _head(target, source, name, store)
@@ -262,7 +402,7 @@ def _metrics(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
         }
         fresh.update((metric, there[metric]) for metric in new[:room])
         if fresh:
-            yield from changes.annotate(target, version_id, fresh)
+            yield from run_ops.annotate(target, version_id, fresh)
 
 
 def unfit(target: Catalog, source: Catalog, runs: Iterable[str]) -> int:
@@ -285,7 +425,7 @@ def _tags(target: Catalog, source: Catalog, name: str) -> Iterator[Op]:
         if here.get(tag) == version_id or not target.has_version(version_id):
             continue
         if not target.version(version_id).deleted:
-            yield from changes.tag(target, name, version_id, tag)
+            yield from run_ops.tag(target, name, version_id, tag)
 
 
 def _head(target: Catalog, source: Catalog, name: str, store: str) -> Iterator[Op]:
@@ -295,7 +435,7 @@ def _head(target: Catalog, source: Catalog, name: str, store: str) -> Iterator[O
     found = target.version(wanted) if target.has_version(wanted) else None
     if found is not None and not found.deleted and found.level != "record":
         reason = "follows the store that it is a replica of"
-        yield from lifecycle_changes.rollback(
+        yield from lifecycle_ops.rollback(
             target, run=name, version=wanted, reason=reason, store=store
         )
 
@@ -332,9 +472,8 @@ def replicated(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op
         for version_id in versions
         if catalog.has_version(version_id) and store not in catalog.version(version_id).replicas
     ]
-    size = limits.VERSIONS_PER_OP_MAX
-    parts = [fresh[start : start + size] for start in range(0, len(fresh), size)]
-    return [Replicated(versions=part, store=store) for part in parts[:1]]
+    first = next(lifecycle_ops.parts(fresh), ())
+    return [Replicated(versions=first, store=store)] if first else []
 
 
 def fitting(ops: Iterable[Op]) -> list[Op]:

@@ -1,21 +1,65 @@
-"""From what a caller wants replicas to be called to the operations of a commit.
+"""Operations that name replicas of a store: where else its versions are kept.
 
-As in ``changes``: called inside :meth:`ckptstore.catalog.log.Log.append_any` on the newest catalog,
-again for every number that is tried; raise when a precondition fails; touch nothing.
+A name says nothing about which versions are there: the operation ``replicated`` does
+(:mod:`ckptstore.catalog.replica_ops`).
+
+As in :mod:`ckptstore.catalog.run_ops`: the method ``apply`` of a record changes the catalog, and
+functions return the operations for what a caller wants.
 """
 
 from __future__ import annotations
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.state import Fold, Op
 from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import ConflictError, LimitError, NotFoundError
-from ckptstore.format.commit import Op
-from ckptstore.format.names import check_replica_name
-from ckptstore.format.tier_ops import NameReplica, UnnameReplica, check_replica_url
+from ckptstore.format.fields import Id
+from ckptstore.format.names import check_replica_name, check_replica_url
 from ckptstore.model import ReplicaInfo
 
-__all__ = ["find_replica", "name_replica", "unname_replica"]
+__all__ = ["NameReplica", "UnnameReplica", "find_replica", "name_replica", "unname_replica"]
+
+
+class NameReplica(Op, frozen=True, kw_only=True, tag="name-replica"):
+    """Another store has a name from now on; if it had it before, it is reached elsewhere now."""
+
+    name: str
+    url: str
+    """Where it is, without credentials and without options."""
+    store: Id
+    """Its id; a store of another id at this place is another store."""
+
+    def __post_init__(self) -> None:
+        """Check name and location."""
+        check_replica_name(self.name)
+        check_replica_url(self.url)
+
+    def apply(self, fold: Fold) -> None:
+        """Add the name, or replace where the replica is."""
+        known = fold.replicas.get(self.name)
+        if known is not None and known.store != self.store:
+            raise fold.broken(f"the replica {self.name!r} is the store {known.store}")
+        if known is None and len(fold.replicas) == limits.REPLICAS_MAX:
+            raise fold.broken(f"more than {limits.REPLICAS_MAX} replicas have names")
+        found = ReplicaInfo(name=self.name, url=self.url, store=self.store)
+        fold.replicas = {**fold.replicas, self.name: found}  # one that has the name keeps its place
+
+
+class UnnameReplica(Op, frozen=True, kw_only=True, tag="unname-replica"):
+    """A replica has no name any more; what lies there stays."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        """Check the name."""
+        check_replica_name(self.name)
+
+    def apply(self, fold: Fold) -> None:
+        """Remove the name."""
+        if self.name not in fold.replicas:
+            raise fold.broken(f"there is no replica {self.name!r}")
+        fold.replicas = {name: one for name, one in fold.replicas.items() if name != self.name}
 
 
 def find_replica(catalog: Catalog, name: str) -> ReplicaInfo:

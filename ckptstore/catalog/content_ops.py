@@ -1,0 +1,290 @@
+"""Operations on what is stored: where it lies, how much is kept, whether it is sound, what goes.
+
+As in :mod:`ckptstore.catalog.run_ops`: the method ``apply`` of a record changes the catalog, and
+functions return the operations for what a caller wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from sys import intern
+from typing import Annotated
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.levels import (
+    LEVEL_FLAGS,
+    LEVELS,
+    Level,
+    Part,
+    level_by,
+    level_of,
+    parts_of_level,
+)
+from ckptstore.catalog.lifecycle_ops import Ids, parts
+from ckptstore.catalog.pin_ops import pinned_error
+from ckptstore.catalog.run_ops import check_not_condemned, pack_roles, sizes
+from ckptstore.catalog.state import Fold, Op
+from ckptstore.errors import CommitConflictError
+from ckptstore.format.fields import Digest, EncodingName, Id, ManifestPointer, RoleSizes
+from ckptstore.format.names import check_role
+from ckptstore.format.snapshot import (
+    DAMAGED,
+    DELETED,
+    RECORD_ONLY,
+    VERIFIED,
+    WEIGHTS_ONLY,
+    decode_details,
+)
+from ckptstore.model import RoleBytes
+
+__all__ = [
+    "Condemn",
+    "Move",
+    "Quarantine",
+    "Relocate",
+    "Swept",
+    "Verified",
+    "check_kept",
+    "condemn",
+    "quarantine",
+    "relocate",
+    "swept",
+    "verified",
+]
+
+ObjectKey = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"^(packs/([0-9a-f]{2})/\2[0-9a-f]{30}\.pack"
+        r"|manifests/([0-9a-f]{2})/\3[0-9a-f]{30}\.manifest)\Z"
+    ),
+]
+Keys = Annotated[Sequence[ObjectKey], msgspec.Meta(min_length=1, max_length=limits.KEYS_PER_OP_MAX)]
+
+
+class Verified(Op, frozen=True, kw_only=True, tag="verified"):
+    """Every byte of these versions was read and found sound at this commit."""
+
+    versions: Ids
+
+    def apply(self, fold: Fold) -> None:
+        """Mark the versions as sound."""
+        for version_id in self.versions:
+            row = fold.version(version_id)
+            fold.set_flags(row, (row.flags | VERIFIED) & ~DAMAGED)
+
+
+class Quarantine(Op, frozen=True, kw_only=True, tag="quarantine"):
+    """Parts of these versions are lost: nothing is shared with them until they are mended."""
+
+    versions: Ids
+
+    def apply(self, fold: Fold) -> None:
+        """Mark the versions as damaged."""
+        for version_id in self.versions:
+            row = fold.version(version_id)
+            fold.set_flags(row, (row.flags | DAMAGED) & ~VERIFIED)
+
+
+class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
+    """A version's content lies elsewhere now, or less of it is kept."""
+
+    version: Id
+    based_on: Digest
+    """Digest of the manifest that this one replaces: another change in between is a conflict."""
+    level: Part
+    """What is kept from now on; never more than before."""
+    manifest: ManifestPointer | None = None
+    """None exactly at level ``record``."""
+    content: Digest
+    """Digest of what is kept; at level ``record``, of what was kept last."""
+    roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
+    encoding: EncodingName = ""
+    """At level ``weights``: what the weights were rounded to when the version was aged, ``bf16`` or
+    ``int8``; empty where this is as it was before. A reader takes what it does not know for empty:
+    the manifest says by itself how to read it."""
+
+    def __post_init__(self) -> None:
+        """Check names, and that manifest, level and encoding agree."""
+        for role in self.roles:
+            check_role(role)
+        check_kept(self.level, self.encoding, self.manifest)
+
+    def apply(self, fold: Fold) -> None:
+        """Replace the place of the content, and what of it is kept."""
+        row = fold.version(self.version)
+        details = decode_details(row)
+        if row.flags & DELETED or details.manifest_digest.hex() != self.based_on:
+            raise fold.broken(f"version {row.id} changed before it was relocated")
+        flags = row.flags & ~(WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED)
+        flags |= LEVEL_FLAGS[self.level]
+        # A writer that does not know the field moves a version about and says nothing of it.
+        encoding = self.encoding or (row.encoding if self.level == "weights" else "")
+        if LEVELS.index(level_by(flags, encoding)) > LEVELS.index(level_of(row)):
+            raise fold.broken(f"version {row.id} cannot have more than it has")
+        if self.manifest is not None:
+            if self.manifest.key in fold.gone:
+                raise fold.broken(f"{self.manifest.key} was condemned")
+            details = msgspec.structs.replace(
+                details,
+                manifest_key=self.manifest.key,
+                manifest_bytes=self.manifest.stored_bytes,
+                manifest_digest=bytes.fromhex(self.manifest.digest),
+            )
+        details = msgspec.structs.replace(
+            details,
+            content=bytes.fromhex(self.content),
+            roles=pack_roles(self.roles),
+        )
+        fold.versions[row.id] = msgspec.structs.replace(
+            row, flags=flags, details=msgspec.msgpack.encode(details), encoding=intern(encoding)
+        )
+
+
+class Condemn(Op, frozen=True, kw_only=True, tag="condemn"):
+    """Objects that no live version reaches: they will be deleted, and nobody may share them."""
+
+    keys: Keys
+
+    def apply(self, fold: Fold) -> None:
+        """Add the objects to those that go."""
+        fold.condemned = {**fold.condemned, **dict.fromkeys(self.keys, fold.number)}
+        fold.gone = fold.gone.union(self.keys)
+
+
+class Swept(Op, frozen=True, kw_only=True, tag="swept"):
+    """Condemned objects have been deleted."""
+
+    keys: Keys
+
+    def apply(self, fold: Fold) -> None:
+        """Remove the objects from those that go."""
+        done = set(self.keys)
+        if not done <= fold.condemned.keys():
+            raise fold.broken("an object was swept that is not condemned")
+        fold.condemned = {key: at for key, at in fold.condemned.items() if key not in done}
+
+
+def check_kept(level: Part, encoding: str, manifest: ManifestPointer | None) -> None:
+    """Check that level, encoding and manifest of a version agree; raises ValueError."""
+    if encoding and level != "weights":
+        msg = "only weights are rounded when a version is aged"
+        raise ValueError(msg)
+    if (manifest is None) != (level == "record"):
+        msg = "a version has a manifest unless only its record is kept"
+        raise ValueError(msg)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Move:
+    """One version that is to lie elsewhere, or of which less is to be kept."""
+
+    version: str
+    based_on: str
+    """Digest of the manifest that it was made from, 64 hex digits."""
+    level: Level
+    manifest: ManifestPointer | None
+    """None at level ``record``."""
+    content: str
+    roles: Mapping[str, RoleBytes] = field(default_factory=dict)
+    relies_on: Collection[str] = ()
+    """Keys of the new manifest and of all packs that it names."""
+
+
+def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
+    """Return what records that versions were found sound, byte for byte.
+
+    Parameters
+    ----------
+    sound
+        Version id to the digest of the manifest that was read: a version that lies elsewhere
+        since then is left out, as are those that were deleted or are recorded already.
+    """
+    there = {version.id: version for version in catalog.versions()}
+    ids = [
+        version_id
+        for version_id, digest in sound.items()
+        if version_id in there
+        and there[version_id].manifest_digest == digest
+        and not there[version_id].verified
+    ]
+    return [Verified(versions=part) for part in parts(ids)]
+
+
+def quarantine(catalog: Catalog, lost: Mapping[str, str]) -> list[Op]:
+    """Return what records that parts of versions are lost.
+
+    Parameters
+    ----------
+    lost
+        Version id to the digest of its manifest then: a version that lies elsewhere since is left
+        out, as are those that were deleted or are recorded already.
+    """
+    there = {version.id: version for version in catalog.versions()}
+    ids = [
+        version_id
+        for version_id, digest in lost.items()
+        if version_id in there
+        and there[version_id].manifest_digest == digest
+        and not there[version_id].damaged
+    ]
+    return [Quarantine(versions=part) for part in parts(ids)]
+
+
+def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
+    """Return what makes versions lie elsewhere, or be kept in part.
+
+    Raises
+    ------
+    CommitConflictError
+        If one was deleted, relocated or pinned to its content meanwhile: look again.
+    CondemnedError
+        If something that a new manifest names was condemned.
+    PolicyError
+        If a pinned version would lose content.
+    """
+    ops: list[Op] = []
+    for move in moves:
+        version = catalog.version(move.version)
+        if version.deleted or version.manifest_digest != move.based_on:
+            msg = f"{version.run}@{version.step} (#{version.id[:8]}) changed meanwhile"
+            raise CommitConflictError(msg, hint="try again")
+        if LEVELS.index(move.level) > LEVELS.index(version.level):
+            msg = f"{version.run}@{version.step} is kept as {version.level}, not {move.level}"
+            raise CommitConflictError(msg)
+        if version.pinned and move.level != version.level:
+            raise pinned_error(version)
+        check_not_condemned(catalog, move.relies_on)
+        part, encoding = parts_of_level(move.level)
+        ops.append(
+            Relocate(
+                version=move.version,
+                based_on=move.based_on,
+                level=part,
+                encoding=encoding,
+                manifest=move.manifest,
+                content=move.content,
+                roles=sizes(move.roles),
+            )
+        )
+    return ops
+
+
+def condemn(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
+    """Return what condemns objects, those left out that are condemned and not deleted yet.
+
+    The caller has found, on exactly this catalog, that no live version reaches them. One that was
+    deleted before and is back (a request that arrived late) may be condemned again.
+    """
+    fresh = sorted(set(keys) - catalog.condemned.keys())
+    return [Condemn(keys=part) for part in parts(fresh, limits.KEYS_PER_OP_MAX)]
+
+
+def swept(catalog: Catalog, keys: Iterable[str]) -> list[Op]:
+    """Return what records that condemned objects were deleted, if no one has done so yet."""
+    left = sorted(key for key in set(keys) if key in catalog.condemned)
+    return [Swept(keys=part) for part in parts(left, limits.KEYS_PER_OP_MAX)]

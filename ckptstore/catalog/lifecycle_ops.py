@@ -1,0 +1,375 @@
+"""Operations on runs and versions that are there: fork, rollback, delete, undelete, policy.
+
+No operation forgets a version: deleted ones stay as records, so that lineage, the audit trail and
+ids remain, and so that they can come back until their objects are condemned.
+
+As in :mod:`ckptstore.catalog.run_ops`: the method ``apply`` of a record changes the catalog, and
+functions return the operations for what a caller wants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from sys import intern
+from typing import Annotated, Final, TypeVar
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.metrics import check_directions
+from ckptstore.catalog.pin_ops import pinned_error
+from ckptstore.catalog.run_ops import IdOrEmpty, Save, check_not_condemned, sizes, there
+from ckptstore.catalog.state import Fold, Op, RunState
+from ckptstore.errors import ConflictError, InvalidInputError, PolicyError
+from ckptstore.format.fields import Directions, Id, ManifestPointer
+from ckptstore.format.names import (
+    check_metadata_json,
+    check_metric_name,
+    check_run_name,
+    encode_metadata,
+)
+from ckptstore.format.snapshot import ABANDONED, DELETED, PINNED, RECORD_ONLY, decode_details
+from ckptstore.model import RoleBytes
+
+__all__ = [
+    "HINT_REDUCED",
+    "Delete",
+    "Fork",
+    "Ids",
+    "Rollback",
+    "SetPolicy",
+    "Undelete",
+    "delete",
+    "fork",
+    "parts",
+    "rollback",
+    "set_policy",
+    "undelete",
+]
+
+T = TypeVar("T")
+
+Ids = Annotated[Sequence[Id], msgspec.Meta(min_length=1, max_length=limits.VERSIONS_PER_OP_MAX)]
+HINT_REDUCED: Final = (
+    "undelete brings back versions that were deleted whole; what a replica has, a load with "
+    "refill=True does"
+)
+
+
+class Fork(Op, frozen=True, kw_only=True, tag="fork"):
+    """A run begins at a version of another; a save of its first version follows in the commit."""
+
+    run: str
+    source: Id
+    """The version that it begins at, recorded for good."""
+    metrics: Directions = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        check_run_name(self.run)
+        for name in self.metrics:
+            check_metric_name(name)
+
+    def apply(self, fold: Fold) -> None:
+        """Add the run, with the version as its origin."""
+        source = fold.version(self.source)
+        if source.flags & DELETED:
+            raise fold.broken(f"run {self.run!r} is forked from the deleted version {source.id}")
+        run = RunState(
+            name=intern(self.run),
+            created_at_ms=fold.at_ms,
+            metrics=dict(self.metrics),
+            origin=source.id,
+        )
+        fold.add_run(run)
+
+
+class Rollback(Op, frozen=True, kw_only=True, tag="rollback"):
+    """The head of a run moves to a version of it; what came after is abandoned, not deleted."""
+
+    run: str
+    version: Id
+    reason: Annotated[str, msgspec.Meta(max_length=limits.REASON_CHARS_MAX)] = ""
+    store: IdOrEmpty = ""
+    """Id of the store whose head it follows, in a replica; empty: it was decided here."""
+
+    def __post_init__(self) -> None:
+        """Check the name."""
+        check_run_name(self.run)
+
+    def apply(self, fold: Fold) -> None:
+        """Move the head, and mark the versions that it leaves."""
+        run = fold.run(self.run)
+        target = fold.version(self.version)
+        if target.run != self.run or target.flags & DELETED:
+            raise fold.broken(f"run {self.run!r} cannot go back to {target.id}")
+        kept = _line(fold, target.id, self.run)
+        for version_id in set(_line(fold, run.head, self.run)) - set(kept):
+            row = fold.versions[version_id]
+            fold.set_flags(row, row.flags | ABANDONED)
+        for version_id in kept:
+            row = fold.versions[version_id]
+            fold.set_flags(row, row.flags & ~ABANDONED)
+        run.head = target.id
+        run.held = not self.store
+
+
+def _line(fold: Fold, head: str, run: str) -> list[str]:
+    """Return a version and its ancestors within one run, newest first."""
+    found = []
+    while head and fold.versions[head].run == run:
+        found.append(head)
+        head = fold.versions[head].parent
+    return found
+
+
+class Delete(Op, frozen=True, kw_only=True, tag="delete"):
+    """Versions are no longer there; until a collection condemns their objects, they can return."""
+
+    versions: Ids
+    reason: Annotated[str, msgspec.Meta(max_length=limits.REASON_CHARS_MAX)] = ""
+
+    def apply(self, fold: Fold) -> None:
+        """Mark the versions; heads move to what is left."""
+        for version_id in self.versions:
+            row = fold.version(version_id)
+            if row.flags & (DELETED | PINNED):
+                what = "deleted already" if row.flags & DELETED else "pinned"
+                raise fold.broken(f"version {row.id} is {what}")
+            fold.set_flags(row, row.flags | DELETED)
+        for version_id in self.versions:
+            row = fold.versions[version_id]
+            run = fold.run(row.run)
+            if run.head == version_id:
+                run.head = _newest(fold, run.versions)
+
+
+def _newest(fold: Fold, ids: Iterable[str]) -> str:
+    """Return the newest version that is there, abandoned ones last; empty if none is."""
+    left = [fold.versions[version_id] for version_id in ids]
+    left = [row for row in left if not row.flags & DELETED][::-1]
+    if not left:
+        return ""
+    # Of records that came in one commit the last is the newest, which is the first found here.
+    return max(left, key=lambda row: (not row.flags & ABANDONED, row.commit)).id
+
+
+class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
+    """Deleted versions are there again; nothing that they need was condemned."""
+
+    versions: Ids
+
+    def apply(self, fold: Fold) -> None:
+        """Take the marks away where nothing was condemned."""
+        for version_id in self.versions:
+            row = fold.version(version_id)
+            if not row.flags & DELETED:
+                raise fold.broken(f"version {row.id} is not deleted")
+            if not row.flags & RECORD_ONLY and decode_details(row).manifest_key in fold.gone:
+                raise fold.broken(f"the manifest of version {row.id} was condemned")
+            fold.set_flags(row, row.flags & ~DELETED)
+            run = fold.run(row.run)
+            if not run.head:
+                run.head = _newest(fold, run.versions)
+
+
+class SetPolicy(Op, frozen=True, kw_only=True, tag="set-policy"):
+    """The retention policy of a run, or of all runs that have none."""
+
+    run: str
+    """Empty for the store's."""
+    policy: msgspec.Raw
+    """A JSON object of :mod:`ckptstore.catalog.retention`; empty object: none."""
+
+    def __post_init__(self) -> None:
+        """Check the name, and that the policy is sound JSON."""
+        if self.run:
+            check_run_name(self.run)
+        check_metadata_json(bytes(self.policy))
+
+    def apply(self, fold: Fold) -> None:
+        """Replace the policy."""
+        policy = b"" if bytes(self.policy) == b"{}" else bytes(self.policy)
+        if self.run:
+            fold.run(self.run).policy = policy
+        else:
+            fold.policy = policy
+
+
+def fork(
+    catalog: Catalog,
+    *,
+    run: str,
+    source: str,
+    version: str,
+    step: int,
+    manifest: ManifestPointer,
+    content: str,
+    roles: Mapping[str, RoleBytes],
+    metrics: Mapping[str, float],
+    metadata: Mapping[str, object],
+    directions: Mapping[str, str],
+    relies_on: Iterable[str],
+) -> list[Op]:
+    """Return what begins a run at a version of another: a fork and its first version.
+
+    Raises
+    ------
+    ConflictError
+        If the run exists already.
+    VersionNotFoundError
+        If the source was deleted meanwhile.
+    CondemnedError
+        If an object that the first version shares was condemned.
+    InvalidInputError
+        If the name or a direction is not accepted.
+    """
+    if catalog.has_run(run):
+        msg = f"there is a run {run!r} already"
+        hint = "fork to another name"
+        deleted = list(catalog.versions(run, deleted=True))
+        if deleted and not catalog.run(run).versions_count:
+            msg += ", whose versions were all deleted"
+            hint += f", or bring them back: ckptstore undelete #{deleted[-1].id[:12]}"
+        raise ConflictError(msg, hint=hint)
+    origin = there(catalog, source)
+    check_not_condemned(catalog, relies_on)
+    inherited = catalog.run(origin.run).metrics
+    return [
+        Fork(
+            run=check_run_name(run),
+            source=source,
+            metrics={**inherited, **check_directions(directions)},
+        ),
+        Save(
+            version=version,
+            run=run,
+            step=step,
+            parent=source,
+            manifest=manifest,
+            content=content,
+            metrics=dict(metrics),
+            metadata=msgspec.Raw(encode_metadata(metadata)),
+            roles=sizes(roles),
+        ),
+    ]
+
+
+def rollback(
+    catalog: Catalog, *, run: str, version: str, reason: str = "", store: str = ""
+) -> list[Op]:
+    """Return what moves the head of a run to one of its versions; nothing if it is there.
+
+    Parameters
+    ----------
+    store
+        Id of the store that a replica follows with it; empty for a decision of this store's own.
+
+    Raises
+    ------
+    VersionNotFoundError
+        If there is no such version, or it was deleted.
+    InvalidInputError
+        If it is of another run.
+    """
+    target = there(catalog, version)
+    if target.run != run:
+        msg = f"version #{version[:8]} is of run {target.run!r}, not {run!r}"
+        raise InvalidInputError(msg, hint=f"fork it: ckptstore fork {version[:12]} NEW_RUN")
+    if catalog.head_id(run) == version:
+        return []
+    return [Rollback(run=run, version=version, reason=_reason(reason), store=store)]
+
+
+def delete(
+    catalog: Catalog, versions: Sequence[str], *, reason: str = "", force: bool = False
+) -> list[Op]:
+    """Return what deletes versions.
+
+    Parameters
+    ----------
+    force
+        Also those that are tagged, and the head of a run that has other versions.
+
+    Raises
+    ------
+    VersionNotFoundError
+        If one is not there.
+    PolicyError
+        If one is pinned, or needs `force`.
+    """
+    wanted = list(dict.fromkeys(versions))
+    chosen = set(wanted)
+    for version_id in wanted:
+        version = there(catalog, version_id)
+        named = f"{version.run}@{version.step} (#{version.id[:8]})"
+        if version.pinned:
+            raise pinned_error(version)
+        if version.tags and not force:
+            msg = f"{named} is tagged {', '.join(version.tags)}"
+            raise PolicyError(msg, hint="take the tags away, or force it")
+        if catalog.head_id(version.run) == version_id and not force:
+            others = any(v.id not in chosen for v in catalog.versions(version.run))
+            if others:
+                msg = f"{named} is the head of its run: the next save continues it"
+                raise PolicyError(msg, hint="roll back to another version first, or force it")
+    return [Delete(versions=part, reason=_reason(reason)) for part in parts(wanted)]
+
+
+def undelete(
+    catalog: Catalog, versions: Sequence[str], needs: Mapping[str, Collection[str]]
+) -> list[Op]:
+    """Return what makes deleted versions be there again.
+
+    Parameters
+    ----------
+    needs
+        Per version: keys of its manifest and of all packs that it names.
+
+    Raises
+    ------
+    VersionNotFoundError
+        If there is no such version.
+    InvalidInputError
+        If one is not deleted.
+    CondemnedError
+        If something that one needs was condemned: it is too late.
+    """
+    wanted = list(dict.fromkeys(versions))
+    for version_id in wanted:
+        version = catalog.version(version_id)
+        if not version.deleted:
+            named = f"{version.run}@{version.step} (#{version.id[:8]})"
+            if version.level != "full":
+                msg = f"{named} was reduced to {version.level}, which is for good"
+                raise InvalidInputError(msg, hint=HINT_REDUCED)
+            msg = f"{named} is not deleted"
+            raise InvalidInputError(msg)
+        check_not_condemned(catalog, needs[version_id])
+    return [Undelete(versions=part) for part in parts(wanted)]
+
+
+def set_policy(catalog: Catalog, run: str, policy: Mapping[str, object]) -> list[Op]:
+    """Return what gives a run (or the store, if `run` is empty) a retention policy.
+
+    Raises
+    ------
+    RunNotFoundError
+        If there is no such run.
+    InvalidInputError, LimitError
+        If the policy is no JSON object, or too large.
+    """
+    if run:
+        catalog.run(run)
+    return [SetPolicy(run=run, policy=msgspec.Raw(encode_metadata(policy)))]
+
+
+def _reason(text: str) -> str:
+    return text[: limits.REASON_CHARS_MAX]
+
+
+def parts(items: Sequence[T], size: int = limits.VERSIONS_PER_OP_MAX) -> Iterator[Sequence[T]]:
+    """Yield items in the parts that one operation takes."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

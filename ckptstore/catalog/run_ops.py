@@ -1,0 +1,473 @@
+"""Operations by which runs grow: a run begins, a version is saved, gets metrics and tags.
+
+Each operation is one record of a commit's ``ops``, with what it does to the catalog in ``apply``.
+It raises :meth:`ckptstore.catalog.state.Fold.broken` where the commit contradicts those before.
+
+The functions make operations of what a caller wants, on the catalog as it now is. They are called
+inside :meth:`ckptstore.catalog.log.Log.append`, again for every number that is tried, so that what
+they rely on (the head of a run, that a run exists) is what the commit before theirs left. They
+raise when a precondition fails, and touch nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from sys import intern
+from typing import Annotated
+
+import msgspec
+
+from ckptstore import limits
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.metrics import check_directions, check_metrics
+from ckptstore.catalog.state import Fold, Op, RunState
+from ckptstore.catalog.suggestions import did_you_mean
+from ckptstore.errors import (
+    CommitConflictError,
+    CondemnedError,
+    InvalidInputError,
+    LimitError,
+    RunNotFoundError,
+    VersionNotFoundError,
+)
+from ckptstore.format.fields import (
+    Count,
+    Digest,
+    Directions,
+    Id,
+    ManifestPointer,
+    Metrics,
+    RoleSizes,
+)
+from ckptstore.format.names import (
+    check_listed,
+    check_metadata_json,
+    check_metric_name,
+    check_role,
+    check_run_name,
+    check_tag,
+    encode_metadata,
+)
+from ckptstore.format.snapshot import Details, VersionRow, decode_metrics, encode_metrics
+from ckptstore.model import RoleBytes, Version
+
+__all__ = [
+    "Annotate",
+    "CreateRun",
+    "Declare",
+    "IdOrEmpty",
+    "Save",
+    "Tag",
+    "Untag",
+    "annotate",
+    "check_not_condemned",
+    "check_of_version",
+    "ensure_run",
+    "pack_details",
+    "pack_roles",
+    "save",
+    "settle_metrics",
+    "sizes",
+    "tag",
+    "there",
+    "untag",
+]
+
+IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+
+
+class CreateRun(Op, frozen=True, kw_only=True, tag="create-run"):
+    """A run begins; its name must not be taken."""
+
+    run: str
+    metrics: Directions = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        check_run_name(self.run)
+        for name in self.metrics:
+            check_metric_name(name)
+
+    def apply(self, fold: Fold) -> None:
+        """Add the run."""
+        run = RunState(name=intern(self.run), created_at_ms=fold.at_ms, metrics=dict(self.metrics))
+        fold.add_run(run)
+
+
+class Declare(Op, frozen=True, kw_only=True, tag="declare"):
+    """A run learns directions of further metrics; what it knows must not change."""
+
+    run: str
+    metrics: Directions
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        check_run_name(self.run)
+        for name in self.metrics:
+            check_metric_name(name)
+
+    def apply(self, fold: Fold) -> None:
+        """Add the directions to those of the run."""
+        known = fold.run(self.run).metrics
+        for name, direction in self.metrics.items():
+            if known.setdefault(name, direction) != direction:
+                raise fold.broken(f"metric {name!r} of run {self.run!r} changes its direction")
+        if len(known) > limits.METRICS_MAX:
+            raise fold.broken(f"run {self.run!r} declares more than {limits.METRICS_MAX} metrics")
+
+
+class Save(Op, frozen=True, kw_only=True, tag="save"):
+    """A version appears and becomes the head of its run."""
+
+    version: Id
+    run: str
+    step: Count
+    parent: IdOrEmpty
+    """Id of the version that it continues, or empty."""
+    manifest: ManifestPointer
+    content: Digest
+    """Digest of the state: equal for equal states, wherever they lie."""
+    metrics: Metrics = msgspec.field(default_factory=dict)
+    tags: Annotated[Sequence[str], msgspec.Meta(max_length=limits.TAGS_PER_VERSION_MAX)] = ()
+    metadata: msgspec.Raw = msgspec.Raw(b"{}")
+    """The user's JSON object as :func:`ckptstore.format.names.encode_metadata` made it."""
+    roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
+    receipt: Annotated[
+        Mapping[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)
+    ] = {}
+    """Seconds and bytes of the save's stages; each name ends in its unit."""
+
+    def __post_init__(self) -> None:
+        """Check the names, and that what is only passed on is sound."""
+        check_run_name(self.run)
+        settle_metrics(self, self.metrics)
+        for tag in self.tags:
+            check_tag(tag)
+        check_of_version(self.roles, self.receipt, self.metadata)
+
+    def apply(self, fold: Fold) -> None:
+        """Add its row, which becomes the head of the run."""
+        run = fold.run(self.run)
+        if self.version in fold.versions:
+            raise fold.broken(f"the version {self.version} exists")
+        # The row shares its strings with the rows before it: a quarter of a catalog's memory.
+        parent = fold.version(self.parent).id if self.parent else ""
+        row = VersionRow(
+            self.version,
+            run.name,
+            self.step,
+            parent,
+            fold.at_ms,
+            fold.number,
+            encode_metrics({name: float(value) for name, value in self.metrics.items()}),
+            pack_details(self.manifest, self.content, self.roles, self.receipt, self.metadata),
+        )
+        fold.versions[row.id] = row
+        run.versions.append(row.id)
+        run.head = row.id
+        run.held = False
+        for tag in self.tags:
+            run.tags[tag] = row.id
+
+
+class Annotate(Op, frozen=True, kw_only=True, tag="annotate"):
+    """Metrics arrive for a version; later values replace earlier ones."""
+
+    version: Id
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        settle_metrics(self, self.metrics)
+
+    def apply(self, fold: Fold) -> None:
+        """Put the metrics over those of the version."""
+        row = fold.version(self.version)
+        metrics = decode_metrics(row)
+        metrics.update((name, float(value)) for name, value in self.metrics.items())
+        if len(metrics) > limits.METRICS_MAX:
+            raise fold.broken(f"version {row.id} has more than {limits.METRICS_MAX} metrics")
+        fold.versions[row.id] = msgspec.structs.replace(row, metrics=encode_metrics(metrics))
+
+
+class Tag(Op, frozen=True, kw_only=True, tag="tag"):
+    """A tag of a run points to a version of it; it may have pointed to another."""
+
+    run: str
+    tag: str
+    version: Id
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        check_run_name(self.run)
+        check_tag(self.tag)
+
+    def apply(self, fold: Fold) -> None:
+        """Point the tag to the version."""
+        row = fold.version(self.version)
+        if row.run != self.run:
+            raise fold.broken(f"run {self.run!r} tags a version of run {row.run!r}")
+        fold.run(self.run).tags[self.tag] = row.id
+
+
+class Untag(Op, frozen=True, kw_only=True, tag="untag"):
+    """A tag of a run is taken away."""
+
+    run: str
+    tag: str
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        check_run_name(self.run)
+        check_tag(self.tag)
+
+    def apply(self, fold: Fold) -> None:
+        """Remove the tag."""
+        if fold.run(self.run).tags.pop(self.tag, None) is None:
+            raise fold.broken(f"run {self.run!r} has no tag {self.tag!r}")
+
+
+def settle_metrics(op: msgspec.Struct, metrics: Metrics) -> None:
+    """Check names of metrics; replace texts for values that are not finite by floats, in place."""
+    for name in metrics:
+        check_metric_name(name)
+    if any(isinstance(value, str) for value in metrics.values()):
+        floats = {name: float(value) for name, value in metrics.items()}
+        msgspec.structs.force_setattr(op, "metrics", floats)
+
+
+def check_of_version(
+    roles: Mapping[str, RoleSizes], receipt: Mapping[str, float], metadata: msgspec.Raw
+) -> None:
+    """Check what a version carries along: names of roles, a finite receipt, a JSON object."""
+    for role in roles:
+        check_role(role)
+    for name, value in receipt.items():
+        if not (check_metric_name(name) and math.isfinite(value)):
+            msg = f"receipt: {name} is {value}"
+            raise InvalidInputError(msg)
+    check_metadata_json(bytes(metadata))
+
+
+def pack_roles(roles: Mapping[str, RoleSizes]) -> dict[str, tuple[int, int, int]]:
+    """Return sizes per role as a row has them."""
+    return {role: (item.logical, item.new, item.stored) for role, item in roles.items()}
+
+
+def pack_details(
+    manifest: ManifestPointer,
+    content: str,
+    roles: Mapping[str, RoleSizes],
+    receipt: Mapping[str, float],
+    metadata: msgspec.Raw,
+    origin: str = "",
+) -> bytes:
+    """Return the packed part of a version's row."""
+    return msgspec.msgpack.encode(
+        Details(
+            manifest.key,
+            manifest.stored_bytes,
+            bytes.fromhex(manifest.digest),
+            bytes.fromhex(content),
+            pack_roles(roles),
+            dict(receipt),
+            bytes(metadata),
+            origin=origin,
+        )
+    )
+
+
+def ensure_run(catalog: Catalog, run: str, directions: Mapping[str, str]) -> list[Op]:
+    """Return what makes the run exist and know these directions: nothing, if that is so already.
+
+    Raises
+    ------
+    InvalidInputError
+        If the name is not accepted, or a metric is known to get better the other way.
+    """
+    wanted = check_directions(directions)
+    if not catalog.has_run(run):
+        return [CreateRun(run=check_run_name(run), metrics=wanted)]
+    known = catalog.run(run).metrics
+    for name, direction in wanted.items():
+        if known.get(name, direction) != direction:
+            msg = f"metric {name!r} of run {run!r} has the direction {known[name]!r}"
+            raise InvalidInputError(msg, hint="use another name for the other direction")
+    fresh = {name: direction for name, direction in wanted.items() if name not in known}
+    if len(known) + len(fresh) > limits.METRICS_MAX:
+        msg = f"run {run!r} would declare more than {limits.METRICS_MAX} metrics"
+        raise LimitError(msg)
+    return [Declare(run=run, metrics=fresh)] if fresh else []
+
+
+def save(
+    catalog: Catalog,
+    *,
+    run: str,
+    version: str,
+    step: int,
+    manifest: ManifestPointer,
+    content: str,
+    directions: Mapping[str, str] | None = None,
+    metrics: Mapping[str, object] | None = None,
+    tags: Sequence[str] = (),
+    metadata: Mapping[str, object] | None = None,
+    roles: Mapping[str, RoleBytes] | None = None,
+    receipt: Mapping[str, float] | None = None,
+    relies_on: Iterable[str] = (),
+) -> list[Op]:
+    """Return what makes a version visible; its parent is the run's head at this moment.
+
+    The run is created where it does not exist. Manifest and packs must be durable already.
+
+    Parameters
+    ----------
+    relies_on
+        Keys of all packs that the manifest names, shared or new, and of the manifest. This check
+        and the commit are one step on the log: a version never names what a sweep deletes.
+
+    Raises
+    ------
+    CondemnedError
+        If one of `relies_on` was condemned, by a commit up to the newest.
+    InvalidInputError
+        If a name, a metric, the metadata or the step is not accepted, or `tags` is a single text.
+    LimitError
+        If there are too many tags or metrics, or the metadata is too large.
+    """
+    step = _step(step)
+    check_listed(tags, "tags")
+    if len(tags) > limits.TAGS_PER_VERSION_MAX:
+        msg = f"{len(tags)} tags are more than the {limits.TAGS_PER_VERSION_MAX} allowed"
+        raise LimitError(msg)
+    check_not_condemned(catalog, relies_on)
+    ops = ensure_run(catalog, run, directions or {})
+    head = catalog.head_id(run)
+    if catalog.has_version(version):
+        msg = f"the version {version} is in the log already"
+        raise CommitConflictError(msg)
+    ops.append(
+        Save(
+            version=version,
+            run=run,
+            step=step,
+            parent=head,
+            manifest=manifest,
+            content=content,
+            metrics=check_metrics(metrics or {}),
+            tags=sorted({check_tag(name) for name in tags}),
+            metadata=msgspec.Raw(encode_metadata(metadata or {})),
+            roles=sizes(roles or {}),
+            receipt=dict(receipt or {}),
+        )
+    )
+    return ops
+
+
+def _step(step: object) -> int:
+    """Return a step as a plain integer, also one of NumPy's or a tensor's; a bool is none."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)  # type: ignore[arg-type]
+    except TypeError:  # a float, a text
+        number = -1
+    if not 0 <= number <= limits.STEP_MAX:
+        msg = f"a step is an integer from 0 to {limits.STEP_MAX}, not {step!r}"
+        raise InvalidInputError(msg)
+    return number
+
+
+def check_not_condemned(catalog: Catalog, keys: Iterable[str]) -> None:
+    """Return if no object of `keys` was condemned; raises CondemnedError that names those."""
+    condemned = catalog.gone(keys)
+    if condemned:
+        msg = f"{len(condemned)} objects were condemned meanwhile, such as {min(condemned)}"
+        error = CondemnedError(msg, hint="save again; or collect with a longer grace")
+        error.keys = frozenset(condemned)
+        raise error
+
+
+def there(catalog: Catalog, version_id: str) -> Version:
+    """Return a version that is not deleted; raises VersionNotFoundError for one that is."""
+    version = catalog.version(version_id)
+    if version.deleted:
+        msg = f"{version.run}@{version.step} (#{version.id[:8]}) was deleted"
+        raise VersionNotFoundError(msg, hint=f"ckptstore undelete {version.id[:12]}")
+    return version
+
+
+def sizes(roles: Mapping[str, RoleBytes]) -> dict[str, RoleSizes]:
+    """Return bytes per role as the log has them."""
+    return {
+        role: RoleSizes(logical=item.logical, new=item.new, stored=item.stored)
+        for role, item in roles.items()
+    }
+
+
+def annotate(catalog: Catalog, version: str, metrics: Mapping[str, object]) -> list[Op]:
+    """Return what adds metrics to a version, or replaces their values.
+
+    Raises
+    ------
+    VersionNotFoundError
+        If there is no version of this id.
+    InvalidInputError
+        If a metric is not accepted, or none is given.
+    LimitError
+        If the version would have more than ``METRICS_MAX``.
+    """
+    checked = check_metrics(metrics)
+    if not checked:
+        msg = "no metric to annotate with"
+        raise InvalidInputError(msg)
+    count = len({*catalog.version(version).metrics, *checked})
+    if count > limits.METRICS_MAX:
+        msg = f"version {version} would have {count} metrics, more than {limits.METRICS_MAX}"
+        raise LimitError(msg)
+    return [Annotate(version=version, metrics=checked)]
+
+
+def tag(catalog: Catalog, run: str, version: str, name: str) -> list[Op]:
+    """Return what points a tag of the run to a version; a tag of this name moves.
+
+    Raises
+    ------
+    RunNotFoundError, VersionNotFoundError
+        If there is no such run or version.
+    InvalidInputError
+        If the tag is not accepted, or the version is of another run.
+    """
+    if not catalog.has_run(run):
+        raise RunNotFoundError(f"there is no run {run!r}")
+    found = catalog.version(version)
+    if found.run != run:
+        msg = f"version {version} is of run {found.run!r}, not {run!r}"
+        raise InvalidInputError(msg, hint=f"tag it in run {found.run!r}")
+    return [Tag(run=run, tag=check_tag(name), version=version)]
+
+
+def untag(catalog: Catalog, run: str, name: str, *, version: str | None = None) -> list[Op]:
+    """Return what takes a tag of the run away.
+
+    Parameters
+    ----------
+    version
+        Only from this one.
+
+    Raises
+    ------
+    RunNotFoundError
+        If there is no such run.
+    VersionNotFoundError
+        If it has no such tag, or another version has it.
+    """
+    tags = catalog.run(run).tags
+    if name not in tags:
+        msg = f"run {run!r} has no tag {name[:100]!r}"
+        raise VersionNotFoundError(msg, hint=did_you_mean(name, tags))
+    if version not in (None, tags[name]):
+        at = catalog.version(tags[name])
+        msg = f"#{str(version)[:8]} has no tag {name[:100]!r}"
+        raise VersionNotFoundError(msg, hint=f"{run}@{at.step} #{at.id[:8]} has it: name that one")
+    return [Untag(run=run, tag=name)]
