@@ -16,10 +16,10 @@ from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.lifecycle_changes import Move
-from ckptstore.errors import CondemnedError, FormatError, IntegrityError
+from ckptstore.committing import commit_retrying
+from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.commit import Op
-from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.check.leftovers import cut_short, find_leftovers
@@ -181,40 +181,28 @@ class _Repair:
 
         What a collection condemns meanwhile is written again, as a save does.
         """
-        for item in self.items:
-            dtypes = RowDtype(item.content.manifest)
-            for row in needed(self.survey, item.content):
-                self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
-        left = list(self.items)
-        for attempt in range(limits.CONDEMNED_TRIES_MAX):
-            self.sources.obtain(self.items)
-            try:
-                left = self._relocate(left)
-                break
-            except CondemnedError as error:
-                if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
-                    raise
-                self._avoid({pack for key in error.keys if (pack := pack_id(key))})
-                left = [item for item in left if item.version.id not in self.relocated]
+        commit_retrying(self._try)
         for item in self.items:
             self._account(item)
 
-    def _avoid(self, packs: set[str]) -> None:
-        """Need again what was to lie in packs that were condemned meanwhile."""
-        self.rescue.forget(packs)
-        for pack in packs:
+    def _try(self, condemned: set[str]) -> None:
+        """Obtain what is needed, also what was to lie in condemned packs, and relocate."""
+        self.rescue.forget(condemned)
+        for pack in condemned:
             self.survey.broken_packs.setdefault(pack, "it was condemned")
         for item in self.items:
             dtypes = RowDtype(item.content.manifest)
             for row in needed(self.survey, item.content):
                 self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
+        self.sources.obtain(self.items)
+        self._relocate([item for item in self.items if item.version.id not in self.relocated])
 
     # --- what is done ---------------------------------------------------------------------------
 
-    def _relocate(self, items: list[Item]) -> list[Item]:
-        """Write new manifests and commit them, some versions at a time; return what is left."""
+    def _relocate(self, items: list[Item]) -> None:
+        """Write new manifests and commit them, some versions at a time."""
         if self.rescue.dry_run:
-            return []
+            return
         for start in range(0, len(items), limits.MOVES_PER_COMMIT):
             part = items[start : start + limits.MOVES_PER_COMMIT]
             moves = [move for item in part if (move := self._move(item)) is not None]
@@ -226,7 +214,6 @@ class _Repair:
                 found = catalog.has_version(move.version) and catalog.version(move.version)
                 if found and move.manifest and found.manifest_key == move.manifest.key:
                     self.relocated.append(move.version)
-        return []
 
     def _move(self, item: Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""

@@ -21,7 +21,8 @@ from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.catalog.pin_changes import pinned_error
 from ckptstore.catalog.retention import reclaimable
 from ckptstore.checkpoint.content import content_digest
-from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
+from ckptstore.committing import commit_retrying
+from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.commit import Op
 from ckptstore.format.lifecycle_ops import Level
 from ckptstore.format.manifest import PieceTable
@@ -156,22 +157,19 @@ def _commit(
     *,
     force: bool,
 ) -> None:
-    for attempt in range(limits.CONDEMNED_TRIES_MAX):
+    def attempt(_: set[str]) -> None:
+        """Write and commit; again where a collection took a new manifest for an orphan."""
         del recent[:-_RECENT]
         moves = [prepare(repo, one, target, recent).move for one in versions]
 
-        def build(now: Catalog, moves: Sequence[Move] = moves) -> list[Op]:
+        def build(now: Catalog) -> list[Op]:
             for version in versions:
                 _check(now, version, target.level, force=force)
             return relocating(now, moves)
 
-        try:
-            repo.log.append(build)
-        except CondemnedError:  # a collection without patience took a new manifest for an orphan
-            if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
-                raise
-        else:
-            return
+        repo.log.append(build)
+
+    commit_retrying(attempt)
 
 
 def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:

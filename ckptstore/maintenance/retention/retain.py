@@ -15,8 +15,9 @@ from ckptstore.catalog import changes, lifecycle_changes, retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
-from ckptstore.format.commit import Op
+from ckptstore.committing import commit_retrying
+from ckptstore.errors import InvalidInputError, PolicyError
+from ckptstore.format.commit import Commit, Op
 from ckptstore.format.lifecycle_ops import SetPolicy
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.retention import ageing
@@ -250,24 +251,18 @@ class _Retaining:
     def carry_out(self) -> list[int]:
         """Commit until nothing is left to do; return the numbers of the commits."""
         numbers: list[int] = []
-        condemned = 0
         while True:
-            left = self._prepare(self._repo.refresh())
-            try:
-                commit = self._repo.log.append_any(self._build)
-            except CondemnedError as error:
-                # A collection without patience took a new manifest for an orphan.
-                condemned += 1
-                if condemned == limits.CONDEMNED_TRIES_MAX:
-                    raise
-                self._forget(error.keys)
-                continue
+            left, commit = commit_retrying(self._try)
             if commit is not None:
                 numbers.append(commit.number)
                 self._note()
                 self._look()
             elif not left:
                 return numbers
+
+    def _try(self, _: set[str]) -> tuple[bool, Commit | None]:
+        """Write what one commit needs, and commit; return whether there was anything to do."""
+        return self._prepare(self._repo.refresh()), self._repo.log.append_any(self._build)
 
     def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Target]]:
         """Return what is to be deleted and what is to be aged, by what it is now."""
@@ -290,7 +285,12 @@ class _Retaining:
     def _prepare(self, catalog: Catalog) -> bool:
         """Write manifests for one commit; return whether there was anything to do."""
         gone, aged = self._todo(catalog)
-        self._prepared = {key: move for key, move in self._prepared.items() if key in aged}
+        self._prepared = {
+            key: found
+            for key, found in self._prepared.items()
+            # A collection without patience takes a new manifest for an orphan.
+            if key in aged and not catalog.gone(found.move.relies_on)
+        }
         del self._recent[:-_RECENT]
         room = limits.ROUNDED_PER_COMMIT
         for key, target in aged.items():
@@ -322,10 +322,3 @@ class _Retaining:
         for (version, _, _), prepared in self._prepared.items():
             if prepared.lowered is not None and prepared.lowered.rounding is not None:
                 self.lowered[version] = prepared.lowered
-
-    def _forget(self, keys: frozenset[str]) -> None:
-        self._prepared = {
-            key: prepared
-            for key, prepared in self._prepared.items()
-            if keys.isdisjoint(prepared.move.relies_on)
-        }
