@@ -10,7 +10,8 @@ them. A repair may be stopped at any point, run again, and run twice at once: th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ckptstore import limits
 from ckptstore.catalog import lifecycle_changes
@@ -19,17 +20,15 @@ from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.committing import commit_retrying
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.commit import Op
-from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.check.leftovers import cut_short, find_leftovers
 from ckptstore.maintenance.check.verify import Level
+from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
 from ckptstore.maintenance.repair.repair_items import Item, RowDtype, is_unlike, lost_of, needed
 from ckptstore.maintenance.repair.repair_report import CommitFinding, Lost, Mended, RepairReport
 from ckptstore.maintenance.repair.repair_sources import Sources
-from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -208,12 +207,9 @@ class _Repair:
             moves = [move for item in part if (move := self._move(item)) is not None]
             if not moves:
                 continue
-            self.repo.log.append_any(lambda now, moves=moves: _ops(now, moves))  # type: ignore[misc]
-            catalog = self.repo.catalog
-            for move in moves:
-                found = catalog.has_version(move.version) and catalog.version(move.version)
-                if found and move.manifest and found.manifest_key == move.manifest.key:
-                    self.relocated.append(move.version)
+            # One that changed since this looked is left as it is now.
+            done = relocate(self.repo, partial(_standing, moves))
+            self.relocated += [move.version for move in done]
 
     def _move(self, item: Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""
@@ -228,26 +224,9 @@ class _Repair:
         if not places and not item.rebuilt:
             return None
         old = item.content.manifest
-        manifest = Manifest(
-            version=old.version,
-            chunk_bytes=old.chunk_bytes,
-            skeleton=old.skeleton,
-            tensors=old.tensors,
-            first=old.first,
-            pieces=replaced(table, old.first[-1], places),
-        )
+        manifest = replace(old, pieces=replaced(table, old.first[-1], places))
         # A name of its own: that of the manifest that is lost may be taken by what is left of it.
-        pointer = self.repo.manifests.put(manifest)
-        version = item.version
-        return Move(
-            version=version.id,
-            based_on=version.manifest_digest,
-            level=version.level,
-            manifest=pointer,
-            content=version.content,
-            roles=version.roles,
-            relies_on=relied_on(pointer, manifest),
-        )
+        return write_move(self.repo, item.version, manifest)
 
     def _account(self, item: Item) -> None:
         """Say which tensors of a version are whole again, and which are lost."""
@@ -304,14 +283,6 @@ class _Repair:
         return tuple(digests)
 
 
-def _ops(now: Catalog, moves: Sequence[Move]) -> list[Op]:
-    """Return what relocates those versions that are still as they were when this looked."""
-    live: list[Move] = []
-    superseded: list[str] = []
-    for move in moves:
-        version = now.version(move.version)
-        if not version.deleted and version.manifest_digest == move.based_on:
-            live.append(move)
-            superseded.append(version.manifest_key)
-    ops = lifecycle_changes.relocate(now, live)
-    return [*ops, *lifecycle_changes.condemn(now, superseded)]
+def _standing(moves: Sequence[Move], now: Catalog) -> list[Move]:
+    """Return the moves of versions that are still as they were when this looked."""
+    return [move for move in moves if still(now, move)]

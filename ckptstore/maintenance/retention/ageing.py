@@ -14,26 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptstore import limits
-from ckptstore.catalog import lifecycle_changes
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.fold_lifecycle import LEVELS
 from ckptstore.catalog.lifecycle_changes import Move
 from ckptstore.catalog.pin_changes import pinned_error
 from ckptstore.catalog.retention import reclaimable
-from ckptstore.checkpoint.content import content_digest
 from ckptstore.committing import commit_retrying
 from ckptstore.errors import InvalidInputError, PolicyError
-from ckptstore.format.commit import Op
 from ckptstore.format.lifecycle_ops import Level
 from ckptstore.format.manifest import PieceTable
+from ckptstore.maintenance.core.relocate import record_move, relocate, write_move
 from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.rounding_report import Rounding
-from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Prepared", "Target", "age", "foresee", "prepare", "relocating", "warn"]
+__all__ = ["Prepared", "Target", "age", "foresee", "prepare", "warn"]
 
 _log = logging.getLogger("ckptstore")
 _RECENT = 2
@@ -162,29 +159,15 @@ def _commit(
         del recent[:-_RECENT]
         moves = [prepare(repo, one, target, recent).move for one in versions]
 
-        def build(now: Catalog) -> list[Op]:
+        def checked(now: Catalog) -> Sequence[Move]:
+            """Return all moves, if the versions may still age."""
             for version in versions:
                 _check(now, version, target.level, force=force)
-            return relocating(now, moves)
+            return moves
 
-        repo.log.append(build)
+        relocate(repo, checked)
 
     commit_retrying(attempt)
-
-
-def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
-    """Return what carries moves out and condemns the manifests that they replace.
-
-    Raises
-    ------
-    CommitConflictError, CondemnedError, PolicyError
-        As :func:`ckptstore.catalog.lifecycle_changes.relocate`.
-    """
-    replaced = [catalog.version(move.version).manifest_key for move in moves]
-    return [
-        *lifecycle_changes.relocate(catalog, moves),
-        *lifecycle_changes.condemn(catalog, replaced),
-    ]
 
 
 def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Prepared:
@@ -205,28 +188,12 @@ def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTabl
         The storage failed; nothing has changed.
     """
     if target.level == "record":
-        move = Move(
-            version=version.id,
-            based_on=version.manifest_digest,
-            level=target.level,
-            manifest=None,
-            content=version.content,
-        )
-        return Prepared(move=move, lowered=None)
+        return Prepared(move=record_move(version), lowered=None)
     if target.level == "full":
         msg = f"a version does not age to {target.level!r}"
         raise InvalidInputError(msg, hint=", ".join(reversed(LEVELS[:-1])))
     lowered = lower(repo, version, target, recent)
-    pointer = repo.manifests.put(lowered.manifest)
-    move = Move(
-        version=version.id,
-        based_on=version.manifest_digest,
-        level=target.level,
-        manifest=pointer,
-        content=content_digest(lowered.manifest),
-        roles=lowered.roles,
-        relies_on=relied_on(pointer, lowered.manifest),
-    )
+    move = write_move(repo, version, lowered.manifest, level=target.level, roles=lowered.roles)
     warn(version, lowered.rounding)
     return Prepared(move=move, lowered=lowered)
 

@@ -20,6 +20,7 @@ from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.commit import Commit, Op
 from ckptstore.format.lifecycle_ops import SetPolicy
 from ckptstore.format.manifest import PieceTable
+from ckptstore.maintenance.core.relocate import relocating
 from ckptstore.maintenance.retention import ageing
 from ckptstore.maintenance.retention.ageing import Prepared, Target
 from ckptstore.maintenance.retention.early_deletion import Early, Leaving, leaving_early
@@ -310,7 +311,7 @@ class _Retaining:
             ops += lifecycle_changes.delete(now, self._gone, reason="retention")
         moves = [prepared.move for key, prepared in self._prepared.items() if key in aged]
         self._changed = [now.version(one) for one in (*self._gone, *(m.version for m in moves))]
-        return [*ops, *ageing.relocating(now, moves)]
+        return [*ops, *relocating(now, moves)]
 
     def _look(self) -> None:
         """Let the caller look at what was committed, and hold on to what must stay from now on."""
