@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend, Capabilities
+from ckptstore.backends.base import Backend
 from ckptstore.config import Environment
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
-from ckptstore.format.keys import pack_key
-from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.format.pack import IndexRow
 from ckptstore.maintenance.core.live_set import ChunkTable
-from ckptstore.objects.copying import Room, StoredChunk, broken, take_chunk
+from ckptstore.objects.copying import Room, broken, read_rows
 from ckptstore.objects.pack_index import read_index
 from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
+from ckptstore.objects.plan import join_chunks
 from ckptstore.objects.threads import in_threads
 
 __all__ = ["Moved", "Recopied", "Recopy", "Victim", "recopy"]
@@ -151,14 +151,14 @@ class _Copying:
         offsets: list[int] = []
         backend = self.task.storage.value
         try:
-            index = read_index(backend, victim.pack, victim.size_bytes)
-            ids = {row.offset: row.chunk_id for row in index}
-            for first, last in _spans(victim.live, backend.capabilities):
-                for found in self._read(victim, first, last, ids, room):
+            for part in join_chunks(_live_rows(backend, victim), backend.capabilities):
+                for found in read_rows(backend, victim.pack, part, room):
                     placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
-                self._advance(victim, first, last)
+                with self.lock:
+                    self.done += sum(row.stored_bytes for row in part)
+                    self.tell(self.done)
         except (ColdObjectError, IntegrityError, FormatError, NotFoundError) as error:
             with self.lock:
                 self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
@@ -167,48 +167,14 @@ class _Copying:
         with self.lock:
             self.places[victim.pack] = moved
 
-    def _read(
-        self, victim: Victim, first: int, last: int, ids: Mapping[int, bytes], room: Room
-    ) -> Iterator[StoredChunk]:
-        """Read neighbouring chunks with one request; yield each, checked as far as it can be."""
-        live = victim.live
-        start = int(live.offset[first])
-        end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
-        memory = room.bytes(end - start)
-        self.task.storage.value.read_into(pack_key(victim.pack), start, [memory])
-        for row in range(first, last):
-            at = int(live.offset[row]) - start
-            stored = int(live.stored[row])
-            where = f"{victim.pack} at {int(live.offset[row])}"
-            found = take_chunk(
-                memory[at : at + CHUNK_HEADER_BYTES + stored],
-                stored_bytes=stored,
-                raw_bytes=int(live.raw[row]),
-                where=where,
-                room=room,
-            )
-            if found.chunk_id != ids.get(int(live.offset[row])):
-                raise broken(where, "another chunk is there")
-            if found.piece_id(0, found.raw_bytes) != found.chunk_id:
-                raise broken(where, "content does not match its chunk id")
-            yield found
 
-    def _advance(self, victim: Victim, first: int, last: int) -> None:
-        size = int(victim.live.stored[first:last].sum(dtype=np.uint64))
-        with self.lock:
-            self.done += size
-            self.tell(self.done)
-
-
-def _spans(live: ChunkTable, capabilities: Capabilities) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that are read with one request each."""
-    first = 0
-    for row in range(1, len(live.offset) + 1):
-        if row < len(live.offset):
-            end = int(live.offset[row - 1]) + CHUNK_HEADER_BYTES + int(live.stored[row - 1])
-            near = int(live.offset[row]) - end <= capabilities.read_gap_bytes
-            after = int(live.offset[row]) + CHUNK_HEADER_BYTES + int(live.stored[row])
-            if near and after - int(live.offset[first]) <= capabilities.read_bytes_max:
-                continue
-        yield first, row
-        first = row
+def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:
+    """Yield the rows of a pack's index whose chunks are live, in the order of their offsets."""
+    index = {row.offset: row for row in read_index(backend, victim.pack, victim.size_bytes)}
+    live = victim.live
+    columns = (live.offset.tolist(), live.stored.tolist(), live.raw.tolist())
+    for offset, stored, raw in zip(*columns, strict=True):
+        row = index.get(offset)
+        if row is None or (row.stored_bytes, row.raw_bytes) != (stored, raw):
+            raise broken(f"{victim.pack} at {offset}", "its index names another chunk there")
+        yield row

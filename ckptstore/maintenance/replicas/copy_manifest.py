@@ -27,7 +27,7 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copying import Copied, copy_chunks
-from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder
+from ckptstore.objects.index import Base, KnownPieces, Location, remap
 from ckptstore.objects.packs import Placed
 from ckptstore.objects.piece_reader import Want
 from ckptstore.objects.read_back import ReadBack
@@ -331,7 +331,6 @@ def _placed(
     own
         Pieces of tensors; what deltas refer to comes behind them.
     """
-    builder = TableBuilder(table.ids[:own], table.raw[:own])
 
     def place(row: int) -> Location:
         """Return where a piece lies in the target, and what it is a difference to."""
@@ -350,9 +349,7 @@ def _placed(
             base=refers or None,
         )
 
-    for row in range(own):
-        builder.put(row, place(row))
-    return builder.build()
+    return remap(table, range(own), place)
 
 
 def _role_bytes(
