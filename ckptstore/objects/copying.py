@@ -9,8 +9,9 @@ A collection that copies live chunks to new packs reads them by :func:`read_rows
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -282,21 +283,13 @@ class _Copying:
 
     def work(self, spans: Iterator[Span], threads: int) -> None:
         """Copy all spans; raise the first failure once every thread has stopped."""
-        taking = threading.Lock()
 
-        def loop(turn: int) -> None:
-            """Copy span after span until none is left, or another thread has failed."""
-            room = Room()
-            while True:
-                with taking:
-                    span = None if self.stop.is_set() else next(spans, None)
-                if span is None:
-                    return
-                self._span(turn, span, room)
+        def begin(turn: int) -> Callable[[Span], None]:
+            return partial(self._span, turn, Room())
 
-        in_threads(threads, loop, self.stop, name="ckptstore-copy")
+        in_threads(threads, spans, begin, self.stop, name="ckptstore-copy")
 
-    def _span(self, turn: int, span: Span, room: Room) -> None:
+    def _span(self, turn: int, room: Room, span: Span) -> None:
         memory = room.bytes(span.end - span.start)
         try:
             self.source.read_into(pack_key(span.pack), span.start, [memory])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -124,29 +125,18 @@ class _Copying:
         size = capabilities.pack_bytes
         plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
         sink = PackSink(task.storage.value, task.environment, plan)
-        waiting = iter(task.victims)
 
-        def work(turn: int) -> None:
-            """Copy victim after victim until none is left, or another thread has failed."""
-            room = Room()
-            while not self.stop.is_set():
-                with self.lock:
-                    victim = next(waiting, None)
-                if victim is None:
-                    return
-                self._copy(turn, victim, sink, room)
+        def begin(turn: int) -> Callable[[Victim], None]:
+            return partial(self._copy, turn, sink, Room())
 
         try:
-            if workers == 1:
-                work(0)
-            else:
-                in_threads(workers, work, self.stop, name="ckptstore-gc")
+            in_threads(workers, iter(task.victims), begin, self.stop, name="ckptstore-gc")
             sink.finish()
         except BaseException:
             sink.abort()
             raise
 
-    def _copy(self, turn: int, victim: Victim, sink: PackSink, room: Room) -> None:
+    def _copy(self, turn: int, sink: PackSink, room: Room, victim: Victim) -> None:
         packs: list[str] = []
         offsets: list[int] = []
         backend = self.task.storage.value
