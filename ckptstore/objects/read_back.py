@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 
 from ckptstore.backends.base import Backend
-from ckptstore.config import Environment
+from ckptstore.config import Environment, Options
 from ckptstore.errors import ColdObjectError, CorruptObjectError, IntegrityError, NotFoundError
+from ckptstore.events import ProgressCallback
+from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
-from ckptstore.objects.copying import Room, read_rows
-from ckptstore.objects.plan import join_chunks
+from ckptstore.objects.copying import Copied, Room, copy_chunks, read_rows
+from ckptstore.objects.plan import Want, join_chunks
 
-__all__ = ["ReadBack", "altered"]
+__all__ = ["ReadBack", "altered", "copy_read_back"]
 
 
 def altered(url: str, error: IntegrityError) -> CorruptObjectError:
@@ -82,3 +84,39 @@ class ReadBack:
         with self._lock:
             self._rooms.append(room)
             self.seconds += self._clock() - began
+
+
+def copy_read_back(
+    table: PieceTable,
+    wants: Sequence[Want],
+    *,
+    source: Backend,
+    target: Backend,
+    environment: Environment,
+    options: Options,
+    progress: ProgressCallback,
+    check: bool,
+    whole_bytes: int = 0,
+) -> Copied:
+    """Copy chunks as :func:`ckptstore.objects.copying.copy_chunks`, and read them back.
+
+    Parameters
+    ----------
+    check
+        Read back what was written, but for what deltas decode to; else this only copies.
+    """
+    read_back = ReadBack(target, environment) if check else None
+    copied = copy_chunks(
+        table,
+        wants,
+        source=source,
+        target=target,
+        environment=environment,
+        options=options,
+        progress=progress,
+        after=read_back,
+        whole_bytes=whole_bytes,
+    )
+    if read_back is not None:
+        copied.read_back_s, copied.is_cold = read_back.seconds, read_back.is_cold
+    return copied
