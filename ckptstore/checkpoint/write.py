@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
 from ckptstore.checkpoint import save_speed
@@ -21,12 +20,13 @@ from ckptstore.checkpoint.lossless_fallbacks import noting
 from ckptstore.checkpoint.request import WriteRequest, check_wishes, save_ops
 from ckptstore.checkpoint.role_sizes import role_bytes
 from ckptstore.codecs.codec_table import check_choice
+from ckptstore.committing import commit_retrying
 from ckptstore.config import Options
-from ckptstore.errors import CondemnedError, FormatError, IntegrityError
+from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.deltas import Deltas, Keyframes, Older
 from ckptstore.objects.index import KnownPieces
@@ -187,26 +187,19 @@ class _Saving:
 
     def run(self, shared: list[PieceTable]) -> tuple[Manifest, ManifestPointer]:
         """Write and commit, again if something was condemned; return manifest and place."""
-        environment = self.repo.environment
         written: list[Written] = []
-        condemned: set[str] = set()
-        name = self.version
-        for attempt in range(limits.CONDEMNED_TRIES_MAX):
+
+        def attempt(condemned: set[str]) -> tuple[Manifest, ManifestPointer]:
+            """Write what is not known elsewhere, and commit."""
             tables = [*(part.table for part in reversed(written)), *shared]
             written.append(self._write(KnownPieces(tables, without=condemned), condemned))
-            began = environment.monotonic() - self.receipt.get("committing_s", 0.0)
+            began = self.repo.environment.monotonic() - self.receipt.get("committing_s", 0.0)
+            name = self.version if len(written) == 1 else ""  # a name is never used again
             manifest, pointer = self._describe(written[-1], name)
-            packs = {pack_key(pack): pack for pack in manifest.pieces.packs}
-            try:
-                self._commit(manifest, pointer, written, relies_on=tuple(packs), began=began)
-            except CondemnedError as error:
-                if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
-                    raise
-                condemned.update(packs[key] for key in error.keys if key in packs)
-                name = environment.random_hex(16)  # a name is never used again
-            else:
-                return manifest, pointer
-        raise AssertionError  # pragma: no cover - the loop has no other end
+            self._commit(manifest, pointer, written, began=began)
+            return manifest, pointer
+
+        return commit_retrying(attempt)
 
     def _commit(
         self,
@@ -214,7 +207,6 @@ class _Saving:
         pointer: ManifestPointer,
         written: Sequence[Written],
         *,
-        relies_on: tuple[str, ...],
         began: float,
     ) -> None:
         """Make the version visible; raise CondemnedError if something of it was condemned.
@@ -223,8 +215,6 @@ class _Saving:
         ----------
         written
             What each try to save it has written.
-        relies_on
-            Keys of the packs, which must be there when it is committed.
         began
             When committing began; earlier by what tries before took.
         """
@@ -245,7 +235,7 @@ class _Saving:
                 content=content,
                 roles=roles,
                 receipt=self.receipt,
-                relies_on=(pointer.key, *relies_on),
+                relies_on=relied_on(pointer, manifest),
             )
 
         try:

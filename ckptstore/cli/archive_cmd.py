@@ -20,7 +20,8 @@ from ckptstore.cli.text import bytes_text, counted, seconds_text
 from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.cold.archive import ArchiveReport, PackTally
+    from ckptstore.maintenance.cold.archive import ArchiveReport
+    from ckptstore.maintenance.core.listing import Tally
     from ckptstore.store import Store
 
 __all__ = ["archive"]
@@ -231,5 +232,5 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
         screen.line(f"note: {text}")
 
 
-def _amount(tally: PackTally) -> str:
+def _amount(tally: Tally) -> str:
     return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

@@ -16,8 +16,8 @@ from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text, version_text
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.cold.archive import PackTally
     from ckptstore.maintenance.cold.thaw import ThawReport
+    from ckptstore.maintenance.core.listing import Tally
     from ckptstore.model import Version
 
 __all__ = ["thaw"]
@@ -107,5 +107,5 @@ def _draw(screen: Screen, version: Version, report: ThawReport) -> None:
         screen.line(f"{name} cannot be loaded yet; look again, or add --wait")
 
 
-def _amount(tally: PackTally) -> str:
+def _amount(tally: Tally) -> str:
     return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

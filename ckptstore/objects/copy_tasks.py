@@ -23,10 +23,10 @@ from ckptstore.errors import IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.copying import Copied, copy_chunks
+from ckptstore.objects.copying import Copied
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
-from ckptstore.objects.read_back import ReadBack, altered
+from ckptstore.objects.read_back import altered, copy_read_back
 
 __all__ = ["CopyTask", "SpreadCopy", "copy_part", "read_part"]
 
@@ -62,22 +62,17 @@ def copy_part(task: CopyTask) -> Copied:
     StorageError
         One of the storages failed.
     """
-    target = _target(task)
-    check = ReadBack(target, SYSTEM) if task.check else None
-    copied = copy_chunks(
+    return copy_read_back(
         task.table,
         [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
         source=task.source.value,
-        target=target,
+        target=_target(task),
         environment=SYSTEM,
         options=task.options,
         progress=silent,
-        after=check,
+        check=task.check,
         whole_bytes=task.whole_bytes,
     )
-    if check is not None:
-        copied.read_back_s, copied.is_cold = check.seconds, check.is_cold
-    return copied
 
 
 def read_part(task: CopyTask) -> None:

@@ -3,14 +3,15 @@
 Nothing is encoded again. Each chunk is checked as on a load before it is written: its stored bytes
 against their checksum, its content against its id; damage never travels. The content of a delta is
 not decoded, since that takes its base: its header, its checksum and the id of its base are checked.
-A collection that writes packs anew takes its chunks as this does: :func:`take_chunk`.
+A collection that copies live chunks to new packs reads them by :func:`read_rows`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -28,7 +29,7 @@ from ckptstore.errors import (
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.objects.pack_plan import plan_packs
 from ckptstore.objects.packs import After, PackSink, Placed
@@ -42,6 +43,7 @@ __all__ = [
     "StoredChunk",
     "broken",
     "copy_chunks",
+    "read_rows",
     "take_chunk",
 ]
 
@@ -152,6 +154,46 @@ def take_chunk(
     return StoredChunk(header.chunk_id, encoded, header.raw_bytes, raw, base_id)
 
 
+def read_rows(
+    backend: Backend, pack: str, rows: Sequence[IndexRow], room: Room
+) -> Iterator[StoredChunk]:
+    """Read neighbouring chunks with one request; yield each, checked as far as it can be.
+
+    Its lengths, its id, the checksum of its stored bytes, and what it decodes to with its id. Of a
+    delta, which takes its base to be decoded, all but the last.
+
+    Parameters
+    ----------
+    rows
+        What the chunks should be, in the order of their offsets.
+
+    Raises
+    ------
+    CorruptObjectError
+        A chunk is damaged, or another one.
+    StorageError
+        The storage failed.
+    """
+    start, last = rows[0].offset, rows[-1]
+    memory = room.bytes(last.offset + CHUNK_HEADER_BYTES + last.stored_bytes - start)
+    backend.read_into(pack_key(pack), start, [memory])
+    for row in rows:
+        where = f"{pack} at {row.offset}"
+        at = row.offset - start
+        found = take_chunk(
+            memory[at : at + CHUNK_HEADER_BYTES + row.stored_bytes],
+            stored_bytes=row.stored_bytes,
+            raw_bytes=row.raw_bytes,
+            where=where,
+            room=room,
+        )
+        if found.chunk_id != row.chunk_id:
+            raise broken(where, "another chunk is there")
+        if found.piece_id(0, row.raw_bytes) != row.chunk_id:
+            raise broken(where, "content does not match its chunk id")
+        yield found
+
+
 def broken(where: str, what: str) -> CorruptObjectError:
     """Return the error for a chunk that is not what it should be."""
     msg = f"pack {where}: {what}"
@@ -241,21 +283,13 @@ class _Copying:
 
     def work(self, spans: Iterator[Span], threads: int) -> None:
         """Copy all spans; raise the first failure once every thread has stopped."""
-        taking = threading.Lock()
 
-        def loop(turn: int) -> None:
-            """Copy span after span until none is left, or another thread has failed."""
-            room = Room()
-            while True:
-                with taking:
-                    span = None if self.stop.is_set() else next(spans, None)
-                if span is None:
-                    return
-                self._span(turn, span, room)
+        def begin(turn: int) -> Callable[[Span], None]:
+            return partial(self._span, turn, Room())
 
-        in_threads(threads, loop, self.stop, name="ckptstore-copy")
+        in_threads(threads, spans, begin, self.stop, name="ckptstore-copy")
 
-    def _span(self, turn: int, span: Span, room: Room) -> None:
+    def _span(self, turn: int, room: Room, span: Span) -> None:
         memory = room.bytes(span.end - span.start)
         try:
             self.source.read_into(pack_key(span.pack), span.start, [memory])

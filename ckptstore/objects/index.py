@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,10 @@ __all__ = [
     "Base",
     "KnownPieces",
     "Location",
-    "TableBuilder",
     "base_of",
     "location_of",
+    "placed_table",
+    "remap",
     "with_bases",
 ]
 
@@ -70,46 +71,52 @@ def base_of(table: PieceTable, row: int) -> Base:
     return Base(piece_id=table.ids[row].tobytes(), location=location_of(table, row))
 
 
-class TableBuilder:
-    """Makes a table row by row, and puts what the deltas refer to behind the rows.
+def placed_table(
+    ids: npt.NDArray[np.uint8], raw: npt.NDArray[np.uint32], places: Iterable[Location]
+) -> PieceTable:
+    """Return the table of pieces that lie at `places`, with what deltas refer to behind them.
 
     Parameters
     ----------
     ids, raw
-        Columns of the rows that are to come; see :class:`PieceTable`.
+        Columns of the rows; see :class:`PieceTable`.
+    places
+        One for each row. Of several places of one base the first counts.
     """
-
-    def __init__(self, ids: npt.NDArray[np.uint8], raw: npt.NDArray[np.uint32]) -> None:
-        count = len(raw)
-        self._ids, self._raw = ids, raw
-        self._packs: dict[str, int] = {}
-        self._rows: list[tuple[int, int, int, int, int]] = [(0, 0, 0, 0, 0)] * count
-        self._bases: dict[int, Base] = {}
-
-    def put(self, row: int, place: Location) -> None:
-        """Say where the piece of a row lies. Of several places of one base the first counts."""
-        self._rows[row] = self._columns(place)
+    packs: dict[str, int] = {}
+    rows: list[tuple[int, int, int, int, int]] = []
+    bases: dict[int, Base] = {}
+    for row, place in enumerate(places):
+        pack = packs.setdefault(place.pack, len(packs))
+        rows.append((pack, place.offset, place.stored_bytes, place.inner, place.slab_bytes))
         if place.base is not None:
-            self._bases[row] = place.base
+            bases[row] = place.base
+    columns = np.array(rows, np.uint64).reshape(-1, 5)
+    table = PieceTable(
+        ids=ids,
+        raw=raw,
+        pack=columns[:, 0].astype(np.uint32),
+        offset=columns[:, 1],
+        stored=columns[:, 2].astype(np.uint32),
+        inner=columns[:, 3].astype(np.uint32),
+        slab=columns[:, 4].astype(np.uint32),
+        packs=list(packs),
+    )
+    return with_bases(table, bases)
 
-    def build(self) -> PieceTable:
-        """Return the table; every row must have been put."""
-        columns = np.array(self._rows, np.uint64).reshape(-1, 5)
-        table = PieceTable(
-            ids=self._ids,
-            raw=self._raw,
-            pack=columns[:, 0].astype(np.uint32),
-            offset=columns[:, 1],
-            stored=columns[:, 2].astype(np.uint32),
-            inner=columns[:, 3].astype(np.uint32),
-            slab=columns[:, 4].astype(np.uint32),
-            packs=list(self._packs),
-        )
-        return with_bases(table, self._bases)
 
-    def _columns(self, place: Location) -> tuple[int, int, int, int, int]:
-        pack = self._packs.setdefault(place.pack, len(self._packs))
-        return pack, place.offset, place.stored_bytes, place.inner, place.slab_bytes
+def remap(table: PieceTable, rows: Sequence[int], place: Callable[[int], Location]) -> PieceTable:
+    """Return the pieces of some rows in the places that they have elsewhere.
+
+    Parameters
+    ----------
+    rows
+        Pieces of tensors; what deltas refer to comes behind them, as far as it is still needed.
+    place
+        Gives the new place of the piece in a row of `table`.
+    """
+    chosen = np.fromiter(rows, np.int64, len(rows))
+    return placed_table(table.ids[chosen], table.raw[chosen], map(place, rows))
 
 
 def with_bases(table: PieceTable, bases: Mapping[int, Base]) -> PieceTable:

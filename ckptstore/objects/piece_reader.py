@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from ckptstore.backends.base import Backend
@@ -96,19 +97,11 @@ class _Reading:
 
     def work(self, spans: Iterator[Span], threads: int) -> None:
         """Run all fetches; raise the first failure once every thread has stopped."""
-        taking = threading.Lock()
 
-        def loop(_: int) -> None:
-            """Read span after span until none is left, or another thread has failed."""
-            scratch = _Scratch()
-            while True:
-                with taking:
-                    span = None if self.stop.is_set() else next(spans, None)
-                if span is None:
-                    return
-                self._span(span, scratch)
+        def begin(_: int) -> Callable[[Span], None]:
+            return partial(self._span, scratch=_Scratch())
 
-        in_threads(threads, loop, self.stop, name="ckptstore-load")
+        in_threads(threads, spans, begin, self.stop, name="ckptstore-load")
 
     def _span(self, span: Span, scratch: _Scratch) -> None:
         try:

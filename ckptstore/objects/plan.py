@@ -5,8 +5,10 @@ Pure: nothing is read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +17,7 @@ from ckptstore.backends.base import Capabilities
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 
-__all__ = ["ChunkRead", "Span", "Want", "cut_rows", "plan_spans"]
+__all__ = ["ChunkRead", "Span", "Want", "cut_rows", "join_chunks", "plan_spans"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,52 +67,62 @@ class Span:
 def plan_spans(table: PieceTable, wants: Sequence[Want], capabilities: Capabilities) -> list[Span]:
     """Return the fetches for `wants`: each chunk once, neighbours joined, no span too large.
 
-    Ranges closer than ``read_gap_bytes`` are joined, since a request costs more than the gap;
-    a span ends at ``read_bytes_max``, so that fetches run in parallel and memory stays bounded.
+    So that fetches run in parallel and memory stays bounded: see :func:`join_chunks`.
     """
     rows = np.fromiter((want.row for want in wants), np.int64, len(wants))
     order = np.lexsort((table.inner[rows], table.offset[rows], table.pack[rows]))
     spans: list[Span] = []
-    chunks: list[ChunkRead] = []
-    pack = -1
-    for place, offset, members in _by_chunk(table, wants, order):
-        row = members[0].row
-        chunk = ChunkRead(
-            offset=offset,
-            stored_bytes=int(table.stored[row]),
-            raw_bytes=int(table.slab[row]),
-            wants=tuple(members),
-        )
-        if chunks:
-            end = chunks[-1].offset + CHUNK_HEADER_BYTES + chunks[-1].stored_bytes
-            size = offset + CHUNK_HEADER_BYTES + chunk.stored_bytes - chunks[0].offset
-            apart = place != pack or not 0 <= offset - end <= capabilities.read_gap_bytes
-            if apart or size > capabilities.read_bytes_max:
-                spans.append(Span(pack=table.packs[pack], chunks=tuple(chunks)))
-                chunks = []
-        chunks.append(chunk)
-        pack = place
-    if chunks:
-        spans.append(Span(pack=table.packs[pack], chunks=tuple(chunks)))
+    ordered = (wants[at] for at in order)
+    for pack, found in groupby(ordered, lambda want: int(table.pack[want.row])):
+        by_chunk = groupby(found, lambda want: int(table.offset[want.row]))
+        chunks = (_chunk(table, tuple(members)) for _, members in by_chunk)
+        joined = join_chunks(chunks, capabilities)
+        spans += (Span(pack=table.packs[pack], chunks=tuple(part)) for part in joined)
     return spans
 
 
-def _by_chunk(
-    table: PieceTable, wants: Sequence[Want], order: npt.NDArray[np.int64]
-) -> Iterator[tuple[int, int, list[Want]]]:
-    """Yield ``(place of the pack, offset, wants)`` per chunk, in order of offsets."""
-    current: tuple[int, int] | None = None
-    members: list[Want] = []
-    for at in order:
-        want = wants[at]
-        here = (int(table.pack[want.row]), int(table.offset[want.row]))
-        if current is not None and here != current:
-            yield (*current, members)
-            members = []
-        current = here
-        members.append(want)
-    if current is not None:
-        yield (*current, members)
+def _chunk(table: PieceTable, members: tuple[Want, ...]) -> ChunkRead:
+    row = members[0].row
+    return ChunkRead(
+        offset=int(table.offset[row]),
+        stored_bytes=int(table.stored[row]),
+        raw_bytes=int(table.slab[row]),
+        wants=members,
+    )
+
+
+class _Stored(Protocol):
+    """A chunk in a pack."""
+
+    @property
+    def offset(self) -> int: ...
+    @property
+    def stored_bytes(self) -> int: ...
+
+
+C = TypeVar("C", bound=_Stored)
+
+
+def join_chunks(chunks: Iterable[C], capabilities: Capabilities) -> Iterator[list[C]]:
+    """Cut chunks of one pack, in the order of their offsets, into what one request fetches each.
+
+    Chunks closer than ``read_gap_bytes`` are joined, since a request costs more than the gap;
+    a request ends at ``read_bytes_max``, if it has more than one chunk.
+    """
+    part: list[C] = []
+    end = 0
+    for chunk in chunks:
+        after = chunk.offset + CHUNK_HEADER_BYTES + chunk.stored_bytes
+        if part and not (
+            0 <= chunk.offset - end <= capabilities.read_gap_bytes
+            and after - part[0].offset <= capabilities.read_bytes_max
+        ):
+            yield part
+            part = []
+        part.append(chunk)
+        end = after
+    if part:
+        yield part
 
 
 def cut_rows(

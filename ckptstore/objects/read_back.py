@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from ckptstore.backends.base import Backend
-from ckptstore.config import Environment
+from ckptstore.config import Environment, Options
 from ckptstore.errors import ColdObjectError, CorruptObjectError, IntegrityError, NotFoundError
-from ckptstore.format.keys import pack_key
-from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow
-from ckptstore.objects.copying import Room, broken, take_chunk
+from ckptstore.events import ProgressCallback
+from ckptstore.format.manifest import PieceTable
+from ckptstore.format.pack import IndexRow
+from ckptstore.objects.copying import Copied, Room, copy_chunks, read_rows
+from ckptstore.objects.plan import Want, join_chunks
 
-__all__ = ["ReadBack", "altered"]
+__all__ = ["ReadBack", "altered", "copy_read_back"]
 
 
 def altered(url: str, error: IntegrityError) -> CorruptObjectError:
@@ -68,9 +70,10 @@ class ReadBack:
         with self._lock:
             room = self._rooms.pop() if self._rooms else Room()
         try:
-            for part in _spans(rows, self._backend.capabilities.read_bytes_max):
+            for part in join_chunks(rows, self._backend.capabilities):
                 go_on()
-                self._read(pack, part, room)
+                for _ in read_rows(self._backend, pack, part, room):
+                    pass
         except ColdObjectError:
             self.is_cold = True
         except NotFoundError as error:
@@ -82,33 +85,38 @@ class ReadBack:
             self._rooms.append(room)
             self.seconds += self._clock() - began
 
-    def _read(self, pack: str, rows: Sequence[IndexRow], room: Room) -> None:
-        start, last = rows[0].offset, rows[-1]
-        memory = room.bytes(last.offset + CHUNK_HEADER_BYTES + last.stored_bytes - start)
-        self._backend.read_into(pack_key(pack), start, [memory])
-        for row in rows:
-            where = f"{pack} at {row.offset}"
-            at = row.offset - start
-            found = take_chunk(
-                memory[at : at + CHUNK_HEADER_BYTES + row.stored_bytes],
-                stored_bytes=row.stored_bytes,
-                raw_bytes=row.raw_bytes,
-                where=where,
-                room=room,
-            )
-            if found.chunk_id != row.chunk_id:
-                raise broken(where, "another chunk is there")
-            if found.piece_id(0, row.raw_bytes) != row.chunk_id:
-                raise broken(where, "content does not match its chunk id")
 
+def copy_read_back(
+    table: PieceTable,
+    wants: Sequence[Want],
+    *,
+    source: Backend,
+    target: Backend,
+    environment: Environment,
+    options: Options,
+    progress: ProgressCallback,
+    check: bool,
+    whole_bytes: int = 0,
+) -> Copied:
+    """Copy chunks as :func:`ckptstore.objects.copying.copy_chunks`, and read them back.
 
-def _spans(rows: Sequence[IndexRow], bytes_max: int) -> Iterator[Sequence[IndexRow]]:
-    """Yield neighbouring chunks that are read with one request each."""
-    first = 0
-    for at, row in enumerate(rows):
-        end = row.offset + CHUNK_HEADER_BYTES + row.stored_bytes
-        if at > first and end - rows[first].offset > bytes_max:
-            yield rows[first:at]
-            first = at
-    if rows:
-        yield rows[first:]
+    Parameters
+    ----------
+    check
+        Read back what was written, but for what deltas decode to; else this only copies.
+    """
+    read_back = ReadBack(target, environment) if check else None
+    copied = copy_chunks(
+        table,
+        wants,
+        source=source,
+        target=target,
+        environment=environment,
+        options=options,
+        progress=progress,
+        after=read_back,
+        whole_bytes=whole_bytes,
+    )
+    if read_back is not None:
+        copied.read_back_s, copied.is_cold = read_back.seconds, read_back.is_cold
+    return copied

@@ -3,34 +3,53 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
 
 __all__ = ["in_threads"]
 
+T = TypeVar("T")
+
 
 def in_threads(
-    count: int, work: Callable[[int], None], stop: threading.Event, *, name: str
+    count: int,
+    items: Iterator[T],
+    begin: Callable[[int], Callable[[T], None]],
+    stop: threading.Event,
+    *,
+    name: str,
 ) -> None:
-    """Run ``work(0)``, ``work(1)`` ... in a thread each; raise the first failure once all ended.
+    """Have threads work on items; raise the first failure once all have stopped.
 
     Parameters
     ----------
+    items
+        None of them None; each is taken by one thread.
+    begin
+        Called once in each thread, with its number from 0; gives what is called with each item.
     stop
-        Is set when one fails, or the caller is interrupted; `work` looks at it between its pieces.
+        Is set when one fails, or the caller is interrupted; then no further item is taken.
     """
+    taking = threading.Lock()
 
-    def guarded(turn: int) -> None:
-        """Work, and have the others stop if it fails."""
+    def loop(turn: int) -> None:
+        """Take item after item, and have the other threads stop on a failure."""
         try:
-            work(turn)
+            work = begin(turn)
+            while True:
+                with taking:
+                    item = None if stop.is_set() else next(items, None)
+                if item is None:
+                    return
+                work(item)
         except BaseException:
             stop.set()
             raise
 
     with ThreadPoolExecutor(count, thread_name_prefix=name) as pool:
         try:
-            futures = [pool.submit(guarded, turn) for turn in range(count)]
+            futures = [pool.submit(loop, turn) for turn in range(count)]
             wait(futures)
         except BaseException:  # Ctrl-C in the owner: the threads stop after their piece
             stop.set()

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from ckptstore.manifests import read_manifest
 from faultkit.states import differences, state_of
 from faultkit.stores import contents, create, load_id, memory_with, reopen
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.checkpoint.manifests import read_manifest
 from ckptstore.errors import (
     CkptStoreError,
     FormatError,

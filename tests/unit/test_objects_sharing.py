@@ -14,7 +14,7 @@ from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options
-from ckptstore.objects.index import KnownPieces, Location, TableBuilder
+from ckptstore.objects.index import KnownPieces, Location, placed_table
 from ckptstore.repo import Finding, create_on
 from ckptstore.store import Store
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -235,17 +235,15 @@ def test_rows_of_any_length_come_back(metered: MeteredBackend, columns: int) -> 
 def test_ids_are_compared_whole() -> None:
     """Ids with one beginning are two pieces, and one id with another length is another piece."""
     ids = [b"8 bytes." + bytes([n]) * 24 for n in range(3)]
-    builder = TableBuilder(
-        np.frombuffer(b"".join(ids[:2]), np.uint8).reshape(2, 32), np.array([100, 100], np.uint32)
+    table = placed_table(
+        np.frombuffer(b"".join(ids[:2]), np.uint8).reshape(2, 32),
+        np.array([100, 100], np.uint32),
+        [
+            Location(pack="ab" * 16, offset=at, stored_bytes=100, inner=0, slab_bytes=100)
+            for at in (32, 196)
+        ],
     )
-    for row in range(2):
-        builder.put(
-            row,
-            Location(
-                pack="ab" * 16, offset=32 + 164 * row, stored_bytes=100, inner=0, slab_bytes=100
-            ),
-        )
-    known = KnownPieces([builder.build()])
+    known = KnownPieces([table])
 
     found = [known.find(piece_id, 100) for piece_id in ids]
 

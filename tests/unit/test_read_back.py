@@ -28,11 +28,11 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
 from ckptstore.hashing import blake3_digest
-from ckptstore.objects import read_back
 from ckptstore.objects.copying import copy_chunks
 from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.piece_reader import Want
+from ckptstore.objects.plan import join_chunks
 from ckptstore.objects.read_back import ReadBack
 
 Rows = dict[str, Sequence[IndexRow]]
@@ -133,15 +133,15 @@ def test_a_pack_that_cannot_be_read_yet_counts_as_not_read(
 
 def test_requests_stay_within_their_size(written: tuple[MemoryBackend, Rows, ReadBack]) -> None:
     """Neighbours are read together, up to the limit; each chunk once."""
-    _, rows, _ = written
+    target, rows, _ = written
     for index in rows.values():
         for limit in (1, 3_000_000, 1 << 30):
-            parts = list(read_back._spans(index, limit))
+            parts = list(join_chunks(index, replace(target.capabilities, read_bytes_max=limit)))
             assert [row for part in parts for row in part] == list(index)
             for part in parts:
                 size = part[-1].offset + 64 + part[-1].stored_bytes - part[0].offset
                 assert len(part) == 1 or size <= limit
-    assert list(read_back._spans([], 10)) == []
+    assert list(join_chunks([], target.capabilities)) == []
 
 
 class _Altering(WrapperBackend):

@@ -38,6 +38,7 @@ from ckptstore.errors import (
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.maintenance.core.cold_packs import early, states_of
+from ckptstore.maintenance.core.listing import Tally
 from ckptstore.maintenance.core.live_set import Footprint, Reach
 from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.maintenance.core.select_versions import select_versions
@@ -47,20 +48,11 @@ from ckptstore.repo import Repo
 __all__ = [
     "ArchiveReport",
     "LeftPack",
-    "PackTally",
     "SkippedPack",
     "archivable",
     "archive",
     "cold_storage_of",
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackTally:
-    """Some packs."""
-
-    count: int = 0
-    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +82,9 @@ class ArchiveReport:
     storage_class: str
     versions: tuple[str, ...] = ()
     """Ids of the versions that were named, without those of which there is a record only."""
-    moved: PackTally = PackTally()
+    moved: Tally = field(default_factory=Tally)
     """With `dry_run`, what would be."""
-    there: PackTally = PackTally()
+    there: Tally = field(default_factory=Tally)
     """In the class already."""
     left: tuple[LeftPack, ...] = ()
     skipped: tuple[SkippedPack, ...] = ()
@@ -331,8 +323,8 @@ class _Archiving:
         info = self.infos.get(pack)
         return 0 if info is None else info.size_bytes
 
-    def _tally(self, packs: Sequence[str]) -> PackTally:
-        return PackTally(count=len(packs), size_bytes=sum(map(self._size, packs)))
+    def _tally(self, packs: Sequence[str]) -> Tally:
+        return Tally(count=len(packs), size_bytes=sum(map(self._size, packs)))
 
     def _left(self, done: set[str]) -> Iterator[LeftPack]:
         """Yield the packs that stay, with the versions that keep them."""

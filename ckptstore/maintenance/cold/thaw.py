@@ -23,8 +23,8 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
-from ckptstore.maintenance.cold.archive import PackTally
 from ckptstore.maintenance.core.cold_packs import states_of
+from ckptstore.maintenance.core.listing import Tally
 from ckptstore.maintenance.core.live_set import Footprint
 from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.model import Version
@@ -62,13 +62,13 @@ class ThawReport:
     version: str
     """Its id."""
     dry_run: bool
-    packs: PackTally
+    packs: Tally
     """All that are needed."""
-    readable: PackTally
+    readable: Tally
     """Those of them that can be read now."""
-    requested: PackTally
+    requested: Tally
     """Those that this call has asked for; with `dry_run`, would have."""
-    restoring: PackTally
+    restoring: Tally
     """Those that were asked for, by this call or before, and cannot be read yet."""
     tier: str
     days: int
@@ -113,8 +113,8 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
     cold = cold_storage(repo.backend)
     if cold is None:
         sizes = (repo.backend.stat(pack_key(pack)).size_bytes for pack in packs)
-        tally = PackTally(count=len(packs), size_bytes=sum(sizes))
-        nothing = PackTally()
+        tally = Tally(count=len(packs), size_bytes=sum(sizes))
+        nothing = Tally()
         return ThawReport(
             version=version.id,
             dry_run=request.dry_run,
@@ -264,9 +264,9 @@ class _Thawing:
             seconds=seconds,
         )
 
-    def _tally(self, packs: Sequence[str]) -> PackTally:
+    def _tally(self, packs: Sequence[str]) -> Tally:
         size = sum(self.states[pack].size_bytes for pack in packs)
-        return PackTally(count=len(packs), size_bytes=size)
+        return Tally(count=len(packs), size_bytes=size)
 
 
 def _elsewhere(repo: Repo, version: Version) -> str:

@@ -10,22 +10,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend, Capabilities
+from ckptstore.backends.base import Backend
 from ckptstore.config import Environment
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
-from ckptstore.format.keys import pack_key
-from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.format.pack import IndexRow
 from ckptstore.maintenance.core.live_set import ChunkTable
-from ckptstore.objects.copying import Room, StoredChunk, broken, take_chunk
+from ckptstore.objects.copying import Room, broken, read_rows
 from ckptstore.objects.pack_index import read_index
 from ckptstore.objects.pack_plan import PackPlan
 from ckptstore.objects.packs import PackSink
+from ckptstore.objects.plan import join_chunks
 from ckptstore.objects.threads import in_threads
 
 __all__ = ["Moved", "Recopied", "Recopy", "Victim", "recopy"]
@@ -124,41 +125,30 @@ class _Copying:
         size = capabilities.pack_bytes
         plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
         sink = PackSink(task.storage.value, task.environment, plan)
-        waiting = iter(task.victims)
 
-        def work(turn: int) -> None:
-            """Copy victim after victim until none is left, or another thread has failed."""
-            room = Room()
-            while not self.stop.is_set():
-                with self.lock:
-                    victim = next(waiting, None)
-                if victim is None:
-                    return
-                self._copy(turn, victim, sink, room)
+        def begin(turn: int) -> Callable[[Victim], None]:
+            return partial(self._copy, turn, sink, Room())
 
         try:
-            if workers == 1:
-                work(0)
-            else:
-                in_threads(workers, work, self.stop, name="ckptstore-gc")
+            in_threads(workers, iter(task.victims), begin, self.stop, name="ckptstore-gc")
             sink.finish()
         except BaseException:
             sink.abort()
             raise
 
-    def _copy(self, turn: int, victim: Victim, sink: PackSink, room: Room) -> None:
+    def _copy(self, turn: int, sink: PackSink, room: Room, victim: Victim) -> None:
         packs: list[str] = []
         offsets: list[int] = []
         backend = self.task.storage.value
         try:
-            index = read_index(backend, victim.pack, victim.size_bytes)
-            ids = {row.offset: row.chunk_id for row in index}
-            for first, last in _spans(victim.live, backend.capabilities):
-                for found in self._read(victim, first, last, ids, room):
+            for part in join_chunks(_live_rows(backend, victim), backend.capabilities):
+                for found in read_rows(backend, victim.pack, part, room):
                     placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
-                self._advance(victim, first, last)
+                with self.lock:
+                    self.done += sum(row.stored_bytes for row in part)
+                    self.tell(self.done)
         except (ColdObjectError, IntegrityError, FormatError, NotFoundError) as error:
             with self.lock:
                 self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
@@ -167,48 +157,14 @@ class _Copying:
         with self.lock:
             self.places[victim.pack] = moved
 
-    def _read(
-        self, victim: Victim, first: int, last: int, ids: Mapping[int, bytes], room: Room
-    ) -> Iterator[StoredChunk]:
-        """Read neighbouring chunks with one request; yield each, checked as far as it can be."""
-        live = victim.live
-        start = int(live.offset[first])
-        end = int(live.offset[last - 1]) + CHUNK_HEADER_BYTES + int(live.stored[last - 1])
-        memory = room.bytes(end - start)
-        self.task.storage.value.read_into(pack_key(victim.pack), start, [memory])
-        for row in range(first, last):
-            at = int(live.offset[row]) - start
-            stored = int(live.stored[row])
-            where = f"{victim.pack} at {int(live.offset[row])}"
-            found = take_chunk(
-                memory[at : at + CHUNK_HEADER_BYTES + stored],
-                stored_bytes=stored,
-                raw_bytes=int(live.raw[row]),
-                where=where,
-                room=room,
-            )
-            if found.chunk_id != ids.get(int(live.offset[row])):
-                raise broken(where, "another chunk is there")
-            if found.piece_id(0, found.raw_bytes) != found.chunk_id:
-                raise broken(where, "content does not match its chunk id")
-            yield found
 
-    def _advance(self, victim: Victim, first: int, last: int) -> None:
-        size = int(victim.live.stored[first:last].sum(dtype=np.uint64))
-        with self.lock:
-            self.done += size
-            self.tell(self.done)
-
-
-def _spans(live: ChunkTable, capabilities: Capabilities) -> Iterator[tuple[int, int]]:
-    """Yield ranges of rows that are read with one request each."""
-    first = 0
-    for row in range(1, len(live.offset) + 1):
-        if row < len(live.offset):
-            end = int(live.offset[row - 1]) + CHUNK_HEADER_BYTES + int(live.stored[row - 1])
-            near = int(live.offset[row]) - end <= capabilities.read_gap_bytes
-            after = int(live.offset[row]) + CHUNK_HEADER_BYTES + int(live.stored[row])
-            if near and after - int(live.offset[first]) <= capabilities.read_bytes_max:
-                continue
-        yield first, row
-        first = row
+def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:
+    """Yield the rows of a pack's index whose chunks are live, in the order of their offsets."""
+    index = {row.offset: row for row in read_index(backend, victim.pack, victim.size_bytes)}
+    live = victim.live
+    columns = (live.offset.tolist(), live.stored.tolist(), live.raw.tolist())
+    for offset, stored, raw in zip(*columns, strict=True):
+        row = index.get(offset)
+        if row is None or (row.stored_bytes, row.raw_bytes) != (stored, raw):
+            raise broken(f"{victim.pack} at {offset}", "its index names another chunk there")
+        yield row

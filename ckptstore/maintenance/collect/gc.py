@@ -33,19 +33,12 @@ from ckptstore.maintenance.collect.unreferenced import (
     storage_now,
 )
 from ckptstore.maintenance.core.cold_packs import early
+from ckptstore.maintenance.core.listing import Tally
 from ckptstore.maintenance.core.live_set import Reach
 from ckptstore.maintenance.core.task_pool import Spread, spread_over
 from ckptstore.repo import Repo
 
 __all__ = ["GcReport", "Tally", "gc"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tally:
-    """Some objects."""
-
-    count: int = 0
-    size_bytes: int = 0
 
 
 Kinds = Mapping[str, Tally]

@@ -22,7 +22,7 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
-from ckptstore.maintenance.collect.repack import relocate
+from ckptstore.maintenance.collect.repack import relocate_needing
 from ckptstore.maintenance.core.live_set import Reach
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
 from ckptstore.objects.index import Location
@@ -131,7 +131,7 @@ def rebase(
         done, total = len(rescue.rescued), len(chosen)
         progress(Progress(stage="rebase", done=done, total=total, unit="pieces"))
     rescue.flush()
-    versions = relocate(repo, reach, packs, _change(chosen, rescue.placed))
+    versions = relocate_needing(repo, reach, packs, _change(chosen, rescue.placed))
     return Rebased(
         pieces_count=len(rescue.placed),
         written_bytes=rescue.written_bytes,

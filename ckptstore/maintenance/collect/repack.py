@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
-from ckptstore.catalog.state import Op
 from ckptstore.engine.calls import Shared
 from ckptstore.errors import IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
@@ -28,12 +27,12 @@ from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.maintenance.collect.copy_live import Moved, Recopy, Victim, recopy
 from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
 from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.core.task_pool import Spread, grouped
-from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Repacked", "choose", "relocate", "repack"]
+__all__ = ["Repacked", "choose", "relocate_needing", "repack"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +105,7 @@ def repack(
             progress(Progress(stage="repack", done=before + size, total=total))
 
         places, skipped = _copied(repo, batch, tell, spread)
-        moved = relocate(
+        moved = relocate_needing(
             repo,
             reach,
             places,
@@ -184,7 +183,7 @@ def _batches(victims: Sequence[Victim]) -> Iterator[list[Victim]]:
 # --- versions -----------------------------------------------------------------------------------
 
 
-def relocate(
+def relocate_needing(
     repo: Repo,
     reach: Reach,
     packs: Container[str],
@@ -219,39 +218,20 @@ def relocate(
     moved = 0
     for start in range(0, len(concerned), limits.GC_MOVES_PER_COMMIT):
         part = concerned[start : start + limits.GC_MOVES_PER_COMMIT]
-        moves = list(_moves(repo, reach, part, change))
-        old = {version.id: version.manifest_key for version in part}
-        taken: list[int] = []
-
-        def build(
-            now: Catalog,
-            moves: Sequence[Move] = moves,
-            old: Mapping[str, str] = old,
-            taken: list[int] = taken,
-        ) -> Sequence[Op]:
-            """Move what is as it was, and condemn the manifests that this leaves behind."""
-            good = [move for move in moves if _still(now, move, old[move.version])]
-            taken[:] = [len(good)]
-            return [
-                *content_ops.relocate(now, good),
-                *content_ops.condemn(now, [old[move.version] for move in good]),
-            ]
-
-        if repo.log.append_any(build) is not None:
-            moved += taken[0]
+        moved += len(relocate(repo, partial(_standing, list(_moves(repo, reach, part, change)))))
     return moved
 
 
-def _still(now: Catalog, move: Move, key: str) -> bool:
-    """Say whether a version is what it was, and nothing that its new manifest names condemned."""
-    version = now.version(move.version)
-    same = not version.deleted and version.manifest_key == key
-    return (
-        same
-        and not version.damaged
-        and version.level == move.level
+def _standing(moves: Sequence[Move], now: Catalog) -> list[Move]:
+    """Return the moves of versions that are as they were, to what no collection condemned."""
+    return [
+        move
+        for move in moves
+        if still(now, move)
+        and not now.version(move.version).damaged
+        and now.version(move.version).level == move.level
         and not now.gone(move.relies_on)
-    )
+    ]
 
 
 def _moves(
@@ -271,26 +251,15 @@ def _moves(
                 raise
             return None
         pieces = change(manifest)
-        return None if pieces is None else _move(repo, version, replace(manifest, pieces=pieces))
+        if pieces is None:
+            return None
+        manifest = replace(manifest, pieces=pieces)
+        return write_move(repo, version, manifest), manifest
 
     for pair in list(at_once(repo.backend, one, versions)):  # all are written, or one raises
         if pair is not None and pair[0].manifest is not None:
             reach.note(pair[0].manifest.digest, pair[1])
             yield pair[0]
-
-
-def _move(repo: Repo, version: Version, manifest: Manifest) -> tuple[Move, Manifest]:
-    pointer = repo.manifests.put(manifest)
-    move = Move(
-        version=version.id,
-        based_on=version.manifest_digest,
-        level=version.level,
-        manifest=pointer,
-        content=version.content,
-        roles=version.roles,
-        relies_on=relied_on(pointer, manifest),
-    )
-    return move, manifest
 
 
 def _elsewhere(table: PieceTable, places: Mapping[str, Moved]) -> PieceTable | None:

@@ -19,7 +19,7 @@ from ckptstore.config import Environment
 from ckptstore.engine.calls import Shared
 from ckptstore.maintenance.core.task_pool import Spread, grouped
 
-__all__ = ["ListPart", "list_objects", "list_part"]
+__all__ = ["ListPart", "Tally", "list_objects", "list_part"]
 
 # Folders that one task lists; each by itself where more tasks than this run at once.
 _WIDTH: Final = 4
@@ -27,6 +27,14 @@ _MANY: Final = 16
 
 Listed = tuple[str, int, float, str]
 """Key, bytes, time, and storage class: an ``ObjectInfo`` as it travels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Some objects."""
+
+    count: int = 0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

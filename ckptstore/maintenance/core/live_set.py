@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from sys import intern
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ __all__ = [
     "FootprintPart",
     "Reach",
     "changed",
+    "chunk_keys",
     "footprint_part",
     "live_versions",
 ]
@@ -88,9 +90,7 @@ class Footprint:
     def of(cls, manifest: Manifest) -> Footprint:
         """Return the footprint of a manifest."""
         table = manifest.pieces
-        # Offsets have at most 33 bits (PACK_BYTES_MAX), places of packs at most 22 (PACKS_MAX).
-        where = (table.pack.astype(np.uint64) << np.uint64(34)) | table.offset
-        _, rows = np.unique(where, return_index=True)
+        _, rows = np.unique(chunk_keys(table.pack, table.offset), return_index=True)
         places, starts = np.unique(table.pack[rows], return_index=True)
         return cls(
             packs=tuple(intern(table.packs[int(place)]) for place in places),
@@ -111,6 +111,17 @@ class Footprint:
                 stored=table.stored[start:end],
                 raw=table.raw[start:end],
             )
+
+
+def chunk_keys(packs: npt.NDArray[Any], offsets: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return a number for each chunk, by which chunks are ordered by pack and offset.
+
+    Parameters
+    ----------
+    packs
+        Numbers of packs, below 2**30: offsets have at most 33 bits (``PACK_BYTES_MAX``).
+    """
+    return (packs.astype(np.uint64) << np.uint64(34)) | offsets
 
 
 class Reach:

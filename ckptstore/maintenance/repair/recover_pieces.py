@@ -31,7 +31,7 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import blake3_digest
 from ckptstore.maintenance.repair.raw_recovery import decodings, legible, read_chunk
-from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder, location_of
+from ckptstore.objects.index import Base, KnownPieces, Location, location_of, placed_table, remap
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.piece_writer import write_pieces
 from ckptstore.objects.scan import FoundChunk, scan_chunks
@@ -332,15 +332,15 @@ class Rescue:
     def _bases_of(self, need: Need) -> Iterator[BaseData]:
         """Yield what a piece refers to where it is a delta, as far as that can be read."""
         for piece_id, place in need.bases.items():
-            builder = TableBuilder(
+            table = placed_table(
                 np.frombuffer(piece_id, np.uint8).reshape(1, 32),
                 np.array([need.raw_bytes], np.uint32),
+                [self.placed.get(piece_id, place.location)],
             )
-            builder.put(0, self.placed.get(piece_id, place.location))
             lost: list[CkptStoreError] = []
             memory = memoryview(bytearray(need.raw_bytes))
             read_pieces(
-                builder.build(),
+                table,
                 [Want(row=0, out=memory, label="")],
                 backend=self.repo.backend,
                 options=self.repo.options,
@@ -369,16 +369,17 @@ def replaced(table: PieceTable, own: int, places: Mapping[int, Location]) -> Pie
     own
         Pieces of tensors; what deltas refer to comes behind them, as far as it is still needed.
     """
-    builder = TableBuilder(table.ids[:own], table.raw[:own])
-    for row in range(own):
-        place = places.get(row)
-        if place is None:
-            place = location_of(table, row)
-            base = table.base_of(row)
-            if base is not None and base in places and place.base is not None:
-                place = replace(place, base=replace(place.base, location=places[base]))
-        builder.put(row, place)
-    return builder.build()
+
+    def place(row: int) -> Location:
+        """Return where a piece lies, and what it is a difference to."""
+        if row in places:
+            return places[row]
+        old, base = location_of(table, row), table.base_of(row)
+        if base is None or base not in places or old.base is None:
+            return old
+        return replace(old, base=replace(old.base, location=places[base]))
+
+    return remap(table, range(own), place)
 
 
 def _batches(table: PieceTable, rows: Sequence[int]) -> Iterator[list[int]]:

@@ -10,26 +10,25 @@ them. A repair may be stopped at any point, run again, and run twice at once: th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from ckptstore import limits
 from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
-from ckptstore.catalog.state import Op
-from ckptstore.errors import CondemnedError, FormatError, IntegrityError
+from ckptstore.committing import commit_retrying
+from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.keys import pack_id
-from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.check.leftovers import cut_short, find_leftovers
 from ckptstore.maintenance.check.verify import Level
+from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
 from ckptstore.maintenance.repair.repair_items import Item, RowDtype, is_unlike, lost_of, needed
 from ckptstore.maintenance.repair.repair_report import CommitFinding, Lost, Mended, RepairReport
 from ckptstore.maintenance.repair.repair_sources import Sources
-from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -181,52 +180,36 @@ class _Repair:
 
         What a collection condemns meanwhile is written again, as a save does.
         """
-        for item in self.items:
-            dtypes = RowDtype(item.content.manifest)
-            for row in needed(self.survey, item.content):
-                self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
-        left = list(self.items)
-        for attempt in range(limits.CONDEMNED_TRIES_MAX):
-            self.sources.obtain(self.items)
-            try:
-                left = self._relocate(left)
-                break
-            except CondemnedError as error:
-                if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
-                    raise
-                self._avoid({pack for key in error.keys if (pack := pack_id(key))})
-                left = [item for item in left if item.version.id not in self.relocated]
+        commit_retrying(self._try)
         for item in self.items:
             self._account(item)
 
-    def _avoid(self, packs: set[str]) -> None:
-        """Need again what was to lie in packs that were condemned meanwhile."""
-        self.rescue.forget(packs)
-        for pack in packs:
+    def _try(self, condemned: set[str]) -> None:
+        """Obtain what is needed, also what was to lie in condemned packs, and relocate."""
+        self.rescue.forget(condemned)
+        for pack in condemned:
             self.survey.broken_packs.setdefault(pack, "it was condemned")
         for item in self.items:
             dtypes = RowDtype(item.content.manifest)
             for row in needed(self.survey, item.content):
                 self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
+        self.sources.obtain(self.items)
+        self._relocate([item for item in self.items if item.version.id not in self.relocated])
 
     # --- what is done ---------------------------------------------------------------------------
 
-    def _relocate(self, items: list[Item]) -> list[Item]:
-        """Write new manifests and commit them, some versions at a time; return what is left."""
+    def _relocate(self, items: list[Item]) -> None:
+        """Write new manifests and commit them, some versions at a time."""
         if self.rescue.dry_run:
-            return []
+            return
         for start in range(0, len(items), limits.MOVES_PER_COMMIT):
             part = items[start : start + limits.MOVES_PER_COMMIT]
             moves = [move for item in part if (move := self._move(item)) is not None]
             if not moves:
                 continue
-            self.repo.log.append_any(lambda now, moves=moves: _ops(now, moves))  # type: ignore[misc]
-            catalog = self.repo.catalog
-            for move in moves:
-                found = catalog.has_version(move.version) and catalog.version(move.version)
-                if found and move.manifest and found.manifest_key == move.manifest.key:
-                    self.relocated.append(move.version)
-        return []
+            # One that changed since this looked is left as it is now.
+            done = relocate(self.repo, partial(_standing, moves))
+            self.relocated += [move.version for move in done]
 
     def _move(self, item: Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""
@@ -241,26 +224,9 @@ class _Repair:
         if not places and not item.rebuilt:
             return None
         old = item.content.manifest
-        manifest = Manifest(
-            version=old.version,
-            chunk_bytes=old.chunk_bytes,
-            skeleton=old.skeleton,
-            tensors=old.tensors,
-            first=old.first,
-            pieces=replaced(table, old.first[-1], places),
-        )
+        manifest = replace(old, pieces=replaced(table, old.first[-1], places))
         # A name of its own: that of the manifest that is lost may be taken by what is left of it.
-        pointer = self.repo.manifests.put(manifest)
-        version = item.version
-        return Move(
-            version=version.id,
-            based_on=version.manifest_digest,
-            level=version.level,
-            manifest=pointer,
-            content=version.content,
-            roles=version.roles,
-            relies_on=relied_on(pointer, manifest),
-        )
+        return write_move(self.repo, item.version, manifest)
 
     def _account(self, item: Item) -> None:
         """Say which tensors of a version are whole again, and which are lost."""
@@ -317,14 +283,6 @@ class _Repair:
         return tuple(digests)
 
 
-def _ops(now: Catalog, moves: Sequence[Move]) -> list[Op]:
-    """Return what relocates those versions that are still as they were when this looked."""
-    live: list[Move] = []
-    superseded: list[str] = []
-    for move in moves:
-        version = now.version(move.version)
-        if not version.deleted and version.manifest_digest == move.based_on:
-            live.append(move)
-            superseded.append(version.manifest_key)
-    ops = content_ops.relocate(now, live)
-    return [*ops, *content_ops.condemn(now, superseded)]
+def _standing(moves: Sequence[Move], now: Catalog) -> list[Move]:
+    """Return the moves of versions that are still as they were when this looked."""
+    return [move for move in moves if still(now, move)]

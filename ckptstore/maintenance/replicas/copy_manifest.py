@@ -26,11 +26,11 @@ from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.model import RoleBytes, Version
-from ckptstore.objects.copying import Copied, copy_chunks
-from ckptstore.objects.index import Base, KnownPieces, Location, TableBuilder
+from ckptstore.objects.copying import Copied
+from ckptstore.objects.index import Base, KnownPieces, Location, remap
 from ckptstore.objects.packs import Placed
 from ckptstore.objects.piece_reader import Want
-from ckptstore.objects.read_back import ReadBack
+from ckptstore.objects.read_back import copy_read_back
 from ckptstore.repo import Repo
 
 __all__ = [
@@ -188,25 +188,16 @@ def copier_between(source: Backend, target: Backend, repo: Repo, *, check: bool 
     check
         Read back what was written, but for what deltas decode to.
     """
-
-    def copy(table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
-        """Copy what is wanted, and read it back if that was asked for."""
-        read_back = ReadBack(target, repo.environment) if check else None
-        copied = copy_chunks(
-            table,
-            wants,
-            source=source,
-            target=target,
-            environment=repo.environment,
-            options=repo.options,
-            progress=progress,
-            after=read_back,
-        )
-        if read_back is not None:
-            copied.read_back_s, copied.is_cold = read_back.seconds, read_back.is_cold
-        return copied
-
-    return copy
+    return lambda table, wants, progress: copy_read_back(
+        table,
+        wants,
+        source=source,
+        target=target,
+        environment=repo.environment,
+        options=repo.options,
+        progress=progress,
+        check=check,
+    )
 
 
 def foresee(
@@ -331,7 +322,6 @@ def _placed(
     own
         Pieces of tensors; what deltas refer to comes behind them.
     """
-    builder = TableBuilder(table.ids[:own], table.raw[:own])
 
     def place(row: int) -> Location:
         """Return where a piece lies in the target, and what it is a difference to."""
@@ -350,9 +340,7 @@ def _placed(
             base=refers or None,
         )
 
-    for row in range(own):
-        builder.put(row, place(row))
-    return builder.build()
+    return remap(table, range(own), place)
 
 
 def _role_bytes(

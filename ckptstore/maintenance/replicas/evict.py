@@ -20,12 +20,11 @@ from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS
-from ckptstore.catalog.state import Op
+from ckptstore.maintenance.core.relocate import record_move, relocate
 from ckptstore.maintenance.replicas.recheck import SecondLook
 from ckptstore.maintenance.replicas.remote_pins import Pins
 from ckptstore.maintenance.replicas.replicate_report import Failure
 from ckptstore.maintenance.replicas.replication_context import read_back
-from ckptstore.maintenance.retention.ageing import relocating
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -235,23 +234,13 @@ class _Evicting:
         gone: list[Version] = []
         fresh = self.pins.leave(batch) if self.pins is not None else set()
 
-        def build(now: Catalog) -> list[Op]:
+        def choose(now: Catalog) -> list[Move]:
             gone[:] = self.evictable(now, batch)
-            return relocating(now, [_to_record(version) for version in gone])
+            return [record_move(version) for version in gone]
 
-        self.here.log.append_any(build)
+        relocate(self.here, choose)
         kept = self.second.look(gone)
         self.evicted += kept
         if self.pins is not None:
             self.pinned += sorted(fresh.intersection(one.id for one in kept))
             self.pins.take_away(fresh.difference(one.id for one in kept))
-
-
-def _to_record(version: Version) -> Move:
-    return Move(
-        version=version.id,
-        based_on=version.manifest_digest,
-        level="record",
-        manifest=None,
-        content=version.content,
-    )

@@ -41,7 +41,7 @@ from ckptstore.format.keys import commit_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.maintenance.replicas.known_near import Meter, known_here
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.objects.index import KnownPieces, TableBuilder
+from ckptstore.objects.index import KnownPieces, remap
 from ckptstore.objects.piece_reader import read_pieces
 from ckptstore.objects.plan import Want
 from ckptstore.repo import Repo
@@ -357,9 +357,6 @@ class _Split:
         if not places:
             return None, [], away
         rows = sorted(places)
-        builder = TableBuilder(table.ids[rows], table.raw[rows])
         at = {row: own for own, row in enumerate(rows)}
-        for row, own in at.items():
-            builder.put(own, places[row])
         mapped = [(replace(w, row=at[w.row]), w) for w in wants if w.row in at]
-        return builder.build(), mapped, away
+        return remap(table, rows, places.__getitem__), mapped, away

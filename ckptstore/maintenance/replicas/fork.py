@@ -6,11 +6,11 @@ store, or of what only a replica has, the chunks that are missing travel as they
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from ckptstore import limits
 from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
@@ -18,10 +18,10 @@ from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.request import NOWHERE
 from ckptstore.checkpoint.selection import Selection, logical_roles, select
-from ckptstore.errors import CondemnedError, ConflictError, CorruptObjectError, InvalidInputError
+from ckptstore.committing import commit_retrying
+from ckptstore.errors import ConflictError, CorruptObjectError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.fields import ManifestPointer
-from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY, Landed, transplant
 from ckptstore.maintenance.replicas.fallback import Found
@@ -80,65 +80,26 @@ def fork(
         Collections condemned what it needs, again and again.
     """
     repo.check_writable()
-    version = name = repo.environment.random_hex(16)
-    catalog = repo.refresh()
-    build = _Forking(source=source, version=version, request=request)
-    build(catalog)  # refuses now what the commit would refuse
-    without: set[str] = set()
-    for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        source = catalog.version(source.id)
-        _check_whole(source)
-        held = repo.manifests.load(source) if lender is None else lender.manifest
-        manifest = select(held, request.selection, version=version)
-        if lender is not None:
-            landed = _bring(manifest, lender.version, lender.repo, repo, without, request.progress)
-            manifest, build.roles = landed.manifest, landed.roles
-        build.manifest = manifest
-        build.content = content_digest(manifest)
-        build.pointer = repo.manifests.put(manifest, name=name)
-        try:
-            repo.log.append(build)
-        except CondemnedError as error:
-            if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
-                raise
-            without.update(pack for key in error.keys if (pack := pack_id(key)))
-            name = repo.environment.random_hex(16)  # a name is never used again
-            catalog = repo.refresh()
-        else:
-            repo.manifests.keep(build.pointer.digest, manifest)
-            return repo.catalog.version(version)
-    raise AssertionError  # pragma: no cover - the loop has no other end
 
+    def held() -> Manifest:
+        """Return the manifest of the source as it is now."""
+        now = repo.catalog.version(source.id)
+        _check_whole(now)
+        return repo.manifests.load(now) if lender is None else lender.manifest
 
-@dataclass(slots=True, kw_only=True)
-class _Forking:
-    """Builds the commit of a fork, on whatever the catalog is then."""
-
-    source: Version
-    version: str
-    request: ForkRequest
-    manifest: Manifest | None = None
-    pointer: ManifestPointer = NOWHERE
-    content: str = "0" * 64
-    roles: Mapping[str, RoleBytes] = field(default_factory=dict)
-    """Bytes by role, where some travelled."""
-
-    def __call__(self, catalog: Catalog) -> list[Op]:
-        manifest = self.manifest
-        return lifecycle_ops.fork(
-            catalog,
-            run=self.request.run,
-            source=self.source.id,
-            version=self.version,
-            step=self.source.step,
-            manifest=self.pointer,
-            content=self.content,
-            roles=self.roles or (logical_roles(manifest) if manifest is not None else {}),
-            metrics={},
-            metadata=self.request.metadata,
-            directions=self.request.directions,
-            relies_on=relied_on(self.pointer, manifest) if manifest is not None else (),
-        )
+    return _begin(
+        repo,
+        partial(
+            _Fork,
+            source=source,
+            run=request.run,
+            metadata=request.metadata,
+            directions=request.directions,
+        ),
+        request,
+        held,
+        place=None if lender is None else (lender.repo, lender.version),
+    )
 
 
 def fork_into(
@@ -172,75 +133,104 @@ def fork_into(
         As :func:`fork`.
     """
     target.check_writable()
-    version = name = target.environment.random_hex(16)
-    plan = _Landing.of(repo, source, request, version=version)
-    plan(target.refresh())  # refuses now what the commit would refuse
-    held = repo.manifests.load(source) if lender is None else lender.manifest
-    wanted = select(held, request.selection, version=version)
-    place = repo if lender is None else lender.repo
-    without: set[str] = set()
-    for attempt in range(limits.CONDEMNED_TRIES_MAX):
-        landed = _bring(wanted, source, place, target, without, request.progress)
-        plan.manifest, plan.roles = landed.manifest, landed.roles
-        plan.receipt = landed.receipt
-        plan.content = content_digest(landed.manifest)
-        plan.pointer = target.manifests.put(landed.manifest, name=name)
-        try:
-            target.log.append(plan)
-        except CondemnedError as error:
-            if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
-                raise
-            without.update(pack for key in error.keys if (pack := pack_id(key)))
-            name = target.environment.random_hex(16)
-        else:
-            target.manifests.keep(plan.pointer.digest, landed.manifest)
-            return target.catalog.version(version)
-    raise AssertionError  # pragma: no cover - the loop has no other end
-
-
-@dataclass(slots=True, kw_only=True)
-class _Landing:
-    """Builds the commit of a fork that came from another store."""
-
-    version: str
-    source: Version
-    run: str
-    metadata: Mapping[str, Any]
-    directions: Mapping[str, str]
-    manifest: Manifest | None = None
-    pointer: ManifestPointer = NOWHERE
-    content: str = "0" * 64
-    roles: Mapping[str, Any] = field(default_factory=dict)
-    receipt: Mapping[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, repo: Repo, source: Version, request: ForkRequest, *, version: str) -> _Landing:
-        """Return what is known before anything travelled.
-
-        Raises
-        ------
-        InvalidInputError
-            The key of the metadata that says where it came from is taken.
-        CorruptObjectError
-            Parts of the source are lost.
-        """
-        if ORIGIN_KEY in request.metadata:
-            msg = f"the metadata key {ORIGIN_KEY!r} is taken"
-            raise InvalidInputError(msg)
-        _check_whole(source)
-        return cls(
-            version=version,
+    if ORIGIN_KEY in request.metadata:
+        msg = f"the metadata key {ORIGIN_KEY!r} is taken"
+        raise InvalidInputError(msg)
+    _check_whole(source)
+    return _begin(
+        target,
+        partial(
+            _Fork,
             source=source,
             run=request.run,
             metadata={**request.metadata, ORIGIN_KEY: _origin(repo, source)},
             directions={**repo.catalog.run(source.run).metrics, **request.directions},
-        )
+            is_foreign=True,
+        ),
+        request,
+        lambda: repo.manifests.load(source) if lender is None else lender.manifest,
+        place=(repo if lender is None else lender.repo, source),
+    )
+
+
+def _begin(
+    target: Repo,
+    draft: Callable[..., _Fork],
+    request: ForkRequest,
+    held: Callable[[], Manifest],
+    *,
+    place: tuple[Repo, Version] | None,
+) -> Version:
+    """Write and commit the first version of a run of `target`; return it.
+
+    Parameters
+    ----------
+    draft
+        Makes the builder of the commit for a version of this id.
+    held
+        Gives the manifest of the source.
+    place
+        The store that has the chunks, and the version that it has; None for `target`.
+    """
+    version = name = target.environment.random_hex(16)
+
+    def attempt(condemned: set[str]) -> Version:
+        """Write the manifest, over chunks that no collection has condemned, and commit."""
+        nonlocal name
+        fork = draft(version=version)
+        fork(target.refresh())  # refuses now what the commit would refuse
+        manifest = select(held(), request.selection, version=version)
+        fork.roles = logical_roles(manifest)
+        if place is not None:
+            landed = _bring(manifest, place, target, condemned, request.progress)
+            manifest, fork.roles, fork.receipt = landed.manifest, landed.roles, landed.receipt
+        fork.content = content_digest(manifest)
+        fork.pointer = target.manifests.put(manifest, name=name)
+        fork.relies_on = relied_on(fork.pointer, manifest)
+        name = ""  # a name is never used again
+        target.log.append(fork)
+        target.manifests.keep(fork.pointer.digest, manifest)
+        return target.catalog.version(version)
+
+    return commit_retrying(attempt)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Fork:
+    """Builds the commit of a fork, on whatever the catalog is then."""
+
+    source: Version
+    version: str
+    run: str
+    metadata: Mapping[str, Any]
+    directions: Mapping[str, str]
+    is_foreign: bool = False
+    """The source is a version of another store, which cannot be a parent."""
+    pointer: ManifestPointer = NOWHERE
+    content: str = "0" * 64
+    roles: Mapping[str, RoleBytes] = field(default_factory=dict)
+    receipt: Mapping[str, float] = field(default_factory=dict)
+    relies_on: Sequence[str] = ()
 
     def __call__(self, catalog: Catalog) -> list[Op]:
+        if not self.is_foreign:
+            return lifecycle_ops.fork(
+                catalog,
+                run=self.run,
+                source=self.source.id,
+                version=self.version,
+                step=self.source.step,
+                manifest=self.pointer,
+                content=self.content,
+                roles=self.roles,
+                metrics={},
+                metadata=self.metadata,
+                directions=self.directions,
+                relies_on=self.relies_on,
+            )
         if catalog.has_run(self.run):
             msg = f"there is a run {self.run!r} already"
             raise ConflictError(msg, hint="fork to another name")
-        manifest = self.manifest
         return run_ops.save(
             catalog,
             run=self.run,
@@ -252,23 +242,23 @@ class _Landing:
             metadata=self.metadata,
             roles=self.roles,
             receipt=self.receipt,
-            relies_on=relied_on(self.pointer, manifest) if manifest is not None else (),
+            relies_on=self.relies_on,
         )
 
 
 def _bring(
     wanted: Manifest,
-    source: Version,
-    place: Repo,
+    place: tuple[Repo, Version],
     target: Repo,
     without: Collection[str],
     progress: ProgressCallback,
 ) -> Landed:
-    """Bring what a fork needs of `source`, and `target` does not have, from where it is."""
-    with naming_cold(source.id, place.url, shown=f"{source.run}@{source.step}"):
+    """Bring what a fork needs, and `target` does not have, from where it is."""
+    there, source = place
+    with naming_cold(source.id, there.url, shown=f"{source.run}@{source.step}"):
         return transplant(
             wanted,
-            source=place,
+            source=there,
             target=target,
             source_id=source.id,
             without=without,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import count
 from typing import Literal
 
 from ckptstore import limits
@@ -17,6 +16,7 @@ from ckptstore.catalog import replica_ops
 from ckptstore.catalog.replica_ops import CHECKED_KEY, UNCHECKED_KEY, Arrival
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest, read_content
+from ckptstore.committing import commit_retrying
 from ckptstore.errors import (
     ColdObjectError,
     CondemnedError,
@@ -26,7 +26,6 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.replicas.copy_manifest import Landed, transplant
 from ckptstore.maintenance.replicas.replication_context import Sides
 from ckptstore.maintenance.retention.remove import undelete
@@ -80,8 +79,12 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
     StorageError
         One of the storages failed.
     """
-    without: set[str] = set()
-    for tries in count(1):
+    tries = 0
+
+    def attempt(without: set[str]) -> Outcome:
+        """Copy and commit, from where the version is now."""
+        nonlocal version, tries
+        tries += 1
         try:
             landed = _land(sides, version, near(version), without, progress)
         except ColdObjectError as error:  # of the source: the others are not held up
@@ -91,27 +94,24 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
             if now.deleted or now.level == "record":
                 return Outcome(fate="deleted in the source")
             moved = now.manifest_digest != version.manifest_digest
-            if not moved or tries == limits.CONDEMNED_TRIES_MAX:
+            if not moved or tries >= limits.CONDEMNED_TRIES_MAX:
                 return Outcome(fate="failed", error=error)
             version = now
-            continue
+            return attempt(without)
         try:
             fate = _commit(sides, version, landed)
-        except CondemnedError as error:
-            if tries == limits.CONDEMNED_TRIES_MAX:
-                raise
-            packs = {pack_key(pack): pack for pack in landed.manifest.pieces.packs}
-            without.update(packs[name] for name in error.keys if name in packs)
+        except CondemnedError:
             if sides.orphans is not None:
                 sides.orphans.forget()  # what this try has copied is there as well
-        else:
-            return Outcome(
-                fate=fate,
-                chunks_count=landed.chunks_count,
-                chunk_bytes=landed.chunk_bytes,
-                resumed_bytes=landed.resumed_bytes,
-            )
-    raise AssertionError  # pragma: no cover - the loop has no other end
+            raise
+        return Outcome(
+            fate=fate,
+            chunks_count=landed.chunks_count,
+            chunk_bytes=landed.chunk_bytes,
+            resumed_bytes=landed.resumed_bytes,
+        )
+
+    return commit_retrying(attempt)
 
 
 def take_back_deletion(sides: Sides, version: Version) -> bool:

@@ -9,6 +9,7 @@ from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.catalog.replica_ops import CHECKED_KEY, UNCHECKED_KEY
 from ckptstore.engine.engine import Engine
 from ckptstore.maintenance.replicas.copy_manifest import Copier, copier_between
+from ckptstore.maintenance.replicas.known_near import nearest, newest_heads
 from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.maintenance.replicas.replicate_report import ReplicateRequest
 from ckptstore.model import Version
@@ -16,12 +17,6 @@ from ckptstore.objects.copy_tasks import SpreadCopy
 from ckptstore.repo import Repo
 
 __all__ = ["Near", "Sides", "read_back"]
-
-# Versions before and after one in its run that are asked for chunks that it shares, beside its
-# parent and the heads. Source: retention and eviction leave gaps; what is missed costs its bytes.
-_NEIGHBOURS = 8
-# Heads of other runs of the target that are asked too. Source: each is one manifest in memory.
-_HEADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +93,7 @@ class Near:
 
     def note_heads(self) -> None:
         """Remember the newest heads of the target."""
-        here = self.sides.target.catalog
-        heads = [here.version(info.head) for info in here.runs() if info.head]
-        newest = sorted(heads, key=lambda version: version.commit)[-_HEADS:]
-        self.heads = tuple(version.id for version in newest)
+        self.heads = tuple(newest_heads(self.sides.target.catalog))
 
     def of(self, version: Version, *, last: str) -> list[str]:
         """Return ids of the target's versions, the likeliest first.
@@ -116,14 +108,11 @@ class Near:
         ids = self.sides.source.catalog.ids(version.run)
         if version.id not in self._places:
             self._places.update((one, place) for place, one in enumerate(ids))
-        place = self._places[version.id]
-        before = [*ids[max(0, place - _NEIGHBOURS) : place]][::-1]
-        after = ids[place + 1 : place + 1 + _NEIGHBOURS]
         head = self.sides.target.catalog.head_id(version.run)
-        near = (next(filter(self._shares, part), "") for part in (before, after))
+        near = nearest(ids, self._places[version.id], self._shares)
         others = filter(self._shares, (version.parent, last, head, *self.heads))
         itself = [version.id] if self._shares(version.id) else []
-        return [one for one in dict.fromkeys((*itself, *near, *others)) if one]
+        return list(dict.fromkeys((*itself, *near, *others)))
 
     def _shares(self, version_id: str) -> bool:
         here = self.sides.target.catalog

@@ -14,24 +14,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptstore import limits
-from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS, Level
 from ckptstore.catalog.pin_ops import pinned_error
 from ckptstore.catalog.retention import reclaimable
-from ckptstore.catalog.state import Op
-from ckptstore.checkpoint.content import content_digest
-from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
+from ckptstore.committing import commit_retrying
+from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.manifest import PieceTable
+from ckptstore.maintenance.core.relocate import record_move, relocate, write_move
 from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh
 from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.rounding_report import Rounding
-from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Prepared", "Target", "age", "foresee", "prepare", "relocating", "warn"]
+__all__ = ["Prepared", "Target", "age", "foresee", "prepare", "warn"]
 
 _log = logging.getLogger("ckptstore")
 _RECENT = 2
@@ -155,37 +153,20 @@ def _commit(
     *,
     force: bool,
 ) -> None:
-    for attempt in range(limits.CONDEMNED_TRIES_MAX):
+    def attempt(_: set[str]) -> None:
+        """Write and commit; again where a collection took a new manifest for an orphan."""
         del recent[:-_RECENT]
         moves = [prepare(repo, one, target, recent).move for one in versions]
 
-        def build(now: Catalog, moves: Sequence[Move] = moves) -> list[Op]:
+        def checked(now: Catalog) -> Sequence[Move]:
+            """Return all moves, if the versions may still age."""
             for version in versions:
                 _check(now, version, target.level, force=force)
-            return relocating(now, moves)
+            return moves
 
-        try:
-            repo.log.append(build)
-        except CondemnedError:  # a collection without patience took a new manifest for an orphan
-            if attempt + 1 == limits.CONDEMNED_TRIES_MAX:
-                raise
-        else:
-            return
+        relocate(repo, checked)
 
-
-def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
-    """Return what carries moves out and condemns the manifests that they replace.
-
-    Raises
-    ------
-    CommitConflictError, CondemnedError, PolicyError
-        As :func:`ckptstore.catalog.content_ops.relocate`.
-    """
-    replaced = [catalog.version(move.version).manifest_key for move in moves]
-    return [
-        *content_ops.relocate(catalog, moves),
-        *content_ops.condemn(catalog, replaced),
-    ]
+    commit_retrying(attempt)
 
 
 def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Prepared:
@@ -206,28 +187,12 @@ def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTabl
         The storage failed; nothing has changed.
     """
     if target.level == "record":
-        move = Move(
-            version=version.id,
-            based_on=version.manifest_digest,
-            level=target.level,
-            manifest=None,
-            content=version.content,
-        )
-        return Prepared(move=move, lowered=None)
+        return Prepared(move=record_move(version), lowered=None)
     if target.level == "full":
         msg = f"a version does not age to {target.level!r}"
         raise InvalidInputError(msg, hint=", ".join(reversed(LEVELS[:-1])))
     lowered = lower(repo, version, target, recent)
-    pointer = repo.manifests.put(lowered.manifest)
-    move = Move(
-        version=version.id,
-        based_on=version.manifest_digest,
-        level=target.level,
-        manifest=pointer,
-        content=content_digest(lowered.manifest),
-        roles=lowered.roles,
-        relies_on=relied_on(pointer, lowered.manifest),
-    )
+    move = write_move(repo, version, lowered.manifest, level=target.level, roles=lowered.roles)
     warn(version, lowered.rounding)
     return Prepared(move=move, lowered=lowered)
 

@@ -13,12 +13,15 @@ from typing import TypeAlias
 from ckptstore import limits
 from ckptstore.catalog import lifecycle_ops, retention, run_ops
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.lifecycle_ops import SetPolicy
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
 from ckptstore.catalog.state import Op
-from ckptstore.errors import CondemnedError, InvalidInputError, PolicyError
+from ckptstore.committing import commit_retrying
+from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.manifest import PieceTable
+from ckptstore.maintenance.core.relocate import relocating
 from ckptstore.maintenance.retention import ageing
 from ckptstore.maintenance.retention.ageing import Prepared, Target
 from ckptstore.maintenance.retention.early_deletion import Early, Leaving, leaving_early
@@ -250,24 +253,18 @@ class _Retaining:
     def carry_out(self) -> list[int]:
         """Commit until nothing is left to do; return the numbers of the commits."""
         numbers: list[int] = []
-        condemned = 0
         while True:
-            left = self._prepare(self._repo.refresh())
-            try:
-                commit = self._repo.log.append_any(self._build)
-            except CondemnedError as error:
-                # A collection without patience took a new manifest for an orphan.
-                condemned += 1
-                if condemned == limits.CONDEMNED_TRIES_MAX:
-                    raise
-                self._forget(error.keys)
-                continue
+            left, commit = commit_retrying(self._try)
             if commit is not None:
                 numbers.append(commit.number)
                 self._note()
                 self._look()
             elif not left:
                 return numbers
+
+    def _try(self, _: set[str]) -> tuple[bool, Commit | None]:
+        """Write what one commit needs, and commit; return whether there was anything to do."""
+        return self._prepare(self._repo.refresh()), self._repo.log.append_any(self._build)
 
     def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Target]]:
         """Return what is to be deleted and what is to be aged, by what it is now."""
@@ -290,7 +287,12 @@ class _Retaining:
     def _prepare(self, catalog: Catalog) -> bool:
         """Write manifests for one commit; return whether there was anything to do."""
         gone, aged = self._todo(catalog)
-        self._prepared = {key: move for key, move in self._prepared.items() if key in aged}
+        self._prepared = {
+            key: found
+            for key, found in self._prepared.items()
+            # A collection without patience takes a new manifest for an orphan.
+            if key in aged and not catalog.gone(found.move.relies_on)
+        }
         del self._recent[:-_RECENT]
         room = limits.ROUNDED_PER_COMMIT
         for key, target in aged.items():
@@ -310,7 +312,7 @@ class _Retaining:
             ops += lifecycle_ops.delete(now, self._gone, reason="retention")
         moves = [prepared.move for key, prepared in self._prepared.items() if key in aged]
         self._changed = [now.version(one) for one in (*self._gone, *(m.version for m in moves))]
-        return [*ops, *ageing.relocating(now, moves)]
+        return [*ops, *relocating(now, moves)]
 
     def _look(self) -> None:
         """Let the caller look at what was committed, and hold on to what must stay from now on."""
@@ -322,10 +324,3 @@ class _Retaining:
         for (version, _, _), prepared in self._prepared.items():
             if prepared.lowered is not None and prepared.lowered.rounding is not None:
                 self.lowered[version] = prepared.lowered
-
-    def _forget(self, keys: frozenset[str]) -> None:
-        self._prepared = {
-            key: prepared
-            for key, prepared in self._prepared.items()
-            if keys.isdisjoint(prepared.move.relies_on)
-        }

@@ -29,7 +29,7 @@ from ckptstore.format.paths import Path
 from ckptstore.maintenance.retention.round_tensor import Coding, round_tensor, wanted
 from ckptstore.maintenance.retention.rounding_report import RoundedTensor, Rounding
 from ckptstore.model import RoleBytes
-from ckptstore.objects.index import KnownPieces, TableBuilder, location_of
+from ckptstore.objects.index import KnownPieces, location_of, placed_table
 from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.objects.sources import Source
 from ckptstore.repo import Repo
@@ -330,18 +330,16 @@ def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
         first.append(first[-1] + one.last - one.first)
     ids = [one.table.ids[one.first : one.last] for one in placed]
     raw = [one.table.raw[one.first : one.last] for one in placed]
-    builder = TableBuilder(
+    pieces = placed_table(
         np.concatenate([np.zeros((0, 32), np.uint8), *ids]),
         np.concatenate([np.zeros(0, np.uint32), *raw]),
+        (location_of(one.table, row) for one in placed for row in range(one.first, one.last)),
     )
-    for start, one in zip(first, placed, strict=False):
-        for row in range(one.first, one.last):
-            builder.put(start + row - one.first, location_of(one.table, row))
     return replace(
         old,
         tensors=tuple(one.record for one in placed),
         first=tuple(first),
-        pieces=builder.build(),
+        pieces=pieces,
     )
 
 

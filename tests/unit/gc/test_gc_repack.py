@@ -19,7 +19,8 @@ from ckptstore.errors import ReadOnlyError
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.maintenance.collect.gc import GcReport
 from ckptstore.maintenance.core.live_set import Footprint, live_versions
-from ckptstore.maintenance.retention.ageing import prepare, relocating
+from ckptstore.maintenance.core.relocate import relocating
+from ckptstore.maintenance.retention.ageing import prepare
 from ckptstore.maintenance.retention.reduce import Target
 from ckptstore.model import Version
 from ckptstore.store import Store
