@@ -111,8 +111,7 @@ def first_sound(
             return attempt(version)
         except IntegrityError as error:
             found.append(Skipped(version=version, why=error.message))
-            named = f"{version.run}@{version.step} (#{version.id[:8]})"
-            _log.warning("skipped %s, which is damaged: %s", named, error.message)
+            _log.warning("skipped %s, which is damaged: %s", version.label, error.message)
     if not found:
         msg = f"run {run!r} has no version that could be loaded"
         raise VersionNotFoundError(msg)

@@ -206,8 +206,8 @@ class Reach:
         """Return if the version changed meanwhile; raise what stops the collection if not."""
         if changed(self._repo, version):
             return
-        named = f"{version.run}@{version.step} (#{version.id[:8]})"
-        msg = f"nothing is collected, since it is not known what {named} needs: {error.message}"
+        why = f"it is not known what {version.label} needs: {error.message}"
+        msg = f"nothing is collected, since {why}"
         hint = "mend it: ckptstore verify, then repair; or give it up: ckptstore rm"
         raise type(error)(msg, hint=hint) from error
 
