@@ -137,7 +137,7 @@ def read_manifest(backend: Backend, version: Version) -> Manifest:
     """Return the manifest of a version, read anew; raises as :meth:`Manifests.load`."""
     _check_kept(version)
     key = version.manifest_key
-    named = f"{key} of version {version.run}@{version.step} (#{version.id[:8]})"
+    named = f"{key} of version {version.label}"
     hint = "run ckptstore verify; other versions are not affected"
     if version.manifest_bytes > limits.MANIFEST_STORED_BYTES_MAX:
         msg = f"manifest {named}: {version.manifest_bytes} bytes are over the limit"
@@ -155,7 +155,7 @@ def read_manifest(backend: Backend, version: Version) -> Manifest:
 
 def _check_kept(version: Version) -> None:
     if version.level == "record":
-        msg = f"only the record of {version.run}@{version.step} (#{version.id[:8]}) is kept"
+        msg = f"only the record of {version.label} is kept"
         hint = "its metrics and lineage are; its tensors are not"
         if version.replicas:
             who = f"ckptstore show {version.id[:12]}"

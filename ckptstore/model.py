@@ -102,6 +102,11 @@ class Version:
             return "verified"
         return "replicated" if self.replicas else "durable"
 
+    @property
+    def label(self) -> str:
+        """Its name in messages: run, step and the beginning of its id, ``gpt@300 (#f5f51be0)``."""
+        return f"{self.run}@{self.step} (#{self.id[:8]})"
+
     def __repr__(self) -> str:
         """Return which it is, with its first metrics: ``<Version gpt@300 #f5f51be0 loss=1>``."""
         metrics = [f" {name}={value:.6g}" for name, value in self.metrics.items()]

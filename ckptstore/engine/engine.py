@@ -25,7 +25,7 @@ from ckptstore.engine.dask_client import DaskWorkers
 from ckptstore.engine.pools import DaskPool, ForeignPool, Pool, ThreadPool
 from ckptstore.errors import InvalidInputError, WorkerDiedError
 
-__all__ = ["THREADS", "Engine", "EngineSpec", "Finished", "check_spec", "open_engine"]
+__all__ = ["THREADS", "Engine", "EngineSpec", "check_spec", "open_engine"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,9 +36,6 @@ THREADS: Final = "threads"
 EngineSpec = str | Executor
 """``threads``, ``processes``, ``dask:local``, ``dask://HOST:PORT``, ``tls://HOST:PORT``, or any
 executor of ``concurrent.futures``, which stays the caller's."""
-
-Finished = Callable[[Any], None]
-"""Told of each result as soon as it is there, in the thread that called; for progress."""
 
 _SCHEDULER = re.compile(r"(?:dask|tls)://[^\s/@?#]+:[0-9]{1,5}/?\Z")
 _FORMS: Final = "threads, processes, dask:local, dask://HOST:PORT or tls://HOST:PORT"
@@ -116,9 +113,7 @@ class Engine:
             raise InvalidInputError(msg, hint="use the engine threads")
         return self.share(backend, f"the storage {backend.url}, with its options,")
 
-    def map(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, finished: Finished | None = None
-    ) -> Iterator[R]:
+    def map(self, function: Callable[[T], R], tasks: Iterable[T]) -> Iterator[R]:
         """Yield the results of ``function(task)`` in the order of the tasks.
 
         Raises
@@ -128,14 +123,14 @@ class Engine:
         """
         held: dict[int, R] = {}
         due = 0
-        for number, _, result in self._run(function, tasks, finished, held):
+        for number, _, result in self._run(function, tasks, held):
             held[number] = result
             while due in held:
                 yield held.pop(due)
                 due += 1
 
     def map_unordered(
-        self, function: Callable[[T], R], tasks: Iterable[T], *, finished: Finished | None = None
+        self, function: Callable[[T], R], tasks: Iterable[T]
     ) -> Iterator[tuple[T, R]]:
         """Yield tasks with their results as they come.
 
@@ -157,14 +152,13 @@ class Engine:
         CkptStoreError
             Whatever `function` raised, of the first task that failed.
         """
-        for _, task, result in self._run(function, tasks, finished, {}):
+        for _, task, result in self._run(function, tasks, {}):
             yield task, result
 
     def _run(
         self,
         function: Callable[[T], R],
         tasks: Iterable[T],
-        finished: Finished | None,
         held: dict[int, R],
     ) -> Iterator[tuple[int, T, R]]:
         """Yield number, task and result; `held` are results that wait for earlier ones."""
@@ -186,8 +180,6 @@ class Engine:
                         self._again(flight, error)
                         pending[self._pool.submit(function, flight.task)] = flight
                         continue
-                    if finished is not None:
-                        finished(result)
                     yield flight.number, flight.task, result
         finally:
             for future in pending:

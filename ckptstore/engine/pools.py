@@ -48,22 +48,30 @@ class Pool(Protocol):
         """
 
 
-class ThreadPool:
-    """Threads of this process."""
-
-    in_process = True
+class _ExecutorPool:
+    """Tasks of an executor with a fixed number of workers."""
 
     def __init__(self, executor: Executor, workers: int) -> None:
         self._executor = executor
         self._workers = workers
 
     def workers(self) -> int:
-        """Return the number of threads."""
+        """Return the number of tasks at once."""
         return self._workers
 
     def sharing(self) -> int:
-        """Return the number of threads."""
+        """Return the same: all may be on one machine."""
         return self._workers
+
+    def recovers(self, error: WorkerDiedError) -> bool:
+        """Return False: a thread does not die, and an executor is broken for good."""
+        return False
+
+
+class ThreadPool(_ExecutorPool):
+    """Threads of this process."""
+
+    in_process = True
 
     def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
         """Have it run by a thread."""
@@ -73,10 +81,6 @@ class ThreadPool:
         """Return the result, or raise what the function raised."""
         return future.result()
 
-    def recovers(self, error: WorkerDiedError) -> bool:
-        """Return False: a thread does not die."""
-        return False
-
 
 class ProcessPool:
     """Worker processes of this machine."""
@@ -84,19 +88,19 @@ class ProcessPool:
     in_process = False
 
     def __init__(self, running: Processes) -> None:
-        self.running = running
+        self._running = running
 
     def workers(self) -> int:
         """Return the number of processes."""
-        return self.running.workers
+        return self._running.workers
 
     def sharing(self) -> int:
         """Return the number of processes."""
-        return self.running.workers
+        return self._running.workers
 
     def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
         """Have it run by a process."""
-        return self.running.submit(packed(function, task))
+        return self._running.submit(packed(function, task))
 
     def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
         """Return the result, or raise what the function raised, or that the worker died."""
@@ -149,22 +153,10 @@ class DaskPool:
         return isinstance(error.__cause__, OSError)
 
 
-class ForeignPool:
+class ForeignPool(_ExecutorPool):
     """An executor that the user brought; if a worker of it dies, it is broken for good."""
 
     in_process = False
-
-    def __init__(self, executor: Executor, workers: int) -> None:
-        self._executor = executor
-        self._workers = workers
-
-    def workers(self) -> int:
-        """Return the number of tasks at once, as the user has it."""
-        return self._workers
-
-    def sharing(self) -> int:
-        """Return the same: it may all be on one machine."""
-        return self._workers
 
     def submit(self, function: Callable[[T], R], task: T) -> Future[Any]:
         """Have it run by a worker."""
@@ -187,10 +179,6 @@ class ForeignPool:
         except Exception as error:  # of the executor: those of the task travel as results
             raise _unable(error) from error
         return unpacked(data)
-
-    def recovers(self, error: WorkerDiedError) -> bool:
-        """Return False."""
-        return False
 
 
 def _unable(error: Exception) -> WorkerDiedError:

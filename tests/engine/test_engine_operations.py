@@ -29,7 +29,7 @@ from ckptstore.repo import create_on
 
 CHUNK = 1 << 16
 ENGINES = ("own threads", "processes", "dask")
-_PLACES = {"verify": "check.verify", "replicate": "replicas.replicate"}
+_PLACES = {"verify": "core.task_pool", "replicate": "replicas.replicate"}
 Spec = Callable[[str], Any]
 
 

@@ -78,13 +78,6 @@ def test_tasks_are_taken_as_there_is_room(engine: Engine) -> None:
         assert came == 100
 
 
-def test_each_finished_task_is_told(engine: Engine) -> None:
-    """Progress can be told of every task, also where results wait for earlier ones."""
-    told: list[int] = []
-    found = list(engine.map(tasks.square, range(9), finished=told.append))
-    assert sorted(told) == found
-
-
 def test_a_failure_has_its_own_type_and_ends_the_rest(engine: Engine) -> None:
     """What a task raises is raised where its result is waited for; the engine stays of use."""
     with pytest.raises(CorruptTensorError, match="it failed -- do better"):

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from ckptstore.manifests import read_manifest
 from faultkit.states import differences, state_of
 from faultkit.stores import contents, create, load_id, memory_with, reopen
 
@@ -24,6 +23,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.manifest import encode
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, HEADER_BYTES, TRAILER_BYTES, parse_trailer
+from ckptstore.manifests import read_manifest
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -1,20 +1,16 @@
-"""Looks at versions one after another and notes, piece by piece, what is damaged.
+"""Findings of a check of versions: damage of packs, of pieces, and of tensors made from others.
 
-The ground of both ``verify``, which reports it, and ``repair``, which mends it. Where every byte is
-read, tensors that follow from others are made, too, and compared with their digests.
+``verify`` reports them, ``repair`` mends them; :mod:`ckptstore.maintenance.check.verify_tasks` does
+the reading.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 
 import numpy as np
 
-from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
@@ -25,15 +21,12 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.check.piece_checks import (
     PieceKey,
     Sample,
-    batches,
-    frame_problem,
     piece_key,
-    why_lost,
 )
-from ckptstore.maintenance.check.recipe_checks import problems_of, recipe_key, row_of_recipe
+from ckptstore.maintenance.check.recipe_checks import recipe_key, row_of_recipe
 from ckptstore.maintenance.core.cold_packs import cold_packs, cold_rows
+from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.model import Version
-from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.repo import Repo
 
 __all__ = ["Loaded", "PieceKey", "Problem", "Sample", "Survey", "piece_key"]
@@ -138,59 +131,24 @@ class Survey:
             )
         )
 
-    def check(self, version: Version) -> Content | None:
-        """Check one version; return its content, None if its manifest cannot be had.
+    def loaded(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Loaded]]:
+        """Yield versions with their content, or with the reason why it cannot be had.
+
+        Manifests are read a little ahead, in parallel.
 
         Raises
         ------
         StorageError
             The storage failed: nothing is known of this version.
         """
-        return self._check(version, self._load(version))
-
-    def check_all(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Content | None]]:
-        """Check versions in their order; manifests are read a little ahead, in parallel.
-
-        Raises
-        ------
-        StorageError
-            As :meth:`check`.
-        """
-        for version, loaded in self.loaded(versions):
-            yield version, self._check(version, loaded)
-
-    def loaded(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Loaded]]:
-        """Yield versions with their content, or with the reason why it cannot be had.
-
-        Raises
-        ------
-        StorageError
-            As :meth:`check`.
-        """
-        workers = max(1, min(self.repo.backend.capabilities.concurrency, _AHEAD, len(versions)))
-        ahead = iter(versions)
-        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-verify") as pool:
-            coming = deque((v, pool.submit(self._load, v)) for v in islice(ahead, workers))
-            try:
-                while coming:
-                    version, loading = coming.popleft()
-                    found = loading.result()
-                    coming.extend((v, pool.submit(self._load, v)) for v in islice(ahead, 1))
-                    yield version, found
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        found = at_once(self.repo.backend, self._load, versions, most=_AHEAD)
+        yield from zip(versions, found, strict=True)
 
     def _load(self, version: Version) -> Loaded:
         try:
             return read_content(self.repo.manifests.read(version))
         except (IntegrityError, FormatError) as error:
             return error
-
-    def _check(self, version: Version, loaded: Loaded) -> Content | None:
-        began = self._done_bytes
-        sound = isinstance(loaded, Content) and self.check_content(version, loaded)
-        counted = self._done_bytes - began
-        return self.conclude(version, loaded, sound=sound, counted_bytes=counted)
 
     def conclude(
         self, version: Version, loaded: Loaded, *, sound: bool, counted_bytes: int
@@ -212,18 +170,6 @@ class Survey:
         """Return the bytes of a version that are to be read, about those of a sample."""
         parts = 1 if self.sample is None else self.sample.parts
         return sum(part.logical for part in version.roles.values()) // parts
-
-    def check_content(self, version: Version, content: Content) -> bool:
-        """Check the pieces that a manifest names; return whether all of them are right."""
-        for pack, info in self.check_sizes(content):
-            if self.full:
-                problem = frame_problem(self.repo.backend, pack, info.size_bytes)
-                self.found_frame(version, pack, problem)
-        if self.full:
-            for rows in batches(content.manifest.pieces):
-                self._check_rows(version, content, rows)
-            self._check_recipes(version, content)
-        return self.report(version, content)
 
     def check_sizes(self, content: Content) -> list[tuple[str, ObjectInfo]]:
         """Check that packs are there and long enough; return those that no version had before.
@@ -262,32 +208,6 @@ class Survey:
             msg = f"{problem.message} (needed to rebuild, not to load {version.run}@{version.step})"
             self.found(type(problem)(msg), None)
 
-    def _check_rows(self, version: Version, content: Content, rows: range) -> None:
-        """Read some pieces, those that were read before left out."""
-        table = content.manifest.pieces
-        keys = {row: piece_key(table, row) for row in rows}
-        chosen = self.choose(version, rows, keys)
-        if chosen is None:
-            return
-        wants = [Want(row=row, out=None, label="") for row in chosen]
-
-        def failed(want: Want, error: CkptStoreError) -> None:
-            self.bad[keys[want.row]] = why_lost(keys[want.row], error)
-
-        base = self._done_bytes
-        read_pieces(
-            table,
-            wants,
-            backend=self.repo.backend,
-            options=self.repo.options,
-            progress=lambda step: self._tell(base + step.done),
-            on_failure=failed,
-        )
-        size = int(table.raw[chosen].sum())
-        self.read_bytes += size
-        self.advance(int(table.raw[rows.start : rows.stop].sum()) if self.sample is None else size)
-        self.told(version, rows, {row: self.bad[k] for row, k in keys.items() if k in self.bad})
-
     def choose(
         self, version: Version, rows: range, keys: Mapping[int, PieceKey]
     ) -> list[int] | None:
@@ -307,53 +227,33 @@ class Survey:
             chosen.append(row)
         return chosen
 
-    def _check_recipes(self, version: Version, content: Content) -> None:
-        """Make the tensors that follow from others, but those that another version has too."""
-        batch: dict[int, bytes] = {}
-        size = 0
-        for index, key in self.choose_recipes(version, content):
-            nbytes = content.manifest.tensors[index].nbytes
-            if batch and size + nbytes > limits.VERIFY_BATCH_BYTES:
-                self._follow(version, content, batch)
-                batch, size = {}, 0
-            batch[index] = key
-            size += nbytes
-        self._follow(version, content, batch)
+    def recipes(self, content: Content, but: Collection[bytes]) -> Iterator[tuple[int, bytes]]:
+        """Yield tensors that are to be made, with the keys of their recipes.
 
-    def choose_recipes(self, version: Version, content: Content) -> Iterator[tuple[int, bytes]]:
-        """Yield tensors that are to be made, with the keys of their recipes, which count as done.
+        Those of which a piece is lost or cold are left out.
 
-        Those of which a piece is lost or cold are left out, and those that an interrupted check has
-        made.
+        Parameters
+        ----------
+        but
+            Keys of recipes that are left out; they may grow between two results.
         """
         table = content.manifest.pieces
         for index, record in enumerate(content.manifest.tensors):
             if record.recipe is None:
                 continue
             key = recipe_key(content, index)
-            if key in self.followed or (self.sample and not self.sample.holds(key.hex(), 0)):
+            if key in but or (self.sample and not self.sample.holds(key.hex(), 0)):
                 continue
             if self.bad and any(self.why(table, row) for row in content.rows(index)):
                 continue
             if self.cold_pieces and self.is_cold(content, index):
                 continue
-            self.followed.add(key)
-            if (earlier := self.known(version, row_of_recipe(content, index))) is None:
-                yield index, key
-            else:
-                self.unlike.update((key, text) for text in earlier.values())
+            yield index, key
 
     def is_cold(self, content: Content, index: int) -> bool:
         """Say whether a tensor cannot be made since a piece of it is in an archive class."""
         table = content.manifest.pieces
         return any(piece_key(table, row) in self.cold_pieces for row in content.rows(index))
-
-    def _follow(self, version: Version, content: Content, batch: Mapping[int, bytes]) -> None:
-        """Make some tensors; one by one, if something else comes than there should."""
-        backend, options = self.repo.backend, self.repo.options
-        found = problems_of(content, list(batch), backend=backend, options=options)
-        for index, key in batch.items():
-            self.followed_as(version, content, index, key, found.get(index, ""))
 
     def followed_as(
         self, version: Version, content: Content, index: int, key: bytes, text: str
@@ -398,7 +298,9 @@ class Survey:
     def advance(self, size_bytes: int) -> None:
         """Count bytes of tensors as done, and tell."""
         self._done_bytes += size_bytes
-        self._tell(self._done_bytes)
+        self.tell(0)
 
-    def _tell(self, done: int) -> None:
+    def tell(self, size_bytes: int) -> None:
+        """Tell the progress, with some bytes that are not yet counted as done."""
+        done = self._done_bytes + size_bytes
         self.progress(Progress(stage="verify", done=done, total=max(self.total_bytes, done)))

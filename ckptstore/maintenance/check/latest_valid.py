@@ -21,6 +21,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.maintenance.check.integrity_scan import Survey
+from ckptstore.maintenance.check.verify_tasks import check_all
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -66,7 +67,8 @@ def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -
         """Return a version of which every byte is right; raise what is wrong with another."""
         survey = Survey(repo=repo, full=True, progress=progress)
         survey.total_bytes = sum(part.logical for part in version.roles.values())
-        survey.check(version)
+        for _ in check_all(survey, [version]):
+            pass
         touching = [problem for problem in survey.problems if problem.version]
         if touching:
             more = f" (and {len(touching) - 1} more)" if len(touching) > 1 else ""
@@ -109,8 +111,7 @@ def first_sound(
             return attempt(version)
         except IntegrityError as error:
             found.append(Skipped(version=version, why=error.message))
-            named = f"{version.run}@{version.step} (#{version.id[:8]})"
-            _log.warning("skipped %s, which is damaged: %s", named, error.message)
+            _log.warning("skipped %s, which is damaged: %s", version.label, error.message)
     if not found:
         msg = f"run {run!r} has no version that could be loaded"
         raise VersionNotFoundError(msg)

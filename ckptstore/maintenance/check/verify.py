@@ -15,7 +15,7 @@ from typing import Literal
 
 from ckptstore import limits
 from ckptstore.catalog import content_ops, snapshots
-from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
+from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import (
     CorruptObjectError,
     FormatError,
@@ -28,7 +28,8 @@ from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
 from ckptstore.maintenance.check.integrity_scan import Problem, Sample, Survey
 from ckptstore.maintenance.check.leftovers import Notice, cut_short, find_leftovers
 from ckptstore.maintenance.check.verify_state import VerifyState
-from ckptstore.maintenance.check.verify_tasks import check_spread
+from ckptstore.maintenance.check.verify_tasks import check_all
+from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -154,28 +155,26 @@ def verify(
     began = repo.environment.monotonic()
     repo.refresh()
     survey = Survey(repo=repo, full=level == "full", sample=sample, progress=progress)
-    if executor is None or (executor == THREADS and workers is None):
-        return _verify(survey, versions, began, None, record=record, resume=resume)
-    with open_engine(executor, workers=workers, environment=repo.environment) as engine:
-        return _verify(survey, versions, began, engine, record=record, resume=resume)
+    with open_tasks(repo, executor, workers) as tasks:
+        return _verify(survey, versions, began, tasks, record=record, resume=resume)
 
 
 def _verify(
     survey: Survey,
     versions: Sequence[Version] | None,
     began: float,
-    engine: Engine | None,
+    tasks: Tasks,
     *,
     record: bool,
     resume: Path | None,
 ) -> VerifyReport:
-    """Check what is to be checked, and report it; without an engine, in this process."""
+    """Check what is to be checked, and report it."""
     repo = survey.repo
     everything = versions is None
     if versions is None:
         _check_log(survey)
         versions = list(repo.catalog.versions())
-    recorded = _check_versions(survey, versions, engine, record=record, resume=resume)
+    recorded = _check_versions(survey, versions, tasks, record=record, resume=resume)
     notices = find_leftovers(survey) if everything else ()
     if everything and (cut := cut_short(survey, notices)) is not None:
         survey.found(cut, None)
@@ -198,7 +197,7 @@ def _verify(
 def _check_versions(
     survey: Survey,
     versions: Sequence[Version],
-    engine: Engine | None,
+    tasks: Tasks,
     *,
     record: bool,
     resume: Path | None,
@@ -206,7 +205,7 @@ def _check_versions(
     """Check version after version; return the ids of those recorded as sound."""
     survey.total_bytes = sum(map(survey.share, versions))
     if resume is None:
-        return _check_each(survey, versions, engine, record=record)
+        return _check_each(survey, versions, tasks, record=record)
     state = VerifyState.begin(
         resume, store_id=survey.repo.superblock.store_id, sample=survey.sample
     )
@@ -218,13 +217,13 @@ def _check_versions(
                 state.told(version, rows, wrong)
 
         survey.told = told
-        recorded = _check_each(survey, versions, engine, record=record)
+        recorded = _check_each(survey, versions, tasks, record=record)
     state.remove()
     return recorded
 
 
 def _check_each(
-    survey: Survey, versions: Sequence[Version], engine: Engine | None, *, record: bool
+    survey: Survey, versions: Sequence[Version], tasks: Tasks, *, record: bool
 ) -> tuple[str, ...]:
     repo = survey.repo
     recorded: set[str] = set()
@@ -239,8 +238,7 @@ def _check_each(
 
     last = repo.environment.monotonic()
     kept = [version for version in versions if version.level != "record"]
-    checked = survey.check_all(kept) if engine is None else check_spread(survey, kept, engine)
-    for version, _ in checked:
+    for version, _ in check_all(survey, kept, tasks):
         if record and version.id in survey.sound:
             waiting[version.id] = survey.sound[version.id]
             if repo.environment.monotonic() - last >= limits.VERIFY_RECORD_S:

@@ -1,17 +1,16 @@
-"""A survey whose reading is done by tasks: a few packs each, wherever the engine runs them.
+"""Reads what versions need, in tasks: some packs or pieces each, wherever these run.
 
 The coordinator reads manifests ahead, decides which pieces no version before had, and cuts them
 into tasks; results are what is wrong with which piece, and are taken in the order of the tasks. So
 each version is concluded when the last of its pieces has been read, by it or by one before, and the
-report is that of :meth:`ckptstore.maintenance.check.integrity_scan.Survey.check_all`, in any
-engine.
+findings are the same in any engine, and in this process without one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,9 +20,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
-from ckptstore.engine.engine import Engine
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
-from ckptstore.events import silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.check.integrity_scan import Loaded, Survey
 from ckptstore.maintenance.check.piece_checks import (
@@ -33,14 +30,37 @@ from ckptstore.maintenance.check.piece_checks import (
     piece_key,
     why_lost,
 )
-from ckptstore.maintenance.check.recipe_checks import problems_of, recipe_key, row_of_recipe
+from ckptstore.maintenance.check.recipe_checks import problems_of, row_of_recipe
 from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
 
-__all__ = ["LookTask", "Looked", "check_spread", "look"]
+__all__ = ["Held", "LookTask", "Looked", "check_all", "check_content", "look"]
+
+
+class Held:
+    """The content of a version, as a task holds it; another process reads its manifest again."""
+
+    def __init__(self, version: Version, content: Content | None = None) -> None:
+        self._version = version
+        self._content = content
+
+    def __reduce__(self) -> tuple[object, ...]:
+        bare = dataclasses.replace(self._version, metrics={}, metadata={}, roles={}, receipt={})
+        return Held, (bare,)
+
+    def content(self, backend: Backend) -> Content:
+        """Return the content.
+
+        Raises
+        ------
+        IntegrityError, FormatError, StorageError
+            The manifest cannot be read.
+        """
+        return self._content or read_content(read_manifest(backend, self._version))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +75,8 @@ class LookTask:
     """Pieces that are read, and behind them what these refer to."""
     count: int = 0
     """How many of the table's rows are asked for: the first ones."""
-    version: Version | None = None
-    """Of which tensors are made that follow from others."""
+    held: Held | None = None
+    """The version of which tensors are made that follow from others."""
     indices: tuple[int, ...] = ()
 
 
@@ -72,8 +92,13 @@ class Looked:
     """Tensors of which something else came than there should."""
 
 
-def look(task: LookTask) -> Looked:
+def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked:
     """Do a task; it may be done any number of times.
+
+    Parameters
+    ----------
+    tell
+        Told the bytes of pieces that are read so far.
 
     Raises
     ------
@@ -93,7 +118,7 @@ def look(task: LookTask) -> Looked:
             [Want(row=row, out=None, label="") for row in range(task.count)],
             backend=backend,
             options=options,
-            progress=silent,
+            progress=lambda step: tell(step.done),
             on_failure=failed,
         )
     return Looked(frames=_frames(task), bad=bad, unlike=_unlike(task))
@@ -109,11 +134,11 @@ def _frames(task: LookTask) -> tuple[tuple[str, CkptStoreError], ...]:
 
 def _unlike(task: LookTask) -> Mapping[int, str]:
     """Make the tensors that follow from others, and return what is wrong with which."""
-    if task.version is None:
+    if task.held is None:
         return {}
     backend = task.storage.value
     try:
-        content = read_content(read_manifest(backend, task.version))
+        content = task.held.content(backend)
     except (IntegrityError, FormatError) as error:  # it was there when the task was made
         return dict.fromkeys(task.indices, error.message)
     return problems_of(content, task.indices, backend=backend, options=task.options)
@@ -138,8 +163,6 @@ class _Stage:
     batches: list[_Batch] = field(default_factory=list)
     frames: dict[str, CkptStoreError] = field(default_factory=dict)
     counted_bytes: int = 0
-    left: int = 0
-    """Tasks of which there is no result."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,59 +174,78 @@ class _Sent:
     keys: Sequence[PieceKey] = ()
     """Of the rows of its table."""
     read_bytes: int = 0
-    indices: Sequence[int] = ()
+    recipes: Mapping[int, bytes] = field(default_factory=dict)
+    """Tensors that it makes, with the keys of their recipes."""
+    last: bool = False
+    """The last one of its version, which does nothing: all others are done when it is."""
 
 
-def check_spread(
-    survey: Survey, versions: Sequence[Version], engine: Engine
+def check_all(
+    survey: Survey, versions: Sequence[Version], tasks: Tasks | None = None
 ) -> Iterator[tuple[Version, Content | None]]:
-    """Check versions in their order, as :meth:`Survey.check_all` does.
+    """Check versions in their order; yield each with its content, None if that cannot be had.
+
+    Parameters
+    ----------
+    tasks
+        None for this process.
 
     Raises
     ------
     StorageError
-        The storage failed, or workers died again and again.
-    InvalidInputError
-        The storage cannot be reached by other processes.
+        The storage failed, or workers died again and again: nothing is known of the versions that
+        were not yielded.
     """
-    yield from _Spread(survey, engine).run(versions)
+    return _Scan(survey, tasks or Tasks.of(survey.repo)).run(survey.loaded(versions))
 
 
-class _Spread:
+def check_content(survey: Survey, version: Version, content: Content) -> None:
+    """Check the pieces that a manifest names which is not that of the version, but made for it.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    for one, _ in _Scan(survey, Tasks.of(survey.repo)).run([(version, content)]):
+        survey.sound.pop(one.id, None)  # its own manifest is damaged
+
+
+class _Scan:
     """One check; owned by the calling thread."""
 
-    def __init__(self, survey: Survey, engine: Engine) -> None:
+    def __init__(self, survey: Survey, tasks: Tasks) -> None:
         self._survey = survey
-        self._engine = engine
-        self._storage = engine.share_storage(survey.repo.backend)
-        self._options = engine.options_of_tasks(survey.repo.options)
-        self._stages: deque[_Stage] = deque()
+        self._tasks = tasks
+        # In this process a task has all threads and all memory: pieces of a version are not cut.
+        local = tasks.engine is None
+        self._task_bytes = limits.VERIFY_BATCH_BYTES if local else limits.VERIFY_TASK_BYTES
         self._sent: deque[_Sent] = deque()
         self._planned: set[bytes] = set()
+        """Keys of the recipes of which there are tasks."""
 
-    def run(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Content | None]]:
+    def run(
+        self, versions: Iterable[tuple[Version, Loaded]]
+    ) -> Iterator[tuple[Version, Content | None]]:
         """Check all versions; yield each when it is done, in their order."""
-        for result in self._engine.map(look, self._tasks(versions)):
-            self._take(self._sent.popleft(), result)
-            while self._stages and not self._stages[0].left:
-                stage = self._stages.popleft()
-                yield stage.version, self._conclude(stage)
+        for result in self._tasks.run(look, self._plan(versions), self._survey.tell):
+            sent = self._sent.popleft()
+            self._take(sent, result)
+            if sent.last:
+                yield sent.stage.version, self._conclude(sent.stage)
 
-    def _tasks(self, versions: Sequence[Version]) -> Iterator[LookTask]:
+    def _plan(self, versions: Iterable[tuple[Version, Loaded]]) -> Iterator[LookTask]:
         """Plan version after version, as there is room for tasks."""
-        for version, loaded in self._survey.loaded(versions):
+        for version, loaded in versions:
             stage = _Stage(version=version, loaded=loaded)
-            tasks = list(self._of_stage(stage))
-            if not tasks:  # its turn comes with an empty one
-                tasks = [(self._task(), _Sent(stage=stage))]
-            stage.left = len(tasks)
-            self._stages.append(stage)
-            for task, sent in tasks:
+            for task, sent in self._of_stage(stage):
                 self._sent.append(sent)
                 yield task
+            self._sent.append(_Sent(stage=stage, last=True))
+            yield self._task()
 
     def _task(self) -> LookTask:
-        return LookTask(storage=self._storage, options=self._options)
+        return LookTask(storage=self._tasks.storage, options=self._tasks.options)
 
     def _of_stage(self, stage: _Stage) -> Iterator[tuple[LookTask, _Sent]]:
         content = stage.loaded
@@ -225,7 +267,7 @@ class _Spread:
                 continue
             batch = _Batch(rows=rows, keys=keys)
             stage.batches.append(batch)
-            for cut in cut_rows(table, np.array(chosen, np.int64), limits.VERIFY_TASK_BYTES):
+            for cut in cut_rows(table, np.array(chosen, np.int64), self._task_bytes):
                 batch.left += 1
                 task = dataclasses.replace(self._task(), table=table.take(cut), count=len(cut))
                 size = int(table.raw[cut].sum(dtype=np.uint64))
@@ -234,52 +276,44 @@ class _Spread:
         yield from self._recipes(stage, content)
 
     def _recipes(self, stage: _Stage, content: Content) -> Iterator[tuple[LookTask, _Sent]]:
-        """Plan to make tensors, each recipe once, whatever becomes of the pieces."""
-        survey = self._survey
-        version = dataclasses.replace(stage.version, metrics={}, metadata={}, roles={}, receipt={})
-        batch: list[int] = []
-        size = 0
-        for index, record in enumerate(content.manifest.tensors):
-            if record.recipe is None:
-                continue
-            key = recipe_key(content, index)
-            if key in self._planned or (survey.sample and not survey.sample.holds(key.hex(), 0)):
-                continue
-            if survey.cold_pieces and survey.is_cold(content, index):
-                continue
-            self._planned.add(key)
-            if survey.known(stage.version, row_of_recipe(content, index)) is not None:
-                continue
-            batch.append(index)
-            size += record.nbytes
-            if size >= limits.VERIFY_TASK_BYTES:
-                yield self._making(stage, version, batch)
-                batch, size = [], 0
-        if batch:
-            yield self._making(stage, version, batch)
+        """Plan to make tensors, each recipe once."""
+        held = Held(stage.version, content)
 
-    def _making(
-        self, stage: _Stage, version: Version, batch: Sequence[int]
-    ) -> tuple[LookTask, _Sent]:
-        task = dataclasses.replace(self._task(), version=version, indices=tuple(batch))
-        return task, _Sent(stage=stage, indices=tuple(batch))
+        def making(batch: Mapping[int, bytes]) -> tuple[LookTask, _Sent]:
+            task = dataclasses.replace(self._task(), held=held, indices=tuple(batch))
+            return task, _Sent(stage=stage, recipes=batch)
+
+        batch: dict[int, bytes] = {}
+        size = 0
+        for index, key in self._survey.recipes(content, self._planned):
+            self._planned.add(key)
+            if self._survey.known(stage.version, row_of_recipe(content, index)) is not None:
+                continue
+            nbytes = content.manifest.tensors[index].nbytes
+            if batch and size + nbytes > self._task_bytes:
+                yield making(batch)
+                batch, size = {}, 0
+            batch[index] = key
+            size += nbytes
+        if batch:
+            yield making(batch)
 
     def _take(self, sent: _Sent, found: Looked) -> None:
         """Note the result of a task; those of the tasks before are noted."""
         survey, stage, batch = self._survey, sent.stage, sent.batch
-        stage.left -= 1
         stage.frames.update(found.frames)
         survey.bad.update((sent.keys[row], text) for row, text in found.bad.items())
         if batch is not None:
             batch.left -= 1
             if not batch.left:
                 self._tell(stage, batch)
-        if sent.indices and isinstance(stage.loaded, Content):
+        if sent.recipes and isinstance(stage.loaded, Content):
             table = stage.loaded.manifest.pieces
-            for index in sent.indices:  # of what has lost a piece, it is the piece that is told
-                rows = stage.loaded.rows(index)
-                if not any(survey.why(table, row) for row in (rows if survey.bad else ())):
-                    key, text = recipe_key(stage.loaded, index), found.unlike.get(index, "")
+            for index, key in sent.recipes.items():
+                # Of what has lost a piece, it is the piece that is told.
+                rows = stage.loaded.rows(index) if survey.bad else ()
+                if not any(survey.why(table, row) for row in rows):
+                    text = found.unlike.get(index, "")
                     survey.followed_as(stage.version, stage.loaded, index, key, text)
         survey.read_bytes += sent.read_bytes
         stage.counted_bytes += sent.read_bytes
@@ -299,12 +333,21 @@ class _Spread:
                 survey.found_frame(stage.version, pack, stage.frames.get(pack))
             for batch in list(stage.batches):  # nothing of them was left to be read
                 self._tell(stage, batch)
-            if survey.full:  # what a version before was to make, and has lost a piece of
-                backend, options = survey.repo.backend, survey.repo.options
-                for index, key in survey.choose_recipes(stage.version, content):
-                    found = problems_of(content, [index], backend=backend, options=options)
-                    text = found.get(index, "")
-                    survey.followed_as(stage.version, content, index, key, text)
+            if survey.full:
+                self._follow_rest(stage.version, content)
             sound = survey.report(stage.version, content)
         counted = stage.counted_bytes
         return survey.conclude(stage.version, content, sound=sound, counted_bytes=counted)
+
+    def _follow_rest(self, version: Version, content: Content) -> None:
+        """Make what a version before was to make, and has lost a piece of; take what is known."""
+        survey = self._survey
+        backend, options = survey.repo.backend, survey.repo.options
+        for index, key in survey.recipes(content, survey.followed):
+            earlier = survey.known(version, row_of_recipe(content, index))
+            if earlier is None:
+                found = problems_of(content, [index], backend=backend, options=options)
+                survey.followed_as(version, content, index, key, found.get(index, ""))
+            else:
+                survey.followed.add(key)
+                survey.unlike.update((key, text) for text in earlier.values())

@@ -35,7 +35,7 @@ from ckptstore.maintenance.collect.unreferenced import (
 from ckptstore.maintenance.core.cold_packs import early
 from ckptstore.maintenance.core.listing import Tally
 from ckptstore.maintenance.core.live_set import Reach
-from ckptstore.maintenance.core.task_pool import Spread, spread_over
+from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.repo import Repo
 
 __all__ = ["GcReport", "Tally", "gc"]
@@ -132,7 +132,7 @@ class _Collection:
     reach: Reach
     found: Candidates
     progress: ProgressCallback
-    spread: Spread | None
+    tasks: Tasks
     condemned: list[str] = field(default_factory=list)
     swept: list[str] = field(default_factory=list)
 
@@ -153,7 +153,7 @@ class _Collection:
         catalog = self.repo.refresh()
         now_s = storage_now(self.repo) if catalog.condemned and grace_s > 0 else self.found.now_s
         keys = due(self.repo, catalog, grace_s=grace_s, now_s=now_s)
-        sweep(self.repo, keys, progress=self.progress, spread=self.spread)
+        sweep(self.repo, keys, progress=self.progress, tasks=self.tasks)
         self.swept += keys
 
     def rebase(self) -> Rebased:
@@ -174,7 +174,7 @@ class _Collection:
             self.reach,
             victims,
             progress=self.progress,
-            spread=self.spread,
+            tasks=self.tasks,
         )
         self.found.dead.update(pack_key(victim.pack) for victim in victims)
         if repacked.versions_count:
@@ -276,15 +276,15 @@ def gc(
         holders=holders,
         force=force,
     )
-    with spread_over(repo, executor, workers) as spread:
-        return _collect(repo, request, progress, spread)
+    with open_tasks(repo, executor, workers) as tasks:
+        return _collect(repo, request, progress, tasks)
 
 
 def _collect(
     repo: Repo,
     request: _Request,
     progress: ProgressCallback,
-    spread: Spread | None,
+    tasks: Tasks,
 ) -> GcReport:
     """Look at everything first; the figures are those of before anything is done."""
     began = repo.environment.monotonic()
@@ -296,15 +296,15 @@ def _collect(
         now_s=None if clockless else storage_now(repo),
         orphan_age_s=request.orphan_age_s,
         progress=progress,
-        spread=spread,
+        tasks=tasks,
     )
     work = _Collection(
         repo=repo,
         request=request,
-        reach=Reach(repo, progress=progress, spread=spread),
+        reach=Reach(repo, progress=progress, tasks=tasks),
         found=found,
         progress=progress,
-        spread=spread,
+        tasks=tasks,
     )
     before = _sort(work, catalog)
     if not request.force:

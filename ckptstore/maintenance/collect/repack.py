@@ -18,7 +18,6 @@ from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
-from ckptstore.engine.calls import Shared
 from ckptstore.errors import IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
@@ -28,7 +27,7 @@ from ckptstore.maintenance.collect.copy_live import Moved, Recopy, Victim, recop
 from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
 from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
-from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.maintenance.core.task_pool import Tasks, grouped
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -82,7 +81,7 @@ def repack(
     victims: Sequence[Victim],
     *,
     progress: ProgressCallback,
-    spread: Spread | None = None,
+    tasks: Tasks,
 ) -> Repacked:
     """Copy the live chunks of packs elsewhere, and relocate every live version that needs them.
 
@@ -104,7 +103,7 @@ def repack(
         def tell(size: int, before: int = done.copied_bytes) -> None:
             progress(Progress(stage="repack", done=before + size, total=total))
 
-        places, skipped = _copied(repo, batch, tell, spread)
+        places, skipped = _copied(repo, batch, tell, tasks)
         moved = relocate_needing(
             repo,
             reach,
@@ -123,34 +122,21 @@ def repack(
 
 
 def _copied(
-    repo: Repo, batch: Sequence[Victim], tell: Callable[[int], None], spread: Spread | None
+    repo: Repo, batch: Sequence[Victim], tell: Callable[[int], None], tasks: Tasks
 ) -> tuple[Mapping[str, Moved], tuple[str, ...]]:
     """Copy one batch; return where the chunks of which packs are now, and why not of the others."""
-    options = repo.options
-    if spread is None:
-        task = Recopy(
-            storage=Shared(repo.backend),
-            host_bytes=options.host_bytes,
-            workers=options.workers,
-            environment=repo.environment,
-            victims=tuple(batch),
-        )
-        found = recopy(task, tell)
-        return found.places, found.skipped
-    engine = spread.engine
-    sizes = [victim.live_bytes for victim in batch]
-    size = min(sum(sizes) // (2 * engine.workers), limits.GC_TASK_COPY_BYTES_MAX)
-    groups = grouped(
-        batch,
-        sizes,
-        size=max(size, limits.GC_TASK_COPY_BYTES_MIN),
-        count=limits.GC_TASK_VICTIMS,
-    )
-    tasks = (
+    engine = tasks.engine
+    groups: list[Sequence[Victim]] = [batch]
+    if engine is not None:
+        sizes = [victim.live_bytes for victim in batch]
+        share = min(sum(sizes) // (2 * engine.workers), limits.GC_TASK_COPY_BYTES_MAX)
+        size = max(share, limits.GC_TASK_COPY_BYTES_MIN)
+        groups = [*grouped(batch, sizes, size=size, count=limits.GC_TASK_VICTIMS)]
+    copies = (
         Recopy(
-            storage=spread.storage,
-            host_bytes=options.host_bytes // engine.sharing,
-            workers=max(1, options.workers // engine.sharing),
+            storage=tasks.storage,
+            host_bytes=tasks.options.host_bytes,
+            workers=tasks.options.workers,
             environment=repo.environment,
             victims=tuple(group),
         )
@@ -159,10 +145,10 @@ def _copied(
     places: dict[str, Moved] = {}
     skipped: list[str] = []
     done = 0
-    for task, part in engine.map_unordered(recopy, tasks):
+    for group, part in zip(groups, tasks.run(recopy, copies, tell), strict=True):
         places |= part.places
         skipped += part.skipped
-        done += sum(victim.live_bytes for victim in task.victims)
+        done += sum(victim.live_bytes for victim in group)
         tell(done)
     return places, tuple(sorted(skipped))
 

@@ -6,22 +6,19 @@ Deleting twice is harmless: names are never used again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
-from ckptstore.engine.calls import Shared
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import commit_key
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.task_pool import Spread
+from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.repo import Repo
 
-__all__ = ["DeletePart", "delete_part", "due", "sweep", "wait_s"]
+__all__ = ["due", "sweep", "wait_s"]
 
 
 def due(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> list[str]:
@@ -65,7 +62,7 @@ def sweep(
     keys: Sequence[str],
     *,
     progress: ProgressCallback,
-    spread: Spread | None = None,
+    tasks: Tasks,
 ) -> None:
     """Delete condemned objects, then commit that they are; those of others' sweeps too.
 
@@ -79,14 +76,9 @@ def sweep(
     for start in range(0, len(keys), limits.KEYS_PER_OP_MAX):
         part = keys[start : start + limits.KEYS_PER_OP_MAX]
 
-        def step(count: int, start: int = start) -> None:
-            done = start + count
+        deleted = tasks.map(_delete, part, count=limits.GC_TASK_DELETES)
+        for done, _ in enumerate(deleted, start + 1):
             progress(Progress(stage="sweep", done=done, total=len(keys), unit="objects"))
-
-        if spread is not None and len(part) > limits.GC_TASK_DELETES:
-            _spread_deletes(spread, part, step)
-        else:
-            _delete(repo.backend, part, step)
 
         def build(now: Catalog, part: Sequence[str] = part) -> Sequence[Op]:
             return content_ops.swept(now, part)
@@ -94,37 +86,5 @@ def sweep(
         repo.log.append_any(build)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeletePart:
-    """A task: condemned objects whose grace is over."""
-
-    storage: Shared[Backend]
-    keys: tuple[str, ...]
-
-
-def delete_part(task: DeletePart) -> None:
-    """Delete objects; those that are gone already are none the less.
-
-    Raises
-    ------
-    StorageError
-        Something could not be deleted.
-    """
-    _delete(task.storage.value, task.keys, lambda _: None)
-
-
-def _spread_deletes(spread: Spread, keys: Sequence[str], step: Callable[[int], None]) -> None:
-    size = limits.GC_TASK_DELETES
-    tasks = (
-        DeletePart(storage=spread.storage, keys=tuple(keys[start : start + size]))
-        for start in range(0, len(keys), size)
-    )
-    count = 0
-    for task, _ in spread.engine.map_unordered(delete_part, tasks):
-        count += len(task.keys)
-        step(count)
-
-
-def _delete(backend: Backend, keys: Sequence[str], step: Callable[[int], None]) -> None:
-    for count, _ in enumerate(at_once(backend, backend.delete, keys), 1):
-        step(count)
+def _delete(backend: Backend, key: str) -> None:
+    backend.delete(key)

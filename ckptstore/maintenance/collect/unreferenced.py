@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.engine.calls import Shared
 from ckptstore.errors import FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import (
@@ -21,16 +20,13 @@ from ckptstore.format.keys import (
 from ckptstore.format.manifest import outline
 from ckptstore.maintenance.core.listing import list_objects
 from ckptstore.maintenance.core.live_set import Reach
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.repo import Repo
 
 __all__ = [
     "Candidates",
-    "OutlinePart",
     "condemnable",
     "find_candidates",
-    "outline_part",
     "storage_now",
 ]
 
@@ -96,7 +92,7 @@ def find_candidates(
     now_s: float | None,
     orphan_age_s: float,
     progress: ProgressCallback,
-    spread: Spread | None = None,
+    tasks: Tasks,
 ) -> Candidates:
     """List packs and manifests, and find out which are dead beyond doubt.
 
@@ -114,7 +110,7 @@ def find_candidates(
     """
     objects: dict[str, ObjectInfo] = {}
     for prefix in (MANIFESTS_PREFIX, PACKS_PREFIX):
-        for info in list_objects(repo.backend, prefix, environment=repo.environment, spread=spread):
+        for info in list_objects(tasks, prefix, environment=repo.environment):
             if version_id_of(info.key) or pack_id(info.key):
                 objects[info.key] = info
                 progress(Progress(stage="list", done=len(objects), total=0, unit="objects"))
@@ -132,7 +128,13 @@ def find_candidates(
     )
     pending = [key for key in objects if key in catalog.condemned and version_id_of(key)]
     found.dead.update(found.first(catalog))
-    for packs in _packs_of(repo, [*pending, *found.dead], objects, spread):
+    for packs in tasks.map(
+        _packs_in,
+        [(key, objects[key].size_bytes) for key in (*pending, *found.dead) if key in objects],
+        count=limits.GC_TASK_MANIFESTS,
+        bytes_of=lambda manifest: manifest[1],
+        bytes_max=limits.GC_TASK_MANIFEST_BYTES,
+    ):
         found.dead.update(map(pack_key, packs))
     return found
 
@@ -166,50 +168,12 @@ def storage_now(repo: Repo) -> float:
         repo.backend.delete(key)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OutlinePart:
-    """A task: manifests whose packs are asked for, with their sizes as listed."""
-
-    storage: Shared[Backend]
-    manifests: tuple[tuple[str, int], ...]
-
-
-def outline_part(task: OutlinePart) -> list[tuple[str, ...]]:
-    """Return the packs that each manifest names; those that cannot be read tell nothing.
-
-    Raises
-    ------
-    StorageError
-        The storage failed.
-    """
-    return [_packs_in(task.storage.value, key, size) for key, size in task.manifests]
-
-
-def _packs_in(backend: Backend, key: str, size: int) -> tuple[str, ...]:
+def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:
+    """Return the packs that a manifest of some size names; one that cannot be read tells none."""
+    key, size = manifest
     if size > limits.MANIFEST_STORED_BYTES_MAX:
         return ()
     try:
         return outline(backend.get(key, bytes_max=size), where=key)[1]
     except (IntegrityError, FormatError, NotFoundError):
         return ()
-
-
-def _packs_of(
-    repo: Repo, keys: Sequence[str], objects: Mapping[str, ObjectInfo], spread: Spread | None
-) -> Iterator[tuple[str, ...]]:
-    """Yield the packs that each manifest names."""
-    there = [(key, objects[key].size_bytes) for key in keys if key in objects]
-    if spread is not None and len(there) > limits.GC_TASK_MANIFESTS:
-        tasks = (
-            OutlinePart(storage=spread.storage, manifests=tuple(group))
-            for group in grouped(
-                there,
-                [size for _, size in there],
-                size=limits.GC_TASK_MANIFEST_BYTES,
-                count=limits.GC_TASK_MANIFESTS,
-            )
-        )
-        for found in spread.engine.map(outline_part, tasks):
-            yield from found
-        return
-    yield from at_once(repo.backend, lambda one: _packs_in(repo.backend, *one), there)

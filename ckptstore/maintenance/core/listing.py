@@ -8,25 +8,20 @@ for. A local folder, where listing is work and not waiting, is read by one threa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.config import Environment
-from ckptstore.engine.calls import Shared
-from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.maintenance.core.task_pool import Tasks
 
-__all__ = ["ListPart", "Tally", "list_objects", "list_part"]
+__all__ = ["Tally", "list_objects"]
 
 # Folders that one task lists; each by itself where more tasks than this run at once.
 _WIDTH: Final = 4
 _MANY: Final = 16
-
-Listed = tuple[str, int, float, str]
-"""Key, bytes, time, and storage class: an ``ObjectInfo`` as it travels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,33 +32,7 @@ class Tally:
     size_bytes: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ListPart:
-    """A task: the objects below some prefixes."""
-
-    storage: Shared[Backend]
-    folders: tuple[tuple[str, str], ...]
-    """Each a prefix, and the key to begin after."""
-
-
-def list_part(task: ListPart) -> list[Listed]:
-    """Return the objects of a part, in the order of their keys.
-
-    Raises
-    ------
-    StorageError
-        The storage failed.
-    """
-    return [
-        (info.key, info.size_bytes, info.modified_at, info.storage_class)
-        for prefix, after in task.folders
-        for info in task.storage.value.list(prefix, after=after)
-    ]
-
-
-def list_objects(
-    backend: Backend, prefix: str, *, environment: Environment, spread: Spread | None
-) -> Iterator[ObjectInfo]:
+def list_objects(tasks: Tasks, prefix: str, *, environment: Environment) -> Iterator[ObjectInfo]:
     """Yield the objects below ``packs/`` or ``manifests/``, in the order of their keys.
 
     Raises
@@ -71,6 +40,7 @@ def list_objects(
     StorageError
         The storage failed.
     """
+    backend, engine = tasks.storage.value, tasks.engine
     began = environment.monotonic()
     count = 0
     last = ""
@@ -83,21 +53,19 @@ def list_objects(
     else:
         return
     slow = environment.monotonic() - began > count * limits.GC_LIST_SLOW_S
-    if spread is None and not slow:
+    if engine is None and not slow:
         yield from backend.list(prefix, after=last)
         return
-    folders = list(_folders(prefix, last))
-    if spread is None:
-        found = _threads(backend, folders)
-    else:
-        # A task costs milliseconds; a listing of 16 million objects has results of 20 MB then.
-        width = 1 if spread.engine.workers > _MANY else _WIDTH
-        groups = grouped(folders, [1] * len(folders), size=width, count=width)
-        tasks = (ListPart(storage=spread.storage, folders=tuple(group)) for group in groups)
-        found = spread.engine.map(list_part, tasks)
-    for part in found:
-        for key, size, modified_at, name in part:
-            yield ObjectInfo(key=key, size_bytes=size, modified_at=modified_at, storage_class=name)
+    # A task costs milliseconds; a listing of 16 million objects has results of 20 MB then.
+    width = 1 if engine is not None and engine.workers > _MANY else _WIDTH
+    for part in tasks.map(_list_folder, list(_folders(prefix, last)), count=width):
+        yield from part
+
+
+def _list_folder(backend: Backend, folder: tuple[str, str]) -> list[ObjectInfo]:
+    """Return the objects below a prefix, after a key."""
+    prefix, after = folder
+    return list(backend.list(prefix, after=after))
 
 
 def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:
@@ -111,12 +79,3 @@ def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:
             yield part, ""
         elif last.startswith(part):
             yield part, last
-
-
-def _threads(backend: Backend, folders: Sequence[tuple[str, str]]) -> Iterator[list[Listed]]:
-    storage = Shared(backend)
-    tasks = [ListPart(storage=storage, folders=(folder,)) for folder in folders]
-    with ThreadPoolExecutor(
-        backend.capabilities.concurrency, thread_name_prefix="ckptstore-gc"
-    ) as pool:
-        yield from pool.map(list_part, tasks)

@@ -18,15 +18,13 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.engine.calls import Shared
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.format.snapshot import Details
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -34,11 +32,9 @@ from ckptstore.repo import Repo
 __all__ = [
     "ChunkTable",
     "Footprint",
-    "FootprintPart",
     "Reach",
     "changed",
     "chunk_keys",
-    "footprint_part",
     "live_versions",
 ]
 
@@ -135,11 +131,11 @@ class Reach:
         repo: Repo,
         *,
         progress: ProgressCallback = silent,
-        spread: Spread | None = None,
+        tasks: Tasks | None = None,
     ) -> None:
         self._repo = repo
         self._progress = progress
-        self._spread = spread
+        self._tasks = tasks or Tasks.of(repo)
         self._known: dict[bytes, Footprint] = {}
         """By digest of the manifest."""
         self._details: dict[bytes, Details] = {}
@@ -200,84 +196,39 @@ class Reach:
         self._known[bytes.fromhex(digest)] = Footprint.of(manifest)
 
     def _read(self, versions: Sequence[Version]) -> None:
-        for done, (version, found) in enumerate(self._footprints(versions), 1):
-            if isinstance(found, Footprint):
-                self._known[bytes.fromhex(version.manifest_digest)] = found
+        found = self._tasks.map(
+            _footprint,
+            versions,
+            count=limits.GC_TASK_MANIFESTS,
+            bytes_of=lambda version: version.manifest_bytes,
+            bytes_max=limits.GC_TASK_MANIFEST_BYTES,
+        )
+        for done, (version, need) in enumerate(zip(versions, found, strict=True), 1):
+            if isinstance(need, Footprint):  # names that many manifests share are kept once
+                need = replace(need, packs=tuple(map(intern, need.packs)))
+                self._known[bytes.fromhex(version.manifest_digest)] = need
             else:
-                self._explain(version, found)
+                self._explain(version, need)
             self._progress(
                 Progress(stage="manifests", done=done, total=len(versions), unit="versions")
             )
-
-    def _footprints(
-        self, versions: Sequence[Version]
-    ) -> Iterator[tuple[Version, Footprint | CkptStoreError]]:
-        if self._spread is not None and len(versions) > limits.GC_TASK_MANIFESTS:
-            yield from _spread_footprints(self._spread, versions)
-            return
-        footprints = at_once(self._repo.backend, self._footprint, versions)
-        yield from zip(versions, footprints, strict=True)
-
-    def _footprint(self, version: Version) -> Footprint | CkptStoreError:
-        try:
-            return Footprint.of(self._repo.manifests.load(version))
-        except (IntegrityError, FormatError, NotFoundError) as error:
-            return error
 
     def _explain(self, version: Version, error: CkptStoreError) -> None:
         """Return if the version changed meanwhile; raise what stops the collection if not."""
         if changed(self._repo, version):
             return
-        named = f"{version.run}@{version.step} (#{version.id[:8]})"
-        msg = f"nothing is collected, since it is not known what {named} needs: {error.message}"
+        why = f"it is not known what {version.label} needs: {error.message}"
+        msg = f"nothing is collected, since {why}"
         hint = "mend it: ckptstore verify, then repair; or give it up: ckptstore rm"
         raise type(error)(msg, hint=hint) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FootprintPart:
-    """A task: versions whose manifests are to be read."""
-
-    storage: Shared[Backend]
-    versions: tuple[Version, ...]
-
-
-def footprint_part(task: FootprintPart) -> list[Footprint | CkptStoreError]:
-    """Return what each version needs, or why its manifest cannot be had.
-
-    Raises
-    ------
-    StorageError
-        The storage failed.
-    """
-    found: list[Footprint | CkptStoreError] = []
-    for version in task.versions:
-        try:
-            found.append(Footprint.of(read_manifest(task.storage.value, version)))
-        except (IntegrityError, FormatError, NotFoundError) as error:
-            found.append(error)
-    return found
-
-
-def _spread_footprints(
-    spread: Spread, versions: Sequence[Version]
-) -> Iterator[tuple[Version, Footprint | CkptStoreError]]:
-    """Have manifests read in tasks; yield what they say, in the order of the versions."""
-    tasks = (
-        FootprintPart(storage=spread.storage, versions=tuple(group))
-        for group in grouped(
-            versions,
-            [version.manifest_bytes for version in versions],
-            size=limits.GC_TASK_MANIFEST_BYTES,
-            count=limits.GC_TASK_MANIFESTS,
-        )
-    )
-    waiting = iter(versions)
-    for part in spread.engine.map(footprint_part, tasks):
-        for found in part:
-            if isinstance(found, Footprint):  # names that many manifests share are kept once
-                found = replace(found, packs=tuple(map(intern, found.packs)))
-            yield next(waiting), found
+def _footprint(backend: Backend, version: Version) -> Footprint | CkptStoreError:
+    """Return what a version needs, or why its manifest cannot be had."""
+    try:
+        return Footprint.of(read_manifest(backend, version))
+    except (IntegrityError, FormatError, NotFoundError) as error:
+        return error
 
 
 def changed(repo: Repo, version: Version) -> bool:

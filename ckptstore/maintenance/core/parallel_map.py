@@ -20,7 +20,9 @@ _AHEAD: Final = 16
 the results. Source: enough that one slow request does not leave the other threads idle."""
 
 
-def at_once(backend: Backend, work: Callable[[S], T], items: Sequence[S]) -> Iterator[T]:
+def at_once(
+    backend: Backend, work: Callable[[S], T], items: Sequence[S], *, most: int | None = None
+) -> Iterator[T]:
     """Yield ``work(item)`` for each item, in their order; `work` is called from several threads.
 
     What `work` raises comes in its turn; then, and when the caller stops taking, nothing more is
@@ -30,14 +32,16 @@ def at_once(backend: Backend, work: Callable[[S], T], items: Sequence[S]) -> Ite
     ----------
     backend
         The storage that `work` asks; its ``concurrency`` says how many threads there are.
+    most
+        Items that are under way, or done and not yet taken; None for 16 a thread.
     """
-    workers = min(backend.capabilities.concurrency, len(items))
+    workers = min(backend.capabilities.concurrency, len(items), most or len(items))
     if workers < 2:
         yield from map(work, items)
         return
     ahead = iter(items)
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-requests") as pool:
-        coming = deque(pool.submit(work, item) for item in islice(ahead, workers * _AHEAD))
+        coming = deque(pool.submit(work, item) for item in islice(ahead, most or workers * _AHEAD))
         try:
             while coming:
                 result = coming.popleft().result()

@@ -1,40 +1,141 @@
-"""An engine, and the storage of a store as tasks hold it: what a collection hands its work to."""
+"""Runs the steps of one operation on a store: in this process, or as tasks of an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
+from typing import Any, Protocol, Self, TypeVar
 
 from ckptstore.backends.base import Backend
+from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
+from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.repo import Repo
 
-__all__ = ["Spread", "grouped", "spread_over"]
+__all__ = ["Step", "Tasks", "grouped", "open_tasks"]
 
+S = TypeVar("S")
 T = TypeVar("T")
+R = TypeVar("R")
+T_contra = TypeVar("T_contra", contravariant=True)
+R_co = TypeVar("R_co", covariant=True)
+
+Tell = Callable[[int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """Where the tasks of one operation run. None in its place: in this process, as ever."""
+def _ignore(_done: int) -> None:
+    """Do nothing with a progress."""
 
-    engine: Engine
+
+class Step(Protocol[T_contra, R_co]):
+    """A function of a module that does one large task."""
+
+    def __call__(self, task: T_contra, tell: Tell = ..., /) -> R_co:
+        """Do a task; in the process of the operation, `tell` is told the bytes done so far."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tasks:
+    """The storage and the resources of the tasks of one operation; owned by one thread."""
+
     storage: Shared[Backend]
+    options: Options
+    """Of one large task: its share of memory and threads."""
+    engine: Engine | None = None
+    """None runs everything in this process, without tasks."""
+
+    @classmethod
+    def of(cls, repo: Repo, engine: Engine | None = None) -> Self:
+        """Return the tasks of a store, in this process unless an engine is given.
+
+        Raises
+        ------
+        InvalidInputError
+            Processes of the engine cannot reach the storage.
+        """
+        if engine is None:
+            return cls(storage=Shared(repo.backend), options=repo.options)
+        options = engine.options_of_tasks(repo.options)
+        return cls(storage=engine.share_storage(repo.backend), options=options, engine=engine)
+
+    def map(
+        self,
+        function: Callable[[Backend, S], R],
+        items: Sequence[S],
+        *,
+        count: int,
+        bytes_of: Callable[[S], int] = lambda _: 0,
+        bytes_max: int = 1,
+    ) -> Iterator[R]:
+        """Yield ``function(storage, item)`` for each item, in their order: small requests.
+
+        Parameters
+        ----------
+        function
+            Of a module; several threads call it.
+        count
+            Items of one task of an engine; that many, or fewer, are done in this process.
+        bytes_of, bytes_max
+            Bytes of an item, and those at which a task of several items ends.
+
+        Raises
+        ------
+        CkptStoreError
+            As `function`; with an engine, as :meth:`ckptstore.engine.engine.Engine.map`.
+        """
+        if self.engine is None or len(items) <= count:
+            backend = self.storage.value
+            yield from at_once(backend, partial(function, backend), items)
+            return
+        sizes = [bytes_of(item) for item in items]
+        groups = grouped(items, sizes, size=bytes_max, count=count)
+        parts = (
+            _Part(storage=self.storage, function=function, items=tuple(group)) for group in groups
+        )
+        for results in self.engine.map(_part_results, parts):
+            yield from results
+
+    def run(self, step: Step[T, R], tasks: Iterable[T], tell: Tell = _ignore) -> Iterator[R]:
+        """Yield ``step(task)`` for large tasks, in their order.
+
+        In this process one runs after another, each when its result is asked for, and `tell` is
+        told how far it has come.
+
+        Raises
+        ------
+        CkptStoreError
+            As `step`; with an engine, as :meth:`ckptstore.engine.engine.Engine.map`.
+        """
+        if self.engine is None:
+            return (step(task, tell) for task in tasks)
+        return self.engine.map(step, tasks)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """Items that one task of an engine works on."""
+
+    storage: Shared[Backend]
+    function: Callable[[Backend, Any], Any]
+    items: tuple[Any, ...]
+
+
+def _part_results(part: _Part) -> list[Any]:
+    backend = part.storage.value
+    return list(at_once(backend, partial(part.function, backend), part.items))
 
 
 @contextmanager
-def spread_over(
-    repo: Repo, executor: EngineSpec | None, workers: int | None
-) -> Iterator[Spread | None]:
+def open_tasks(repo: Repo, executor: EngineSpec | None, workers: int | None) -> Iterator[Tasks]:
     """Have the tasks of an operation on a store run somewhere, for the length of a block.
 
     Parameters
     ----------
     executor
-        None, or ``threads`` with no number of workers: nothing is spread.
+        None, or ``threads`` without `workers`, for this process without tasks.
 
     Raises
     ------
@@ -43,10 +144,10 @@ def spread_over(
         cannot reach the storage.
     """
     if executor is None or (executor == THREADS and workers is None):
-        yield None
+        yield Tasks.of(repo)
         return
     with open_engine(executor, workers=workers, environment=repo.environment) as engine:
-        yield Spread(engine, engine.share_storage(repo.backend))
+        yield Tasks.of(repo, engine)
 
 
 def grouped(

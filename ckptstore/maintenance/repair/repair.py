@@ -23,6 +23,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.check.leftovers import cut_short, find_leftovers
 from ckptstore.maintenance.check.verify import Level
+from ckptstore.maintenance.check.verify_tasks import check_all, check_content
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
@@ -160,7 +161,7 @@ class _Repair:
         versions = [v for v in self.repo.catalog.versions() if v.level != "record"]
         self.survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
         unread: list[Version] = []
-        for version, content in self.survey.check_all(versions):
+        for version, content in check_all(self.survey, versions):
             if content is None:
                 unread.append(version)
             elif needed(self.survey, content) or is_unlike(self.survey, content):
@@ -171,7 +172,7 @@ class _Repair:
                 self.lost.append(lost_of(version, (), self.survey.unread[version.id].message))
             else:
                 problems = len(self.survey.problems)
-                self.survey.check_content(version, found)
+                check_content(self.survey, version, found)
                 del self.survey.problems[problems:]  # its problem is its manifest, told already
                 self.items.append(Item(version=version, content=found, rebuilt=True))
 

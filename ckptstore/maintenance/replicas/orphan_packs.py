@@ -19,6 +19,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
 from ckptstore.maintenance.core.listing import list_objects
 from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.objects.pack_index import read_index
 from ckptstore.objects.packs import Placed
 from ckptstore.repo import Repo
@@ -96,9 +97,8 @@ class Orphans:
         """Read the indexes of the newest packs that are not known, so many as `total` may fill."""
         target = self.target
         listed: list[ObjectInfo] = []
-        for info in list_objects(
-            target.backend, PACKS_PREFIX, environment=target.environment, spread=None
-        ):
+        tasks = Tasks.of(target)
+        for info in list_objects(tasks, PACKS_PREFIX, environment=target.environment):
             pack = pack_id(info.key)
             if pack and pack not in known and info.key not in target.catalog.gone([info.key]):
                 listed.append(info)

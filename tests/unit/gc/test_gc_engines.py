@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,15 @@ from gckit import CHUNK_BYTES, Place, delete, equal, needs, parts_of
 
 import ckptstore
 from ckptstore import limits
-from ckptstore.backends.base import ObjectInfo
+from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.config import SYSTEM, SystemEnvironment
+from ckptstore.config import SYSTEM, Options, SystemEnvironment
+from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import open_engine
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
 from ckptstore.maintenance.core.listing import list_objects
-from ckptstore.maintenance.core.task_pool import Spread, grouped
+from ckptstore.maintenance.core.task_pool import Tasks, grouped
 from ckptstore.model import Version
 from ckptstore.store import Store
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -152,6 +154,11 @@ def _filled(backend: MemoryBackend, count: int) -> list[str]:
     return sorted(keys)
 
 
+def tasks_on(backend: Backend) -> Tasks:
+    """Return the tasks of this process on a storage."""
+    return Tasks(storage=Shared(backend), options=Options())
+
+
 def _is_pack(key: str) -> bool:
     return key.endswith(".pack")
 
@@ -162,11 +169,11 @@ def test_a_listing_in_parts_is_the_listing(count: int) -> None:
     backend = MemoryBackend(f"listed-{SYSTEM.random_hex(8)}", environment=SystemEnvironment())
     keys = list(filter(_is_pack, _filled(backend, count)))
     with open_engine(workers=3) as engine:
-        spread = Spread(engine, engine.share_storage(backend))
-        for each in (None, spread):
-            found = list_objects(backend, PACKS_PREFIX, environment=SYSTEM, spread=each)
+        here = tasks_on(backend)
+        for each in (here, replace(here, engine=engine)):
+            found = list_objects(each, PACKS_PREFIX, environment=SYSTEM)
             assert [info.key for info in found if _is_pack(info.key)] == keys
-            none = list_objects(backend, MANIFESTS_PREFIX, environment=SYSTEM, spread=each)
+            none = list_objects(each, MANIFESTS_PREFIX, environment=SYSTEM)
             assert list(none) == []
 
 
@@ -176,7 +183,7 @@ def test_slow_storage_is_listed_by_several_threads() -> None:
     backend = _Slow(environment)
     keys = list(filter(_is_pack, _filled(backend, 40)))
 
-    found = list(list_objects(backend, PACKS_PREFIX, environment=environment, spread=None))
+    found = list(list_objects(tasks_on(backend), PACKS_PREFIX, environment=environment))
 
     assert [info.key for info in found if _is_pack(info.key)] == keys
     assert len(backend.prefixes) > 200
@@ -189,7 +196,7 @@ def test_quick_storage_is_listed_by_one_thread() -> None:
     backend = MemoryBackend(f"quick-{SYSTEM.random_hex(8)}", environment=environment)
     keys = _filled(backend, 40)
 
-    found = list(list_objects(backend, PACKS_PREFIX, environment=environment, spread=None))
+    found = list(list_objects(tasks_on(backend), PACKS_PREFIX, environment=environment))
 
     assert [info.key for info in found] == keys
 
