@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptstore.checkpoint.encoded_sources import Elements, is_guarded
 from ckptstore.chunking import cut
-from ckptstore.encodings.casts import Raw, raw_dtype
+from ckptstore.encodings.casts import Raw, Rounding, raw_dtype
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest
@@ -97,7 +97,12 @@ def _key(digest: bytes, record: TensorRecord, dtype: str) -> _Key:
 
 
 def prove(
-    low: Source, high: Source, record: TensorRecord, known: KnownCasts, grid: int
+    low: Source,
+    high: Source,
+    record: TensorRecord,
+    known: KnownCasts,
+    grid: int,
+    rounding: Rounding | None = None,
 ) -> Proved | None:
     """Read a tensor and the one that it may be made of; return None if it is not, in every bit.
 
@@ -109,6 +114,8 @@ def prove(
         What was proved before.
     grid
         Bytes of a piece of `high`.
+    rounding
+        Rounds to bfloat16 faster than NumPy; None for NumPy.
 
     Raises
     ------
@@ -129,17 +136,19 @@ def prove(
         part = given[: stop - start]  # a copy, since the tensor may change meanwhile
         np.copyto(part, elements.read(start, stop, copy=False))
         pieces.update(part.data.cast("B"))
-        hasher.update(_converted(high.dtype, part, low.dtype, made[: stop - start]))
+        out = made[: stop - start].data.cast("B")
+        _convert(high.dtype, part, low.dtype, out, rounding)
+        hasher.update(out)
     if hasher.digest() != digest:
         return None
     return Proved(digest=digest, sums=pieces.checksums())
 
 
-def _converted(dtype: str, given: Raw, target: str, made: Raw) -> memoryview:
-    """Convert elements just as a load does; return the bytes of `made`."""
-    out: memoryview = made.data.cast("B")
-    decode_elements("cast", "", 0, target, dtype, 0, given.data.cast("B"), None, out)
-    return out
+def _convert(
+    dtype: str, given: Raw, target: str, out: memoryview, rounding: Rounding | None
+) -> None:
+    """Convert elements just as a load does."""
+    decode_elements("cast", "", 0, target, dtype, 0, given.data.cast("B"), None, out, rounding)
 
 
 def _digest(source: Source) -> bytes:

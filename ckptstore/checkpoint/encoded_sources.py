@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.chunking import piece_bytes
-from ckptstore.encodings.casts import raw_dtype
+from ckptstore.encodings.casts import Rounding, raw_dtype
 from ckptstore.encodings.coding import Form
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import blake3_digest, xxh3_64
@@ -72,10 +72,17 @@ def grid_of(nbytes: int, row_bytes: int, itemsize: int, chunk_bytes: int) -> int
 
 
 class Elements:
-    """The elements of a float tensor, a few at a time, in stored order. Any thread may read."""
+    """The elements of a float tensor, a few at a time, in stored order. Any thread may read.
 
-    def __init__(self, source: Source) -> None:
+    Parameters
+    ----------
+    rounding
+        Rounds them to bfloat16 faster than NumPy; None for NumPy.
+    """
+
+    def __init__(self, source: Source, rounding: Rounding | None = None) -> None:
         payload = source.payload
+        self.rounding = rounding
         self.dtype = source.dtype
         self.count = source.nbytes // source.itemsize
         self._item = source.itemsize
@@ -119,7 +126,8 @@ class Codes:
         end = min(-(-high // block) * block, elements.count)
         for at in range(low // block * block, end, form.step):
             stop = min(at + form.step, end)
-            codes = form.encode(elements.dtype, elements.read(at, stop, copy=False)).codes
+            raw = elements.read(at, stop, copy=False)
+            codes = form.encode(elements.dtype, raw, elements.rounding).codes
             first, last = max(at, low), min(stop, high)
             target[first - low : last - low] = codes[first - at : last - at]
 

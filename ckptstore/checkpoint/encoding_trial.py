@@ -97,9 +97,9 @@ def measure(
         raw = elements.read(at, min(at + form.step, elements.count), copy=True)
         if xxh3_64(raw.data.cast("B")) != looked.steps[number]:
             raise torn(name)
-        coded = form.encode(elements.dtype, raw)
+        coded = form.encode(elements.dtype, raw, elements.rounding)
         restored = np.empty_like(raw)
-        _restore(form, elements.dtype, coded, restored.data.cast("B"))
+        _restore(form, elements, coded, restored.data.cast("B"))
         hasher.update(restored.data.cast("B"))
         codes.update(np.ascontiguousarray(coded.codes).data.cast("B"))
         if coded.scales is not None:
@@ -113,10 +113,21 @@ def measure(
     )
 
 
-def _restore(form: Form, dtype: str, coded: Coded, out: memoryview) -> None:
+def _restore(form: Form, elements: Elements, coded: Coded, out: memoryview) -> None:
     scales = None if coded.scales is None else coded.scales.data.cast("B")
     codes = np.ascontiguousarray(coded.codes).data.cast("B")
-    decode_elements(form.kind, form.code, form.block, dtype, form.dtype, 0, codes, scales, out)
+    decode_elements(
+        form.kind,
+        form.code,
+        form.block,
+        elements.dtype,
+        form.dtype,
+        0,
+        codes,
+        scales,
+        out,
+        elements.rounding,
+    )
 
 
 def _parts(source: Source) -> Iterator[memoryview]:

@@ -23,6 +23,7 @@ from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.derived_decode import Following, follows
 from ckptstore.checkpoint.read_items import Ends, Part, Range
 from ckptstore.config import Options
+from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CorruptTensorError
 from ckptstore.events import Progress, ProgressCallback, silent
@@ -43,12 +44,18 @@ def read_ranges(
     backend: Backend,
     options: Options,
     progress: ProgressCallback = silent,
+    rounding: Rounding | None = None,
 ) -> None:
     """Fill the memory of some ranges; every byte that is read is checked.
 
     Host memory beyond the destinations, and beyond whole pieces at the ends of ranges, stays
     within ``options.host_bytes`` (one piece of each source at least). A tensor that others follow
     from, and that is asked for whole too, is read once.
+
+    Parameters
+    ----------
+    rounding
+        Rounds to bfloat16 faster than NumPy; None for NumPy.
 
     Raises
     ------
@@ -61,7 +68,7 @@ def read_ranges(
         The storage failed.
     """
     with naming_cold(content.manifest.version, backend.url):
-        _read_ranges(content, ranges, backend, options, progress)
+        _read_ranges(content, ranges, backend, options, progress, rounding)
 
 
 def _read_ranges(
@@ -70,6 +77,7 @@ def _read_ranges(
     backend: Backend,
     options: Options,
     progress: ProgressCallback,
+    rounding: Rounding | None,
 ) -> None:
     records = content.manifest.tensors
     stored = [one for one in ranges if records[one.index].recipe is None]
@@ -83,7 +91,7 @@ def _read_ranges(
     }
     if stored:
         ends = Ends(content.manifest)
-        following, made = _following(content, ends, made, ready)
+        following, made = _following(content, ends, made, ready, rounding)
         _read_stored(
             content,
             ends,
@@ -100,11 +108,18 @@ def _read_ranges(
             done += one.nbytes
             progress(Progress(stage="read", done=done, total=total))
     if made:
-        _Making(content, ready, backend, options, progress, done=done, total=total).run(made)
+        making = _Making(
+            content, ready, backend, options, progress, rounding=rounding, done=done, total=total
+        )
+        making.run(made)
 
 
 def _following(
-    content: Content, ends: Ends, made: Sequence[Range], ready: Mapping[int, memoryview]
+    content: Content,
+    ends: Ends,
+    made: Sequence[Range],
+    ready: Mapping[int, memoryview],
+    rounding: Rounding | None,
 ) -> tuple[dict[int, list[Following]], list[Range]]:
     """Return what can be made while its source is read, by source, and what cannot."""
     manifest = content.manifest
@@ -115,7 +130,7 @@ def _following(
         source = recipe.sources[0] if recipe and follows(manifest, one.index) else -1
         whole = one.nbytes == manifest.tensors[one.index].nbytes
         if source in ready and whole and one.out is not None:
-            following = Following(manifest, one.index, ends.of(source), one.out)
+            following = Following(manifest, one.index, ends.of(source), one.out, rounding)
             found.setdefault(source, []).append(following)
         else:
             rest.append(one)
@@ -224,6 +239,7 @@ class _Making:
         options: Options,
         progress: ProgressCallback,
         *,
+        rounding: Rounding | None,
         done: int,
         total: int,
     ) -> None:
@@ -237,6 +253,7 @@ class _Making:
         self._room = max(1, options.host_bytes * 3 // 16)
         self._scales_room = max(_SCALE_BYTES, options.host_bytes // 8)
         self._progress = progress
+        self._rounding = rounding
         self._done, self._total = done, total
         self._hasher = Hasher()
 
@@ -383,6 +400,7 @@ class _Making:
             step.codes,
             scales,
             out,
+            self._rounding,
         )
         return out
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.encodings.casts import FLOATS, recast, to_float32
+from ckptstore.encodings.casts import FLOATS, Rounding, recast, to_float32
 from ckptstore.encodings.codebooks import CODE_DTYPES, DYNAMIC_SIGNED, DYNAMIC_UNSIGNED, LINEAR
 from ckptstore.encodings.decoding import CAST, SCALED
 from ckptstore.encodings.encoding import CASTS, Encoding
@@ -87,7 +87,7 @@ class Form:
             return "an element is larger than the form can hold"
         return ""
 
-    def encode(self, dtype: str, raw: npt.NDArray[Any]) -> Coded:
+    def encode(self, dtype: str, raw: npt.NDArray[Any], rounding: Rounding | None = None) -> Coded:
         """Encode some elements of a tensor.
 
         Parameters
@@ -96,9 +96,11 @@ class Form:
             Of the tensor.
         raw
             Elements as unsigned integers; of a scaled form finite, and beginning with a block.
+        rounding
+            Rounds to bfloat16 faster than NumPy; None for NumPy.
         """
         if self.kind == CAST:
-            return Coded(recast(dtype, self.dtype, raw), None)
+            return Coded(recast(dtype, self.dtype, raw, rounding), None)
         values = to_float32(dtype, raw)
         scales = scales_of(values, self.block)
         return Coded(codes_of(self.code, values, scales, self.block), scales)

@@ -13,6 +13,7 @@ from ckptstore.saver.cancellation import Gate
 from ckptstore.saver.save_job import Job, Told, background_options, write_job
 from ckptstore.saver.staged import Digests
 from ckptstore.saver.thread_priority import step_back
+from ckptstore.tensors.bfloat16 import to_bfloat16
 
 __all__ = ["ThreadEngine"]
 
@@ -96,6 +97,7 @@ class ThreadEngine:
                 options=self._options,
                 gate=task.gate,
                 progress=tell,
+                rounding=to_bfloat16,
             )
         except BaseException as error:  # noqa: BLE001 - whatever it is, it arrives at the caller
             task.told.failed(error)

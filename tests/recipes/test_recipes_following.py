@@ -20,7 +20,6 @@ from shortening import examples
 import ckptstore
 from ckptstore.checkpoint import derived_decode, ranges
 from ckptstore.checkpoint.derived_decode import Following
-from ckptstore.encodings import casts
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CorruptTensorError
 from ckptstore.events import Progress
@@ -131,8 +130,7 @@ def test_arithmetic_that_differs_is_noticed(store: Store, made: str) -> None:
 
     with (
         patch.object(derived_decode, "decode_elements", wrong),
-        patch.object(casts, "_offered", []),
-        patch.object(load, "offer_rounding", lambda _: None),
+        patch.object(load, "to_bfloat16", None),
         pytest.raises(CorruptTensorError, match=r"another digest"),
     ):
         store.load("gpt@0")
@@ -156,8 +154,7 @@ def test_rough_arithmetic_is_followed_by_the_exact_one(store: Store, what: Any) 
 
     target = _empty(state)
     with (
-        patch.object(casts, "_offered", [rough]),
-        patch.object(load, "offer_rounding", lambda _: None),
+        patch.object(load, "to_bfloat16", rough),
         _no_second_reading(),
     ):
         store.load("gpt@0", into=target)
@@ -166,8 +163,7 @@ def test_rough_arithmetic_is_followed_by_the_exact_one(store: Store, what: Any) 
         assert torch.equal(target[name].isnan(), tensor.isnan())
         assert torch.equal(target[name].nan_to_num(), tensor.nan_to_num())
     with (
-        patch.object(casts, "_offered", [rough]),
-        patch.object(load, "offer_rounding", lambda _: None),
+        patch.object(load, "to_bfloat16", rough),
         patch.object(derived_decode, "decode_elements", lambda *_: None),
         pytest.raises(CorruptTensorError, match="another digest"),
     ):

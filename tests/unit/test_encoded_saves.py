@@ -516,7 +516,7 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         run.save(_state(), step=0)
 
         def scribble(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as write_job
-            np.frombuffer(args[3], np.uint8)[: 60 * 300 * 4] ^= 1
+            np.frombuffer(args[2], np.uint8)[: 60 * 300 * 4] ^= 1
             return write_job(*args, **kwargs)
 
         monkeypatch.setattr("ckptstore.saver.thread_engine.write_job", scribble)
