@@ -33,7 +33,7 @@ from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
 from ckptstore.objects.index import KnownPieces
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.cancellation import Gate
+from ckptstore.saver.cancellation import CancellationToken
 from ckptstore.saver.save_job import write_job
 from ckptstore.saver.staged import sources_in
 from ckptstore.saver.staging import Staging, lay_out
@@ -519,7 +519,7 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             np.frombuffer(args[2], np.uint8)[: 60 * 300 * 4] ^= 1
             return write_job(*args, **kwargs)
 
-        monkeypatch.setattr("ckptstore.saver.thread_engine.write_job", scribble)
+        monkeypatch.setattr("ckptstore.saver.job_writer.write_job", scribble)
         pending = run.save_async(_state(seed=3), step=1, encodings=RULES)
         with pytest.raises(TornStateError, match=r"model\.weight"):
             pending.result()
@@ -535,7 +535,7 @@ def test_a_save_is_cancelled_while_it_measures() -> None:
     staging = Staging(flat.tensors, layout, arena, later=False)
     staging.begin()
     staging.copy()
-    gate = Gate()
+    gate = CancellationToken()
     gate.cancel()
     staged = sources_in(arena.view, staging.describe(), staging.digests(), gate.check)
     with pytest.raises(OperationCancelledError):
