@@ -26,7 +26,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
 
-__all__ = ["Following", "follows"]
+__all__ = ["DerivedDecode", "follows"]
 
 # Bytes that are made again at once. Source: stay in cache; whole elements of any type.
 _AGAIN_BYTES: Final = 1 << 20
@@ -38,7 +38,7 @@ def follows(manifest: Manifest, index: int) -> bool:
     return record.recipe is not None and record.recipe.kind == "cast" and record.nbytes > 0
 
 
-class Following:
+class DerivedDecode:
     """One such tensor. Any threads may make its pieces, in any order, each piece once.
 
     Parameters

@@ -23,7 +23,7 @@ from ckptstore.checkpoint.encoded_sources import (
     NOTHING,
     Checked,
     Codes,
-    Copying,
+    CopiedPayload,
     Elements,
     Scales,
     grid_of,
@@ -31,7 +31,7 @@ from ckptstore.checkpoint.encoded_sources import (
     with_ids,
     with_payload,
 )
-from ckptstore.checkpoint.encoding_trial import Looked, look, measure
+from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
 from ckptstore.checkpoint.lossy_plan import (
     Key,
     divides,
@@ -282,7 +282,9 @@ class _Work:
         ]
         return _Outcome(recipe=recipe_of(encoding, form, looked, measured), hidden=hidden)
 
-    def _again(self, place: int, encoding: Encoding, form: Form, looked: Looked) -> _Outcome | None:
+    def _again(
+        self, place: int, encoding: Encoding, form: Form, looked: TensorFacts
+    ) -> _Outcome | None:
         """Return the codes of the version before, if it was given the same bytes."""
         source, record = self.draft.sources[place], self.draft.records[place]
         recipe = self.known.get(form_key(looked.given, record, form))
@@ -327,7 +329,7 @@ class _Work:
         payload, grid = source.payload, self._grid(source)
         seen = {one.source for one in proofs}
         if not is_guarded(payload):
-            payload = Copying(payload)
+            payload = CopiedPayload(payload)
             for pieces in seen:
                 payload = Checked(payload, pieces, grid, name)
         if len(seen) == 1 and proofs[0].ids:

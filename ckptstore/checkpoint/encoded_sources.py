@@ -27,7 +27,7 @@ __all__ = [
     "Checked",
     "CodedSource",
     "Codes",
-    "Copying",
+    "CopiedPayload",
     "Elements",
     "Guarded",
     "ReusedSource",
@@ -210,7 +210,7 @@ class CodedSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReusedSource:
-    """One whose pieces the version before has; see :class:`ckptstore.objects.sources.Foreseen`."""
+    """A tensor whose pieces the version before has: a ``KnownPiecesSource``."""
 
     nbytes: int
     dtype: str
@@ -232,7 +232,7 @@ NOTHING = CodedSource(nbytes=0, dtype="uint8", itemsize=1, row_bytes=1, payload=
 """The source of a tensor that has a recipe."""
 
 
-class Copying:
+class CopiedPayload:
     """A payload that copies from another one, wherever its bytes are."""
 
     def __init__(self, payload: Payload) -> None:

@@ -13,23 +13,23 @@ from ckptstore.chunking import cut
 from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
-from ckptstore.encodings.measuring import Difference, Range
+from ckptstore.encodings.measuring import Difference, ValueRange
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
 from ckptstore.objects.sources import Payload, Source
 
-__all__ = ["Looked", "Measured", "look", "measure"]
+__all__ = ["Measured", "TensorFacts", "look", "measure"]
 
 # Elements that are looked at together. Source: as the step of the encodings, in cache.
 _STEP: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class TensorFacts:
     """What a tensor is."""
 
     given: bytes
     """BLAKE3-256 of its bytes."""
-    seen: Range
+    seen: ValueRange
     steps: Sequence[int]
     """XXH3-64 of each step: what :func:`measure` must find again."""
 
@@ -47,7 +47,7 @@ class Measured:
     """The same of the scales; empty for a cast."""
 
 
-def look(source: Source, step: int) -> Looked:
+def look(source: Source, step: int) -> TensorFacts:
     """Read a float tensor once, and say what it is.
 
     Parameters
@@ -61,7 +61,7 @@ def look(source: Source, step: int) -> Looked:
         It is not what was staged.
     """
     hasher = Hasher()
-    seen = Range()
+    seen = ValueRange()
     steps = PieceChecksums(step * source.itemsize)
     kind = raw_dtype(source.dtype)
     for part in _parts(source):
@@ -70,11 +70,11 @@ def look(source: Source, step: int) -> Looked:
         raw = np.frombuffer(part, kind)
         for at in range(0, len(raw), _STEP):
             seen.add(source.dtype, raw[at : at + _STEP])
-    return Looked(given=hasher.digest(), seen=seen, steps=steps.checksums())
+    return TensorFacts(given=hasher.digest(), seen=seen, steps=steps.checksums())
 
 
 def measure(
-    elements: Elements, form: Form, looked: Looked, grids: tuple[int, int], name: str
+    elements: Elements, form: Form, looked: TensorFacts, grids: tuple[int, int], name: str
 ) -> Measured:
     """Encode a tensor and restore it, keeping nothing of either.
 

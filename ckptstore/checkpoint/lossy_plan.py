@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from ckptstore import limits
 from ckptstore.checkpoint.encoded_sources import NOTHING, CodedSource
-from ckptstore.checkpoint.encoding_trial import Looked, Measured
+from ckptstore.checkpoint.encoding_trial import Measured, TensorFacts
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.decoding import SCALED
 from ckptstore.encodings.encoding import Encoding
@@ -91,7 +91,7 @@ def shells(source: Source, record: TensorRecord, form: Form) -> list[CodedSource
     return found
 
 
-def recipe_of(encoding: Encoding, form: Form, looked: Looked, measured: Measured) -> Recipe:
+def recipe_of(encoding: Encoding, form: Form, looked: TensorFacts, measured: Measured) -> Recipe:
     """Return the recipe of a measured tensor; its sources are named later."""
     plain: dict[str, Any] = {
         "kind": form.kind,
@@ -113,7 +113,7 @@ def recipe_of(encoding: Encoding, form: Form, looked: Looked, measured: Measured
     )
 
 
-def divides(encoding: Encoding, record: TensorRecord, looked: Looked) -> str:
+def divides(encoding: Encoding, record: TensorRecord, looked: TensorFacts) -> str:
     """Return why a tensor of an optimizer may not lose its small elements; empty if it may."""
     seen = looked.seen
     if record.role != "optimizer" or seen.negative or not seen.positive:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content
-from ckptstore.checkpoint.derived_decode import Following, follows
+from ckptstore.checkpoint.derived_decode import DerivedDecode, follows
 from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.decoding import decode_elements
@@ -77,7 +77,7 @@ class _Part:
         ends: _Ends,
         part: Range,
         label: str,
-        following: Sequence[Following] = (),
+        following: Sequence[DerivedDecode] = (),
     ) -> None:
         manifest = content.manifest
         index, start, nbytes, out = part.index, part.start, part.nbytes, part.out
@@ -201,17 +201,17 @@ def _following(
     made: Sequence[Range],
     ready: Mapping[int, memoryview],
     rounding: Rounding | None,
-) -> tuple[dict[int, list[Following]], list[Range]]:
+) -> tuple[dict[int, list[DerivedDecode]], list[Range]]:
     """Return what can be made while its source is read, by source, and what cannot."""
     manifest = content.manifest
-    found: dict[int, list[Following]] = {}
+    found: dict[int, list[DerivedDecode]] = {}
     rest = []
     for one in made:
         recipe = manifest.tensors[one.index].recipe
         source = recipe.sources[0] if recipe and follows(manifest, one.index) else -1
         whole = one.nbytes == manifest.tensors[one.index].nbytes
         if source in ready and whole and one.out is not None:
-            following = Following(manifest, one.index, ends.of(source), one.out, rounding)
+            following = DerivedDecode(manifest, one.index, ends.of(source), one.out, rounding)
             found.setdefault(source, []).append(following)
         else:
             rest.append(one)
@@ -222,7 +222,7 @@ def _read_stored(
     content: Content,
     ends: _Ends,
     stored: Sequence[Range],
-    following: Mapping[int, Sequence[Following]],
+    following: Mapping[int, Sequence[DerivedDecode]],
     *,
     backend: Backend,
     options: Options,

@@ -13,7 +13,7 @@ from ckptstore.encodings.casts import FLOATS, Rounding, recast, to_float32
 from ckptstore.encodings.codebooks import CODE_DTYPES, DYNAMIC_SIGNED, DYNAMIC_UNSIGNED, LINEAR
 from ckptstore.encodings.decoding import CAST, SCALED
 from ckptstore.encodings.encoding import CASTS, Encoding
-from ckptstore.encodings.measuring import Range
+from ckptstore.encodings.measuring import ValueRange
 from ckptstore.encodings.scaling import codes_of, scales_of
 
 __all__ = ["Coded", "Form"]
@@ -77,7 +77,7 @@ class Form:
         """Elements to encode at once: whole blocks."""
         return max(self.block, _STEP // self.block * self.block) if self.block else _STEP
 
-    def problem(self, seen: Range) -> str:
+    def problem(self, seen: ValueRange) -> str:
         """Return why it cannot hold a tensor with such elements; empty if it may."""
         if self.kind == SCALED and not seen.finite:
             return "it holds NaN or an infinity"

@@ -30,7 +30,7 @@ from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
 from ckptstore.objects.pack_plan import plan_packs
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.sources import Source
-from ckptstore.objects.write_jobs import Job, plan_jobs
+from ckptstore.objects.write_jobs import PieceJob, plan_jobs
 
 __all__ = ["Written", "write_pieces"]
 
@@ -242,11 +242,11 @@ class _PieceWrite:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def work(self, jobs: Iterator[Job], sink: PackSink, workers: int) -> None:
+    def work(self, jobs: Iterator[PieceJob], sink: PackSink, workers: int) -> None:
         """Run all jobs; raise the first failure once every worker has stopped."""
         taking = threading.Lock()
 
-        def take() -> Job | None:
+        def take() -> PieceJob | None:
             with taking:
                 return None if self.stop.is_set() else next(jobs, None)
 
@@ -278,7 +278,7 @@ class _PieceWrite:
         for slot, of in self.repeats:
             self.columns.repeat(slot, of)
 
-    def _worker(self, turn: int, take: Callable[[], Job | None], sink: PackSink) -> None:
+    def _worker(self, turn: int, take: Callable[[], PieceJob | None], sink: PackSink) -> None:
         buffer = memoryview(bytearray(self.buffer_bytes))
         shared = True  # whether the last piece was shared: the next one then is, most likely
         spent = _Spent()
@@ -298,7 +298,7 @@ class _PieceWrite:
     def _large_piece(
         self,
         turn: int,
-        job: Job,
+        job: PieceJob,
         buffer: memoryview,
         sink: PackSink,
         spent: _Spent,
@@ -347,7 +347,7 @@ class _PieceWrite:
         return False
 
     def _small_pieces(
-        self, turn: int, job: Job, buffer: memoryview, sink: PackSink, spent: _Spent
+        self, turn: int, job: PieceJob, buffer: memoryview, sink: PackSink, spent: _Spent
     ) -> None:
         """Write those small tensors of a batch that are not known as one chunk, a slab."""
         began = self.clock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Foreseen", "Payload", "Source"]
+__all__ = ["KnownPiecesSource", "Payload", "Source"]
 
 
 class Payload(Protocol):
@@ -42,7 +42,7 @@ class Source(Protocol):
         """Return where its bytes are."""
 
 
-class Foreseen(Protocol):
+class KnownPiecesSource(Protocol):
     """A source whose pieces are known before a byte of it is read: those of an earlier version."""
 
     @property

@@ -10,7 +10,7 @@ from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
 from ckptstore.codecs.codec_table import check_choice
-from ckptstore.encodings.encoding_rules import EncodingRules, Target
+from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import TensorRecord
@@ -114,7 +114,7 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
     if encodings:
         wishes = encodings.wishes(
             [
-                Target(tensor.paths[0], record.role, record.dtype, record.shape)
+                EncodingTarget(tensor.paths[0], record.role, record.dtype, record.shape)
                 for tensor, record in zip(flat.tensors, records, strict=True)
             ]
         )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from ckptstore.saver.pending import PendingSave
 from ckptstore.saver.process_engine import ProcessEngine
 from ckptstore.saver.save_job import SaveJob
 from ckptstore.saver.save_state import BackgroundSave
+from ckptstore.saver.staging import Staging
 from ckptstore.saver.thread_engine import ThreadEngine
 
 ENGINES = ("thread", "process")
@@ -205,6 +208,29 @@ def test_several_threads_wait_until_a_state_is_staged(tmp_path: Path) -> None:
 
 
 # --- memory that is given up --------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+def test_the_handle_of_a_save_that_ended_keeps_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who keeps it keeps neither the arena, nor the state, nor the job."""
+    stagings: list[weakref.ref[Staging]] = []
+    begin = Staging.begin
+
+    def beginning(staging: Staging) -> None:
+        stagings.append(weakref.ref(staging))
+        begin(staging)
+
+    monkeypatch.setattr(Staging, "begin", beginning)
+    with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
+        pending = store.run("gpt").save_async(_state(1), step=1)
+        pending.result(_PATIENCE_S)
+        save = pending._save
+        assert (save.arena, save.job, save.staging, save.digests) == (None,) * 4
+    gc.collect()  # the store is closed: the thread that took the digests has ended
+    assert [one() for one in stagings] == [None]
+    assert pending.durable
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ckptstore import limits
 from ckptstore.checkpoint.encoded_sources import CodedSource, Codes, Elements, Scales, grid_of
-from ckptstore.checkpoint.encoding_trial import Looked, look, measure
+from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
 from ckptstore.checkpoint.stored_sources import StoredSource, row_bytes_of
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
@@ -125,7 +125,7 @@ def _records(record: TensorRecord, form: Form) -> tuple[TensorRecord, ...]:
 def _recipe(
     before: Recipe | None,
     form: Form,
-    looked: Looked,
+    looked: TensorFacts,
     encoding: Encoding,
     digest: bytes,
     max_abs: float,
