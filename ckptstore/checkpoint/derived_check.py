@@ -18,8 +18,7 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptstore.checkpoint.encoded_sources import Elements, is_guarded
-from ckptstore.chunking import cut
+from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, parts_of
 from ckptstore.encodings.casts import Raw, Rounding, raw_dtype
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.manifest import Manifest, TensorRecord
@@ -124,7 +123,7 @@ def prove(
     """
     digest = _digest(low)
     before = known.of(digest, record, high.dtype)
-    if before and b"".join(ids := _piece_ids(high, grid)) in before:
+    if before and b"".join(ids := [blake3_digest(part) for part in parts_of(high, grid)]) in before:
         return Proved(digest=digest, ids=ids)
     hasher = Hasher()
     pieces = PieceChecksums(grid)
@@ -154,27 +153,10 @@ def _convert(
 def _digest(source: Source) -> bytes:
     """Return the BLAKE3-256 of a tensor; one that is staged is compared as it is read."""
     payload = source.payload
-    length = payload.piece_bytes if is_guarded(payload) else _COPY_BYTES
     view = None if is_guarded(payload) else payload.view()
     if view is not None:
         return blake3_digest(view)
     hasher = Hasher()
-    buffer = memoryview(bytearray(min(length, source.nbytes)))
-    for start, size in cut(source.nbytes, length):
-        payload.copy_into(start, buffer[:size])
-        hasher.update(buffer[:size])
+    for part in parts_of(source, _COPY_BYTES):
+        hasher.update(part)
     return hasher.digest()
-
-
-def _piece_ids(source: Source, grid: int) -> list[bytes]:
-    """Return the ids that the pieces of a tensor have; what is staged is compared meanwhile."""
-    payload = source.payload
-    view = None if is_guarded(payload) else payload.view()
-    if view is not None:
-        return [blake3_digest(view[at : at + size]) for at, size in cut(source.nbytes, grid)]
-    buffer = memoryview(bytearray(min(grid, source.nbytes)))
-    ids = []
-    for start, size in cut(source.nbytes, grid):
-        payload.copy_into(start, buffer[:size])
-        ids.append(blake3_digest(buffer[:size]))
-    return ids

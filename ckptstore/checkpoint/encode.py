@@ -28,7 +28,6 @@ from ckptstore.checkpoint.encoded_sources import (
     Scales,
     grid_of,
     is_guarded,
-    with_ids,
     with_payload,
 )
 from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
@@ -302,7 +301,7 @@ class _Work:
             hidden.append(
                 _Hidden(
                     record=made,
-                    source=with_ids(shell, Checked(payload, ids, self._grid(shell), name), ids),
+                    source=with_payload(shell, Checked(payload, ids, self._grid(shell), name), ids),
                 )
             )
         if not recipe.exact:
@@ -333,7 +332,7 @@ class _Work:
             for pieces in seen:
                 payload = Checked(payload, pieces, grid, name)
         if len(seen) == 1 and proofs[0].ids:
-            return with_ids(source, payload, proofs[0].ids)
+            return with_payload(source, payload, proofs[0].ids)
         return source if payload is source.payload else with_payload(source, payload)
 
     # --- all of them ----------------------------------------------------------------------------

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, torn
-from ckptstore.chunking import cut
+from ckptstore.checkpoint.encoded_sources import Elements, parts_of, torn
 from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.measuring import Difference, ValueRange
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
-from ckptstore.objects.sources import Payload, Source
+from ckptstore.objects.sources import Source
 
 __all__ = ["Measured", "TensorFacts", "look", "measure"]
 
@@ -64,7 +63,7 @@ def look(source: Source, step: int) -> TensorFacts:
     seen = ValueRange()
     steps = PieceChecksums(step * source.itemsize)
     kind = raw_dtype(source.dtype)
-    for part in _parts(source):
+    for part in parts_of(source, _STEP * source.itemsize, copy=True):
         hasher.update(part)
         steps.update(part)
         raw = np.frombuffer(part, kind)
@@ -128,21 +127,3 @@ def _restore(form: Form, elements: Elements, coded: Coded, out: memoryview) -> N
         out,
         elements.rounding,
     )
-
-
-def _parts(source: Source) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order, each part a copy that is valid until the next."""
-    payload: Payload = source.payload
-    length, view = _STEP * source.itemsize, None
-    if is_guarded(payload):
-        length = payload.piece_bytes
-    else:
-        view = payload.view()
-    buffer = memoryview(bytearray(min(length, source.nbytes)))
-    for start, size in cut(source.nbytes, length):
-        part = buffer[:size]
-        if view is None:
-            payload.copy_into(start, part)
-        else:
-            part[:] = view[start : start + size]
-        yield part

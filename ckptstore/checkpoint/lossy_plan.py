@@ -6,7 +6,7 @@ import math
 from typing import Any, TypeAlias
 
 from ckptstore import limits
-from ckptstore.checkpoint.encoded_sources import NOTHING, CodedSource
+from ckptstore.checkpoint.encoded_sources import NOTHING
 from ckptstore.checkpoint.encoding_trial import Measured, TensorFacts
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.decoding import SCALED
@@ -14,7 +14,7 @@ from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import loses_small
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.sources import Source
+from ckptstore.objects.sources import PieceSource, Source
 
 __all__ = [
     "Key",
@@ -73,14 +73,14 @@ def hidden_records(record: TensorRecord, form: Form) -> list[TensorRecord]:
     return [codes, scales]
 
 
-def shells(source: Source, record: TensorRecord, form: Form) -> list[CodedSource]:
+def shells(source: Source, record: TensorRecord, form: Form) -> list[PieceSource]:
     """Return the sources of the same, but for their bytes."""
-    found: list[CodedSource] = []
+    found: list[PieceSource] = []
     for made in hidden_records(record, form):
         is_codes = made.shape == record.shape and not found
         item = form.item_bytes if is_codes else 4
         found.append(
-            CodedSource(
+            PieceSource(
                 nbytes=made.nbytes,
                 dtype=made.dtype,
                 itemsize=item,

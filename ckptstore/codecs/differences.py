@@ -9,8 +9,8 @@ zeros. Integers are compared as they are. Exact for every bit pattern: every ste
 Three things may be done to the folded differences (`DeltaForm`). They may be turned left by some
 bits, so that the border between noise and what compresses falls between two planes. They may be
 split into planes of four bits, two elements a byte: zstd's codes have no less than one bit for a
-byte, which is too much for an element that mostly has not moved. And those of each run of elements may
-be put in the order of their base's exponents: a step of the same size is many units of a small
+byte, which is too much for an element that mostly has not moved. And those of each run of elements
+may be put in the order of their base's exponents: a step of the same size is many units of a small
 number and few of a large one, so that differences of one exponent are alike, and zstd, whose codes
 are those of a few kilobytes, gets them together. The base tells the order, so nothing of it is
 stored. Why, and what was measured: docs/design/0012-deltas.md.

@@ -70,7 +70,7 @@ def plan_jobs(
 
 def _foreseen(source: Source, count: int) -> Sequence[bytes | None]:
     """Return the id of each piece of a source, as far as they are known."""
-    return getattr(source, "piece_ids", None) or [None] * count  # a :class:`Foreseen` has them
+    return getattr(source, "piece_ids", None) or [None] * count  # a PieceSource may have them
 
 
 def _large(
