@@ -26,7 +26,7 @@ from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import CorruptObjectError, ObjectExistsError
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
-from ckptstore.format.segments import HEADER_BYTES, SALT_BYTES, TAG_BYTES, Layout
+from ckptstore.format.segments import HEADER_BYTES, SALT_BYTES, TAG_BYTES, SegmentLayout
 
 __all__ = ["EncryptedBackend"]
 
@@ -68,7 +68,7 @@ class EncryptedBackend(WrapperBackend):
     ) -> None:
         super().__init__(inner)
         self._key = key
-        self._layout = Layout(segment_bytes=segment_bytes)
+        self._layout = SegmentLayout(segment_bytes=segment_bytes)
         self._environment = environment
         self._heads: dict[str, _Head] = {}
         capabilities = inner.capabilities

@@ -18,9 +18,8 @@ from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptstore.checkpoint.encoded_sources import Elements, is_guarded
-from ckptstore.chunking import cut
-from ckptstore.encodings.casts import Raw, raw_dtype
+from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, parts_of
+from ckptstore.encodings.casts import Raw, Rounding, raw_dtype
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest
@@ -97,7 +96,12 @@ def _key(digest: bytes, record: TensorRecord, dtype: str) -> _Key:
 
 
 def prove(
-    low: Source, high: Source, record: TensorRecord, known: KnownCasts, grid: int
+    low: Source,
+    high: Source,
+    record: TensorRecord,
+    known: KnownCasts,
+    grid: int,
+    rounding: Rounding | None = None,
 ) -> Proved | None:
     """Read a tensor and the one that it may be made of; return None if it is not, in every bit.
 
@@ -109,6 +113,8 @@ def prove(
         What was proved before.
     grid
         Bytes of a piece of `high`.
+    rounding
+        Rounds to bfloat16 faster than NumPy; None for NumPy.
 
     Raises
     ------
@@ -117,7 +123,7 @@ def prove(
     """
     digest = _digest(low)
     before = known.of(digest, record, high.dtype)
-    if before and b"".join(ids := _piece_ids(high, grid)) in before:
+    if before and b"".join(ids := [blake3_digest(part) for part in parts_of(high, grid)]) in before:
         return Proved(digest=digest, ids=ids)
     hasher = Hasher()
     pieces = PieceChecksums(grid)
@@ -129,43 +135,28 @@ def prove(
         part = given[: stop - start]  # a copy, since the tensor may change meanwhile
         np.copyto(part, elements.read(start, stop, copy=False))
         pieces.update(part.data.cast("B"))
-        hasher.update(_converted(high.dtype, part, low.dtype, made[: stop - start]))
+        out = made[: stop - start].data.cast("B")
+        _convert(high.dtype, part, low.dtype, out, rounding)
+        hasher.update(out)
     if hasher.digest() != digest:
         return None
     return Proved(digest=digest, sums=pieces.checksums())
 
 
-def _converted(dtype: str, given: Raw, target: str, made: Raw) -> memoryview:
-    """Convert elements just as a load does; return the bytes of `made`."""
-    out: memoryview = made.data.cast("B")
-    decode_elements("cast", "", 0, target, dtype, 0, given.data.cast("B"), None, out)
-    return out
+def _convert(
+    dtype: str, given: Raw, target: str, out: memoryview, rounding: Rounding | None
+) -> None:
+    """Convert elements just as a load does."""
+    decode_elements("cast", "", 0, target, dtype, 0, given.data.cast("B"), None, out, rounding)
 
 
 def _digest(source: Source) -> bytes:
     """Return the BLAKE3-256 of a tensor; one that is staged is compared as it is read."""
     payload = source.payload
-    length = payload.piece_bytes if is_guarded(payload) else _COPY_BYTES
     view = None if is_guarded(payload) else payload.view()
     if view is not None:
         return blake3_digest(view)
     hasher = Hasher()
-    buffer = memoryview(bytearray(min(length, source.nbytes)))
-    for start, size in cut(source.nbytes, length):
-        payload.copy_into(start, buffer[:size])
-        hasher.update(buffer[:size])
+    for part in parts_of(source, _COPY_BYTES):
+        hasher.update(part)
     return hasher.digest()
-
-
-def _piece_ids(source: Source, grid: int) -> list[bytes]:
-    """Return the ids that the pieces of a tensor have; what is staged is compared meanwhile."""
-    payload = source.payload
-    view = None if is_guarded(payload) else payload.view()
-    if view is not None:
-        return [blake3_digest(view[at : at + size]) for at, size in cut(source.nbytes, grid)]
-    buffer = memoryview(bytearray(min(grid, source.nbytes)))
-    ids = []
-    for start, size in cut(source.nbytes, grid):
-        payload.copy_into(start, buffer[:size])
-        ids.append(blake3_digest(buffer[:size]))
-    return ids

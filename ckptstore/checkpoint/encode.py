@@ -15,23 +15,22 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
+from ckptstore import limits
 from ckptstore.checkpoint.derived_check import KnownCasts, Proved, prove
 from ckptstore.checkpoint.encoded_sources import (
     NOTHING,
     Checked,
     Codes,
-    Copying,
+    CopiedPayload,
     Elements,
     Scales,
     grid_of,
     is_guarded,
-    with_ids,
     with_payload,
 )
-from ckptstore.checkpoint.encoding_trial import Looked, look, measure
-from ckptstore.checkpoint.lossless_fallbacks import Kept
+from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
 from ckptstore.checkpoint.lossy_plan import (
     Key,
     divides,
@@ -44,22 +43,39 @@ from ckptstore.checkpoint.lossy_plan import (
     shells,
 )
 from ckptstore.chunking import cut
+from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.derive import Candidate, derived_pairs
 from ckptstore.encodings.encoding import Encoding
+from ckptstore.errors import LimitError
 from ckptstore.format.manifest import Manifest, TensorRecord
+from ckptstore.format.names import encode_metadata
 from ckptstore.format.recipes import Recipe
 from ckptstore.objects.sources import Payload, Source
 
-__all__ = ["Draft", "EncodedDraft", "encode_draft"]
+__all__ = ["Draft", "LosslessFallback", "encode_draft", "listing"]
 
 _log = logging.getLogger("ckptstore")
 T = TypeVar("T")
+_METADATA_KEY: Final = "kept_lossless"
+"""Of a version: a list of names, encodings and reasons."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LosslessFallback:
+    """A tensor that is stored as it is, though a lossy rule matched, and why."""
+
+    tensor: str
+    encoding: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A state taken apart: everything that a version is to be made of."""
+    """A state taken apart: everything that a version is to be made of.
+
+    The last three fields are of :func:`encode_draft`.
+    """
 
     sources: Sequence[Source]
     """Where the bytes of each tensor are."""
@@ -73,22 +89,17 @@ class Draft:
     """The lossy forms that rules ask for, by place."""
     visible_count: int | None = None
     """How many of the records leaves name: the first so many. None: all."""
+    rounding: Rounding | None = None
+    """Rounds float32 to bfloat16 faster than NumPy; None: NumPy."""
+    fallbacks: Sequence[LosslessFallback] = ()
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """For the receipt; empty if nothing was done."""
+    proved: Collection[int] = ()
+    """Places of the tensors that were proved to be another one, converted."""
 
     def name(self, place: int) -> str:
         """Return what a tensor is called."""
         return self.names[place] if place < len(self.names) else f"(tensor {place})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EncodedDraft:
-    """What is to be written."""
-
-    draft: Draft
-    kept: Sequence[Kept]
-    numbers: Mapping[str, float]
-    """For the receipt; empty if nothing was done."""
-    proved: Collection[int] = ()
-    """Places of the tensors that were proved to be another one, converted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +128,7 @@ def encode_draft(
     workers: int,
     derive: bool = True,
     proved: Collection[int] = (),
-) -> EncodedDraft:
+) -> Draft:
     """Return what is written of a state: with recipes and hidden tensors where they save bytes.
 
     Parameters
@@ -152,10 +163,9 @@ def encode_draft(
         *(lambda place=place, wish=wish: work.code(place, wish) for place, wish in wishes.items()),
     ]
     if not tasks:
-        return EncodedDraft(draft=draft, kept=(), numbers={})
+        return draft
     outcomes = _run(tasks, workers)
-    found = work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, len(pairs))
-    return replace(found, proved=frozenset(pairs))
+    return work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, pairs)
 
 
 def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
@@ -217,7 +227,9 @@ class _Work:
         if (low, high) not in self.proofs:
             one, other = self.draft.sources[low], self.draft.sources[high]
             record, grid = self.draft.records[low], self._grid(other)
-            self.proofs[low, high] = prove(one, other, record, self.casts, grid)
+            self.proofs[low, high] = prove(
+                one, other, record, self.casts, grid, self.draft.rounding
+            )
         return self.proofs[low, high] is not None
 
     # --- one tensor -----------------------------------------------------------------------------
@@ -244,7 +256,7 @@ class _Work:
         again = self._again(place, encoding, form, looked)
         if again is not None:
             return again
-        elements = Elements(source)
+        elements = Elements(source, self.draft.rounding)
         grids = [self._grid(one) for one in shells(source, record, form)]
         name = self.draft.name(place)
         measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
@@ -269,13 +281,15 @@ class _Work:
         ]
         return _Outcome(recipe=recipe_of(encoding, form, looked, measured), hidden=hidden)
 
-    def _again(self, place: int, encoding: Encoding, form: Form, looked: Looked) -> _Outcome | None:
+    def _again(
+        self, place: int, encoding: Encoding, form: Form, looked: TensorFacts
+    ) -> _Outcome | None:
         """Return the codes of the version before, if it was given the same bytes."""
         source, record = self.draft.sources[place], self.draft.records[place]
         recipe = self.known.get(form_key(looked.given, record, form))
         if recipe is None or over(encoding, recipe.max_abs, recipe.rel_l2):
             return None
-        elements, name = Elements(source), self.draft.name(place)
+        elements, name = Elements(source, self.draft.rounding), self.draft.name(place)
         hidden = []
         for number, (made, shell) in enumerate(
             zip(hidden_records(record, form), shells(source, record, form), strict=True)
@@ -287,7 +301,7 @@ class _Work:
             hidden.append(
                 _Hidden(
                     record=made,
-                    source=with_ids(shell, Checked(payload, ids, self._grid(shell), name), ids),
+                    source=with_payload(shell, Checked(payload, ids, self._grid(shell), name), ids),
                 )
             )
         if not recipe.exact:
@@ -314,32 +328,34 @@ class _Work:
         payload, grid = source.payload, self._grid(source)
         seen = {one.source for one in proofs}
         if not is_guarded(payload):
-            payload = Copying(payload)
+            payload = CopiedPayload(payload)
             for pieces in seen:
                 payload = Checked(payload, pieces, grid, name)
         if len(seen) == 1 and proofs[0].ids:
-            return with_ids(source, payload, proofs[0].ids)
+            return with_payload(source, payload, proofs[0].ids)
         return source if payload is source.payload else with_payload(source, payload)
 
     # --- all of them ----------------------------------------------------------------------------
 
     def result(
-        self, outcomes: Mapping[int, _Outcome], wishes: Mapping[int, Encoding], derived: int
-    ) -> EncodedDraft:
+        self,
+        outcomes: Mapping[int, _Outcome],
+        wishes: Mapping[int, Encoding],
+        derived: Collection[int],
+    ) -> Draft:
         """Put everything together, hidden tensors after those of the state."""
         draft = self.draft
         records, sources = list(draft.records), list(draft.sources)
         for high, proofs in self.proved.items():
             sources[high] = self._unchanged(high, proofs)
-        kept = []
+        fallbacks = []
         numbers = dict.fromkeys(_NUMBERS, 0.0)
-        numbers["derived_count"] = float(derived)
+        numbers["derived_count"] = float(len(derived))
         for place in sorted(outcomes):
             outcome, record = outcomes[place], draft.records[place]
             if outcome.recipe is None:
-                kept.append(
-                    Kept(tensor=draft.name(place), encoding=str(wishes[place]), why=outcome.why)
-                )
+                name, wish = draft.name(place), str(wishes[place])
+                fallbacks.append(LosslessFallback(tensor=name, encoding=wish, why=outcome.why))
                 continue
             recipe = outcome.recipe
             if outcome.hidden:
@@ -351,18 +367,18 @@ class _Work:
             records += [one.record for one in outcome.hidden]
             sources += [one.source for one in outcome.hidden]
             _count(numbers, record, outcome)
-        numbers["kept_lossless_count"] = float(len(kept))
-        for one in kept:
+        numbers["kept_lossless_count"] = float(len(fallbacks))
+        for one in fallbacks:
             _log.warning("%s is saved lossless, not as %s: %s", one.tensor, one.encoding, one.why)
-        done = replace(
+        return replace(
             draft,
             sources=sources,
             records=tuple(records),
             wishes={},
             visible_count=len(draft.records),
-        )
-        return EncodedDraft(
-            draft=done, kept=kept, numbers={name: x for name, x in numbers.items() if x}
+            fallbacks=fallbacks,
+            numbers={name: x for name, x in numbers.items() if x},
+            proved=frozenset(derived),
         )
 
 
@@ -388,3 +404,18 @@ def _count(numbers: dict[str, float], record: TensorRecord, outcome: _Outcome) -
     numbers["coded_bytes"] += sum(one.record.nbytes for one in outcome.hidden)
     numbers["codes_reused_count"] += outcome.reused
     numbers["rel_l2_max"] = max(numbers["rel_l2_max"], outcome.recipe.rel_l2)
+
+
+def listing(
+    metadata: Mapping[str, Any], fallbacks: Sequence[LosslessFallback]
+) -> Mapping[str, Any]:
+    """Return metadata that list the tensors; those of the user have precedence, and the room."""
+    if not fallbacks:
+        return metadata
+    listed = [[one.tensor, one.encoding, one.why] for one in fallbacks[: limits.KEPT_LISTED_MAX]]
+    more = {_METADATA_KEY: listed, **metadata}
+    try:
+        encode_metadata(more)
+    except LimitError:  # the log has told it
+        return metadata
+    return more

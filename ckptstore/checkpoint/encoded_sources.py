@@ -7,35 +7,32 @@ measured, piece by piece; a state that was changed in between is refused by the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.chunking import piece_bytes
-from ckptstore.encodings.casts import raw_dtype
+from ckptstore.chunking import cut, piece_bytes
+from ckptstore.encodings.casts import Rounding, raw_dtype
 from ckptstore.encodings.coding import Form
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import blake3_digest, xxh3_64
-from ckptstore.objects.sources import Payload, Source
+from ckptstore.objects.sources import Payload, PieceSource, Source
 
 __all__ = [
     "NOTHING",
     "Checked",
-    "CodedSource",
     "Codes",
-    "Copying",
+    "CopiedPayload",
     "Elements",
     "Guarded",
-    "ReusedSource",
     "Scales",
     "grid_of",
     "is_guarded",
+    "parts_of",
     "torn",
-    "with_ids",
     "with_payload",
 ]
 
@@ -71,11 +68,45 @@ def grid_of(nbytes: int, row_bytes: int, itemsize: int, chunk_bytes: int) -> int
     return piece_bytes(row_bytes, itemsize, chunk_bytes)
 
 
-class Elements:
-    """The elements of a float tensor, a few at a time, in stored order. Any thread may read."""
+def parts_of(source: Source, length: int, *, copy: bool = False) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order; what is staged is compared, piece by piece.
 
-    def __init__(self, source: Source) -> None:
+    Parameters
+    ----------
+    length
+        Of a part, in bytes, where it is not a piece of a staged tensor.
+    copy
+        Into memory that no one else changes; each part is valid until the next.
+    """
+    payload = source.payload
+    view = None if is_guarded(payload) else payload.view()
+    if is_guarded(payload):
+        length = payload.piece_bytes
+    if view is not None and not copy:
+        yield from (view[at : at + size] for at, size in cut(source.nbytes, length))
+        return
+    buffer = memoryview(bytearray(min(length, source.nbytes)))
+    for start, size in cut(source.nbytes, length):
+        part = buffer[:size]
+        if view is None:
+            payload.copy_into(start, part)
+        else:
+            part[:] = view[start : start + size]
+        yield part
+
+
+class Elements:
+    """The elements of a float tensor, a few at a time, in stored order. Any thread may read.
+
+    Parameters
+    ----------
+    rounding
+        Rounds them to bfloat16 faster than NumPy; None for NumPy.
+    """
+
+    def __init__(self, source: Source, rounding: Rounding | None = None) -> None:
         payload = source.payload
+        self.rounding = rounding
         self.dtype = source.dtype
         self.count = source.nbytes // source.itemsize
         self._item = source.itemsize
@@ -119,7 +150,8 @@ class Codes:
         end = min(-(-high // block) * block, elements.count)
         for at in range(low // block * block, end, form.step):
             stop = min(at + form.step, end)
-            codes = form.encode(elements.dtype, elements.read(at, stop, copy=False)).codes
+            raw = elements.read(at, stop, copy=False)
+            codes = form.encode(elements.dtype, raw, elements.rounding).codes
             first, last = max(at, low), min(stop, high)
             target[first - low : last - low] = codes[first - at : last - at]
 
@@ -189,29 +221,6 @@ class Checked:
             raise torn(self._name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CodedSource:
-    """A tensor of a save that is made from another one, or that has no bytes at all."""
-
-    nbytes: int
-    dtype: str
-    itemsize: int
-    row_bytes: int
-    payload: Payload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReusedSource:
-    """One whose pieces the version before has; see :class:`ckptstore.objects.sources.Foreseen`."""
-
-    nbytes: int
-    dtype: str
-    itemsize: int
-    row_bytes: int
-    payload: Payload
-    piece_ids: Sequence[bytes]
-
-
 class _Empty:
     def view(self) -> memoryview | None:
         return memoryview(b"")
@@ -220,11 +229,11 @@ class _Empty:
         """Do nothing: there is nothing."""
 
 
-NOTHING = CodedSource(nbytes=0, dtype="uint8", itemsize=1, row_bytes=1, payload=_Empty())
+NOTHING = PieceSource(nbytes=0, dtype="uint8", itemsize=1, row_bytes=1, payload=_Empty())
 """The source of a tensor that has a recipe."""
 
 
-class Copying:
+class CopiedPayload:
     """A payload that copies from another one, wherever its bytes are."""
 
     def __init__(self, payload: Payload) -> None:
@@ -243,20 +252,9 @@ class Copying:
             out[:] = view[start : start + len(out)]
 
 
-def with_payload(source: Source, payload: Payload) -> CodedSource:
-    """Return a source with other bytes of the same length."""
-    return CodedSource(
-        nbytes=source.nbytes,
-        dtype=source.dtype,
-        itemsize=source.itemsize,
-        row_bytes=source.row_bytes,
-        payload=payload,
-    )
-
-
-def with_ids(source: Source, payload: Payload, piece_ids: Sequence[bytes]) -> ReusedSource:
-    """Return a source with pieces that the version before has, and where else their bytes are."""
-    return ReusedSource(
+def with_payload(source: Source, payload: Payload, piece_ids: Sequence[bytes] = ()) -> PieceSource:
+    """Return a source with other bytes of the same length, and the ids of its pieces if known."""
+    return PieceSource(
         nbytes=source.nbytes,
         dtype=source.dtype,
         itemsize=source.itemsize,

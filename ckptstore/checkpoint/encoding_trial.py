@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, torn
-from ckptstore.chunking import cut
+from ckptstore.checkpoint.encoded_sources import Elements, parts_of, torn
 from ckptstore.encodings.casts import raw_dtype
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
-from ckptstore.encodings.measuring import Difference, Range
+from ckptstore.encodings.measuring import Difference, ValueRange
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
-from ckptstore.objects.sources import Payload, Source
+from ckptstore.objects.sources import Source
 
-__all__ = ["Looked", "Measured", "look", "measure"]
+__all__ = ["Measured", "TensorFacts", "look", "measure"]
 
 # Elements that are looked at together. Source: as the step of the encodings, in cache.
 _STEP: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Looked:
+class TensorFacts:
     """What a tensor is."""
 
     given: bytes
     """BLAKE3-256 of its bytes."""
-    seen: Range
+    seen: ValueRange
     steps: Sequence[int]
     """XXH3-64 of each step: what :func:`measure` must find again."""
 
@@ -47,7 +46,7 @@ class Measured:
     """The same of the scales; empty for a cast."""
 
 
-def look(source: Source, step: int) -> Looked:
+def look(source: Source, step: int) -> TensorFacts:
     """Read a float tensor once, and say what it is.
 
     Parameters
@@ -61,20 +60,20 @@ def look(source: Source, step: int) -> Looked:
         It is not what was staged.
     """
     hasher = Hasher()
-    seen = Range()
+    seen = ValueRange()
     steps = PieceChecksums(step * source.itemsize)
     kind = raw_dtype(source.dtype)
-    for part in _parts(source):
+    for part in parts_of(source, _STEP * source.itemsize, copy=True):
         hasher.update(part)
         steps.update(part)
         raw = np.frombuffer(part, kind)
         for at in range(0, len(raw), _STEP):
             seen.add(source.dtype, raw[at : at + _STEP])
-    return Looked(given=hasher.digest(), seen=seen, steps=steps.checksums())
+    return TensorFacts(given=hasher.digest(), seen=seen, steps=steps.checksums())
 
 
 def measure(
-    elements: Elements, form: Form, looked: Looked, grids: tuple[int, int], name: str
+    elements: Elements, form: Form, looked: TensorFacts, grids: tuple[int, int], name: str
 ) -> Measured:
     """Encode a tensor and restore it, keeping nothing of either.
 
@@ -97,9 +96,9 @@ def measure(
         raw = elements.read(at, min(at + form.step, elements.count), copy=True)
         if xxh3_64(raw.data.cast("B")) != looked.steps[number]:
             raise torn(name)
-        coded = form.encode(elements.dtype, raw)
+        coded = form.encode(elements.dtype, raw, elements.rounding)
         restored = np.empty_like(raw)
-        _restore(form, elements.dtype, coded, restored.data.cast("B"))
+        _restore(form, elements, coded, restored.data.cast("B"))
         hasher.update(restored.data.cast("B"))
         codes.update(np.ascontiguousarray(coded.codes).data.cast("B"))
         if coded.scales is not None:
@@ -113,25 +112,18 @@ def measure(
     )
 
 
-def _restore(form: Form, dtype: str, coded: Coded, out: memoryview) -> None:
+def _restore(form: Form, elements: Elements, coded: Coded, out: memoryview) -> None:
     scales = None if coded.scales is None else coded.scales.data.cast("B")
     codes = np.ascontiguousarray(coded.codes).data.cast("B")
-    decode_elements(form.kind, form.code, form.block, dtype, form.dtype, 0, codes, scales, out)
-
-
-def _parts(source: Source) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order, each part a copy that is valid until the next."""
-    payload: Payload = source.payload
-    length, view = _STEP * source.itemsize, None
-    if is_guarded(payload):
-        length = payload.piece_bytes
-    else:
-        view = payload.view()
-    buffer = memoryview(bytearray(min(length, source.nbytes)))
-    for start, size in cut(source.nbytes, length):
-        part = buffer[:size]
-        if view is None:
-            payload.copy_into(start, part)
-        else:
-            part[:] = view[start : start + size]
-        yield part
+    decode_elements(
+        form.kind,
+        form.code,
+        form.block,
+        elements.dtype,
+        form.dtype,
+        0,
+        codes,
+        scales,
+        out,
+        elements.rounding,
+    )

@@ -6,15 +6,15 @@ import math
 from typing import Any, TypeAlias
 
 from ckptstore import limits
-from ckptstore.checkpoint.encoded_sources import NOTHING, CodedSource
-from ckptstore.checkpoint.encoding_trial import Looked, Measured
+from ckptstore.checkpoint.encoded_sources import NOTHING
+from ckptstore.checkpoint.encoding_trial import Measured, TensorFacts
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.decoding import SCALED
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import loses_small
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.sources import Source
+from ckptstore.objects.sources import PieceSource, Source
 
 __all__ = [
     "Key",
@@ -73,14 +73,14 @@ def hidden_records(record: TensorRecord, form: Form) -> list[TensorRecord]:
     return [codes, scales]
 
 
-def shells(source: Source, record: TensorRecord, form: Form) -> list[CodedSource]:
+def shells(source: Source, record: TensorRecord, form: Form) -> list[PieceSource]:
     """Return the sources of the same, but for their bytes."""
-    found: list[CodedSource] = []
+    found: list[PieceSource] = []
     for made in hidden_records(record, form):
         is_codes = made.shape == record.shape and not found
         item = form.item_bytes if is_codes else 4
         found.append(
-            CodedSource(
+            PieceSource(
                 nbytes=made.nbytes,
                 dtype=made.dtype,
                 itemsize=item,
@@ -91,7 +91,7 @@ def shells(source: Source, record: TensorRecord, form: Form) -> list[CodedSource
     return found
 
 
-def recipe_of(encoding: Encoding, form: Form, looked: Looked, measured: Measured) -> Recipe:
+def recipe_of(encoding: Encoding, form: Form, looked: TensorFacts, measured: Measured) -> Recipe:
     """Return the recipe of a measured tensor; its sources are named later."""
     plain: dict[str, Any] = {
         "kind": form.kind,
@@ -113,7 +113,7 @@ def recipe_of(encoding: Encoding, form: Form, looked: Looked, measured: Measured
     )
 
 
-def divides(encoding: Encoding, record: TensorRecord, looked: Looked) -> str:
+def divides(encoding: Encoding, record: TensorRecord, looked: TensorFacts) -> str:
     """Return why a tensor of an optimizer may not lose its small elements; empty if it may."""
     seen = looked.seen
     if record.role != "optimizer" or seen.negative or not seen.positive:

@@ -20,6 +20,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
 from ckptstore.config import Options
+from ckptstore.encodings.casts import Rounding
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.blocks import Block, boxes_of_range
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -72,11 +73,17 @@ def read_regions(
     backend: Backend,
     options: Options,
     progress: ProgressCallback = silent,
+    rounding: Rounding | None = None,
 ) -> None:
     """Fill the memory of some regions of one version; every byte is checked.
 
     Pieces that are wanted whole are decoded where they go. Others pass through host memory, at most
     ``options.host_bytes`` of them at a time (one piece at least).
+
+    Parameters
+    ----------
+    rounding
+        Rounds to bfloat16 faster than NumPy; None for NumPy.
 
     Raises
     ------
@@ -105,7 +112,9 @@ def read_regions(
                 out = memoryview(bytearray(piece.nbytes))
                 arrived.append((piece, out))
             ranges.append(Range(index=piece.index, start=piece.start, nbytes=piece.nbytes, out=out))
-        read_ranges(content, ranges, backend=backend, options=options, progress=progress)
+        read_ranges(
+            content, ranges, backend=backend, options=options, progress=progress, rounding=rounding
+        )
         for piece, memory in arrived:
             piece.scatter(memory)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptstore.codecs.codec_table import CodecChoice, check_choice
-from ckptstore.objects.auto_codec import Sample
+from ckptstore.objects.auto_codec import SpeedSample
 from ckptstore.objects.piece_writer import Written
 from ckptstore.repo import Repo
 
@@ -38,7 +38,7 @@ def learn(repo: Repo, choice: CodecChoice, written: Written, *, wall_s: float) -
         return
     raw = written.table.raw[: len(written.is_new)].astype("int64")
     repo.pace.note(
-        Sample(
+        SpeedSample(
             planes=choice == "planes",
             total_bytes=int(raw.sum()),
             new_bytes=int(raw[written.is_new].sum()),

@@ -8,7 +8,7 @@ from typing import Final
 
 from ckptstore.codecs.codec import Codec, CodecError, Part
 from ckptstore.codecs.delta import Arranged, Delta
-from ckptstore.codecs.differences import PLAIN, Form
+from ckptstore.codecs.differences import PLAIN, DeltaForm
 from ckptstore.codecs.plane_layout import Layout
 from ckptstore.codecs.planes import Planes
 from ckptstore.codecs.raw import Raw
@@ -83,7 +83,7 @@ def encode(raw: memoryview, layout: Layout, choice: CodecChoice) -> Encoded:
     return Encoded(codec=_RAW.code, layout=Layout.BYTES, parts=(raw,), stored_bytes=len(raw))
 
 
-def encode_delta(raw: memoryview, base: BaseData, layout: Layout, form: Form) -> Encoded:
+def encode_delta(raw: memoryview, base: BaseData, layout: Layout, form: DeltaForm) -> Encoded:
     """Return a chunk as its difference to a base.
 
     Parameters

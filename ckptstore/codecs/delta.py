@@ -22,7 +22,7 @@ from ckptstore.codecs.differences import (
     FLOATS,
     PLAIN,
     TURN_MAX,
-    Form,
+    DeltaForm,
     join,
     plane_bytes,
     planes_of,
@@ -50,13 +50,13 @@ _GROUPED_SAMPLE_BYTES: Final = 16384
 # The forms that are tried. Source: without an order 0 and 2 suit weights, 4 second moments; in the
 # order of exponents 0 and 4; none of the other turns gained 0.3% on the best of these. Planes of
 # four bits gain where most of two-byte elements have not moved (measured, ibid.).
-_TURNS: Final = (PLAIN, Form(turn=2), Form(turn=4))
+_TURNS: Final = (PLAIN, DeltaForm(turn=2), DeltaForm(turn=4))
 _AS_THEY_LIE: Final = {Layout.FLOAT32: _TURNS, Layout.FLOAT64: _TURNS}
-_GROUPED_TURNS: Final = (Form(grouped=True), Form(grouped=True, turn=4))
+_GROUPED_TURNS: Final = (DeltaForm(grouped=True), DeltaForm(grouped=True, turn=4))
 _GROUPED_FORMS: Final = {
     Layout.FLOAT32: _GROUPED_TURNS,
     Layout.FLOAT64: _GROUPED_TURNS,
-    Layout.FLOAT16: (Form(grouped=True), Form(grouped=True, halves=True)),
+    Layout.FLOAT16: (DeltaForm(grouped=True), DeltaForm(grouped=True, halves=True)),
 }
 # The share of the bytes of plain differences that another form has to come down to: a turn costs
 # little time, and has to gain more than the error of the estimate; the others make decoding two to
@@ -122,7 +122,7 @@ class Arranged:
     name = "arranged delta"
 
     def encode(
-        self, raw: memoryview, base: memoryview, base_id: bytes, layout: Layout, form: Form
+        self, raw: memoryview, base: memoryview, base_id: bytes, layout: Layout, form: DeltaForm
     ) -> Sequence[Part]:
         """Return the id, the form, the table of lengths and the planes; see :class:`Delta`."""
         described = bytes((_GROUPED * form.grouped | _HALVES * form.halves, form.turn))
@@ -146,7 +146,7 @@ class Arranged:
             msg = f"an unknown form of a delta: {described.hex() or 'none'}"
             raise CodecError(msg)
         flags, turn = described
-        form = Form(grouped=bool(flags & _GROUPED), turn=turn, halves=bool(flags & _HALVES))
+        form = DeltaForm(grouped=bool(flags & _GROUPED), turn=turn, halves=bool(flags & _HALVES))
         if form.grouped and layout not in FLOATS:
             msg = f"elements of layout {layout.name} have no exponents"
             raise CodecError(msg)
@@ -163,7 +163,7 @@ def _require_base(stored: memoryview, out: memoryview, base_id: bytes, base: mem
 
 
 def _decode(
-    stored: memoryview, layout: Layout, out: memoryview, base: memoryview, form: Form
+    stored: memoryview, layout: Layout, out: memoryview, base: memoryview, form: DeltaForm
 ) -> None:
     item = ITEM_BYTES[layout]
     count, rest = divmod(len(out), item)
@@ -182,7 +182,7 @@ class Sampled:
     """By itself."""
     delta_bytes: int
     """As a delta."""
-    form: Form
+    form: DeltaForm
     """In this form."""
 
 
@@ -206,8 +206,8 @@ def sampled(raw: memoryview, base: memoryview, layout: Layout) -> Sampled:
 
 
 def _best(
-    raw: memoryview, base: memoryview, layout: Layout, forms: Sequence[Form]
-) -> tuple[int, Form]:
+    raw: memoryview, base: memoryview, layout: Layout, forms: Sequence[DeltaForm]
+) -> tuple[int, DeltaForm]:
     """Return the bytes of the planes, and the form among some of one order that pays best."""
     words = words_of(layout, raw, base, grouped=forms[0].grouped)
     sizes = {form: _planes_bytes(layout, words, form) for form in forms}
@@ -216,8 +216,8 @@ def _best(
 
 
 def _grouped(
-    raw: memoryview, base: memoryview, layout: Layout, bytes_found: int, found: Form
-) -> tuple[int, Form]:
+    raw: memoryview, base: memoryview, layout: Layout, bytes_found: int, found: DeltaForm
+) -> tuple[int, DeltaForm]:
     """Return `bytes_found` and `found`, or what becomes of them in the order of exponents."""
     lying, _ = _best(raw, base, layout, (found,))
     size, form = _best(raw, base, layout, _GROUPED_FORMS[layout])
@@ -226,13 +226,13 @@ def _grouped(
     return bytes_found, found
 
 
-def _gain(form: Form) -> float:
+def _gain(form: DeltaForm) -> float:
     """Return what a form has to come down to, for each byte of the differences as they are."""
     slow = _SLOW_GAIN ** (form.grouped + form.halves)
     return slow * _TURN_GAIN if form.turn else slow
 
 
-def _planes_bytes(layout: Layout, words: npt.NDArray[Any], form: Form) -> int:
+def _planes_bytes(layout: Layout, words: npt.NDArray[Any], form: DeltaForm) -> int:
     planes = stored_planes(planes_of(layout, words, form), local=form.grouped)
     return sum(map(len, planes))
 

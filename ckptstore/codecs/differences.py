@@ -6,11 +6,11 @@ by few of them. The difference, modulo the width of the element, is folded so th
 numbers are small too (zigzag), and split into byte planes, of which the upper ones are almost all
 zeros. Integers are compared as they are. Exact for every bit pattern: every step is a bijection.
 
-Three things may be done to the folded differences (`Form`). They may be turned left by some bits,
-so that the border between noise and what compresses falls between two planes. They may be split
-into planes of four bits, two elements a byte: zstd's codes have no less than one bit for a byte,
-which is too much for an element that mostly has not moved. And those of each run of elements may
-be put in the order of their base's exponents: a step of the same size is many units of a small
+Three things may be done to the folded differences (`DeltaForm`). They may be turned left by some
+bits, so that the border between noise and what compresses falls between two planes. They may be
+split into planes of four bits, two elements a byte: zstd's codes have no less than one bit for a
+byte, which is too much for an element that mostly has not moved. And those of each run of elements
+may be put in the order of their base's exponents: a step of the same size is many units of a small
 number and few of a large one, so that differences of one exponent are alike, and zstd, whose codes
 are those of a few kilobytes, gets them together. The base tells the order, so nothing of it is
 stored. Why, and what was measured: docs/design/0012-deltas.md.
@@ -33,7 +33,7 @@ __all__ = [
     "PLAIN",
     "RUN",
     "TURN_MAX",
-    "Form",
+    "DeltaForm",
     "join",
     "plane_bytes",
     "planes_of",
@@ -59,7 +59,7 @@ U8 = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
+class DeltaForm:
     """What is done to folded differences before they are split."""
 
     grouped: bool = False
@@ -70,17 +70,17 @@ class Form:
     """Whether planes have four bits of each instead of eight."""
 
 
-PLAIN: Final = Form()
+PLAIN: Final = DeltaForm()
 """Nothing."""
 
 
-def plane_bytes(layout: Layout, count: int, form: Form) -> tuple[int, ...]:
+def plane_bytes(layout: Layout, count: int, form: DeltaForm) -> tuple[int, ...]:
     """Return the length of each plane of so many elements."""
     item = ITEM_BYTES[layout]
     return (-(-count // 2),) * (2 * item) if form.halves else (count,) * item
 
 
-class _Scratch(threading.local):
+class _DifferenceBuffers(threading.local):
     """Memory of one thread for some runs of elements, so that no step allocates any."""
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class _Scratch(threading.local):
         return self._keys[:size]
 
 
-_scratch = _Scratch()
+_scratch = _DifferenceBuffers()
 
 
 def words_of(layout: Layout, raw: memoryview, base: memoryview, *, grouped: bool) -> Words:
@@ -113,7 +113,7 @@ def words_of(layout: Layout, raw: memoryview, base: memoryview, *, grouped: bool
     return found
 
 
-def planes_of(layout: Layout, words: Words, form: Form) -> list[U8]:
+def planes_of(layout: Layout, words: Words, form: DeltaForm) -> list[U8]:
     """Return the planes of folded differences that are in the order that `form` says."""
     turned = words.copy()
     _turn(turned, form.turn)
@@ -122,7 +122,7 @@ def planes_of(layout: Layout, words: Words, form: Form) -> list[U8]:
     return planes
 
 
-def split(layout: Layout, raw: memoryview, base: memoryview, form: Form = PLAIN) -> list[U8]:
+def split(layout: Layout, raw: memoryview, base: memoryview, form: DeltaForm = PLAIN) -> list[U8]:
     """Return the planes of the differences of `raw` to `base`, the highest first."""
     count = len(raw) // ITEM_BYTES[layout]
     planes = [np.empty(size, np.uint8) for size in plane_bytes(layout, count, form)]
@@ -133,7 +133,7 @@ def split(layout: Layout, raw: memoryview, base: memoryview, form: Form = PLAIN)
 
 
 def join(
-    layout: Layout, planes: Sequence[U8], base: memoryview, out: memoryview, form: Form = PLAIN
+    layout: Layout, planes: Sequence[U8], base: memoryview, out: memoryview, form: DeltaForm = PLAIN
 ) -> None:
     """Write the elements whose differences to `base` are given; the inverse of :func:`split`.
 
@@ -193,7 +193,7 @@ def _runs(count: int) -> Iterator[slice]:
         yield slice(start, min(start + RUN, count))
 
 
-def _split(words: Words, planes: Sequence[U8], start: int, form: Form) -> None:
+def _split(words: Words, planes: Sequence[U8], start: int, form: DeltaForm) -> None:
     """Put the bytes of some words, or the halves of these, where they belong in their planes."""
     item, size = words.dtype.itemsize, words.size
     octets = words.view(np.uint8)
@@ -211,7 +211,7 @@ def _split(words: Words, planes: Sequence[U8], start: int, form: Form) -> None:
         high[: second.size] |= second & 0xF0
 
 
-def _unsplit(planes: Sequence[U8], words: Words, start: int, form: Form) -> None:
+def _unsplit(planes: Sequence[U8], words: Words, start: int, form: DeltaForm) -> None:
     """Put some words together again; the inverse of :func:`_split`."""
     item, size = words.dtype.itemsize, words.size
     octets = words.view(np.uint8)

@@ -150,7 +150,7 @@ def join(layout: Layout, planes: list[Any], out: memoryview) -> None:
 _BLOCK = 1 << 17
 
 
-class _Scratch(threading.local):
+class _PlaneBuffers(threading.local):
     """Memory of one thread for a block of elements, so that steps in between allocate nothing."""
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class _Scratch(threading.local):
         self.octets = np.empty(_BLOCK, np.uint8)
 
 
-_scratch = _Scratch()
+_scratch = _PlaneBuffers()
 
 
 def _blocks(size: int) -> Iterator[slice]:

@@ -29,10 +29,8 @@ __all__ = [
     "FLOATS",
     "Rounding",
     "from_float32",
-    "offer_rounding",
     "raw_dtype",
     "recast",
-    "roughly",
     "to_bfloat16",
     "to_float32",
     "to_float64",
@@ -152,7 +150,9 @@ def to_float64(dtype: str, raw: Raw) -> npt.NDArray[np.float64]:
         return to_float32(dtype, raw).astype(np.float64)
 
 
-def from_float32(dtype: str, values: npt.NDArray[np.float32]) -> Raw:
+def from_float32(
+    dtype: str, values: npt.NDArray[np.float32], rounding: Rounding | None = None
+) -> Raw:
     """Return the elements of a format that are nearest to values."""
     if dtype == "float32":
         return values.view(np.uint32)
@@ -160,7 +160,9 @@ def from_float32(dtype: str, values: npt.NDArray[np.float32]) -> Raw:
         if dtype in _MINIS:
             return _to_mini(_MINIS[dtype], values)
         if dtype == "bfloat16":
-            return _to_bfloat16(values)
+            found: Raw = np.empty(values.shape, np.uint16)
+            to_bfloat16(values, found, rounding)
+            return found
         if dtype == "float16":
             found = values.astype(np.float16).view(np.uint16)
         else:
@@ -171,9 +173,9 @@ def from_float32(dtype: str, values: npt.NDArray[np.float32]) -> Raw:
     return found
 
 
-def recast(source: str, target: str, raw: Raw) -> Raw:
+def recast(source: str, target: str, raw: Raw, rounding: Rounding | None = None) -> Raw:
     """Return elements of one format as elements of another."""
-    return raw if source == target else from_float32(target, to_float32(source, raw))
+    return raw if source == target else from_float32(target, to_float32(source, raw), rounding)
 
 
 def _narrowed(raw: Raw) -> npt.NDArray[np.float32]:
@@ -226,28 +228,12 @@ _FEW: Final = 5 << 7
 
 
 Rounding: TypeAlias = Callable[[npt.NDArray[np.float32], npt.NDArray[np.uint16]], None]
-"""Fills a writable array with values rounded to bfloat16; of a NaN it may make any."""
+"""Fills a writable array with values rounded to bfloat16; of a NaN it may make any.
 
-_offered: list[Rounding] = []
-
-
-def offer_rounding(rounding: Rounding) -> None:
-    """Have float32 rounded to bfloat16 by something faster than NumPy, where it gives these bits.
-
-    Each thread compares it with the definition before it first uses it: all upper halves of a
-    float32, with the lower ones around a tie. So no processor, and no setting of one (denormals),
-    changes what a cast gives.
-    """
-    _offered[:] = [rounding]
-
-
-def roughly(source: str, target: str) -> Rounding | None:
-    """Return what was offered for a cast, for who compares with a digest what it gives.
-
-    It may make another NaN, and nobody has tried it. Of arrays that can be written to.
-    """
-    wanted = (source, target) == ("float32", "bfloat16") and _offered
-    return _offered[0] if wanted else None
+Callers hand in one that is faster than NumPy; None in its place is NumPy. Each thread compares it
+with the definition before it first uses it: all upper halves of a float32, with the lower ones
+around a tie. So no processor, and no setting of one (denormals), changes what a cast gives.
+"""
 
 
 @cache
@@ -259,11 +245,11 @@ def _borders() -> tuple[npt.NDArray[np.float32], npt.NDArray[np.uint16]]:
     values = np.roll(bits, -len(lows) << 7)[:-1].view(np.float32)
     wanted = np.empty(len(values), np.uint16)
     with np.errstate(all="ignore"):
-        _round(_Scratch(), values, wanted)
+        _round(_CastScratch(), values, wanted)
     return values, wanted
 
 
-class _Scratch(threading.local):
+class _CastScratch(threading.local):
     """Memory of one thread for the steps of a cast, so that it allocates nothing."""
 
     def __init__(self) -> None:
@@ -273,29 +259,27 @@ class _Scratch(threading.local):
         self.found: npt.NDArray[np.bool_] = np.frombuffer(self.bytes, np.bool_)
         self._tried: dict[Rounding, bool] = {}
 
-    def rounding(self) -> Rounding | None:
-        """Return what is faster than NumPy, and right in this thread; None for nothing."""
-        for one in _offered:
-            values, wanted = _borders()
-            if one not in self._tried:
-                self._tried[one] = _gives(one, values, wanted)
-            # What has to do with denormals is a setting of the thread, which may be another now.
-            if self._tried[one] and _gives(one, values[-_FEW:], wanted[-_FEW:]):
-                return one
-        return None
+    def trusts(self, rounding: Rounding) -> bool:
+        """Return whether a rounding gives the bits of the definition in this thread."""
+        values, wanted = _borders()
+        if rounding not in self._tried:
+            self._tried[rounding] = _gives(rounding, values, wanted)
+        # What has to do with denormals is a setting of the thread, which may be another now.
+        return self._tried[rounding] and _gives(rounding, values[-_FEW:], wanted[-_FEW:])
 
 
-_scratch = _Scratch()
+_scratch = _CastScratch()
 
 
-def to_bfloat16(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
+def to_bfloat16(
+    values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16], rounding: Rounding | None
+) -> None:
     """Fill `out` with values rounded to bfloat16; the cast that nearly all derived tensors are."""
     many = len(values) >= _MANY and values.flags.writeable
-    faster = _scratch.rounding() if many else None
-    if faster is None:
-        _round(_scratch, values, out)
+    if rounding is not None and many and _scratch.trusts(rounding):
+        _round_by(rounding, values, out)
     else:
-        _round_by(faster, values, out)
+        _round(_scratch, values, out)
 
 
 def _gives(
@@ -317,7 +301,9 @@ def _round_by(
         out[found] = _signs(values[found], 16) | _QUIET["bfloat16"]
 
 
-def _round(scratch: _Scratch, values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
+def _round(
+    scratch: _CastScratch, values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]
+) -> None:
     """Round by NumPy alone: the definition."""
     for start in range(0, len(values), _STEP):
         part = values[start : start + _STEP]
@@ -345,12 +331,6 @@ def _to_even(target: npt.NDArray[np.uint16], ties: bytearray, found: npt.NDArray
         at = ties.find(1, at + 1, len(found))
     places = np.flatnonzero(found)
     target[places] &= np.uint16(0xFFFE)
-
-
-def _to_bfloat16(values: npt.NDArray[np.float32]) -> Raw:
-    found: Raw = np.empty(values.shape, np.uint16)
-    to_bfloat16(values, found)
-    return found
 
 
 def _to_mini(mini: _Mini, values: npt.NDArray[np.float32]) -> Raw:

@@ -9,11 +9,11 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.encodings.casts import FLOATS, recast, to_float32
+from ckptstore.encodings.casts import FLOATS, Rounding, recast, to_float32
 from ckptstore.encodings.codebooks import CODE_DTYPES, DYNAMIC_SIGNED, DYNAMIC_UNSIGNED, LINEAR
 from ckptstore.encodings.decoding import CAST, SCALED
 from ckptstore.encodings.encoding import CASTS, Encoding
-from ckptstore.encodings.measuring import Range
+from ckptstore.encodings.measuring import ValueRange
 from ckptstore.encodings.scaling import codes_of, scales_of
 
 __all__ = ["Coded", "Form"]
@@ -77,7 +77,7 @@ class Form:
         """Elements to encode at once: whole blocks."""
         return max(self.block, _STEP // self.block * self.block) if self.block else _STEP
 
-    def problem(self, seen: Range) -> str:
+    def problem(self, seen: ValueRange) -> str:
         """Return why it cannot hold a tensor with such elements; empty if it may."""
         if self.kind == SCALED and not seen.finite:
             return "it holds NaN or an infinity"
@@ -87,7 +87,7 @@ class Form:
             return "an element is larger than the form can hold"
         return ""
 
-    def encode(self, dtype: str, raw: npt.NDArray[Any]) -> Coded:
+    def encode(self, dtype: str, raw: npt.NDArray[Any], rounding: Rounding | None = None) -> Coded:
         """Encode some elements of a tensor.
 
         Parameters
@@ -96,9 +96,11 @@ class Form:
             Of the tensor.
         raw
             Elements as unsigned integers; of a scaled form finite, and beginning with a block.
+        rounding
+            Rounds to bfloat16 faster than NumPy; None for NumPy.
         """
         if self.kind == CAST:
-            return Coded(recast(dtype, self.dtype, raw), None)
+            return Coded(recast(dtype, self.dtype, raw, rounding), None)
         values = to_float32(dtype, raw)
         scales = scales_of(values, self.block)
         return Coded(codes_of(self.code, values, scales, self.block), scales)

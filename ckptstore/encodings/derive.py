@@ -46,7 +46,7 @@ _STRIDE: Final = 1 << 18
 _TRIES: Final = 2
 
 
-class Payload(Protocol):
+class CandidateBytes(Protocol):
     """The bytes of one tensor, dense, in stored order."""
 
     def view(self) -> memoryview | None:
@@ -64,7 +64,7 @@ class Candidate:
     """torch's name without ``torch.``"""
     shape: tuple[int, ...]
     order: tuple[int, ...] | None
-    payload: Payload
+    payload: CandidateBytes
     may_give: bool = True
     """It is stored with bytes of its own, so that others can be derived from it."""
     may_derive: bool = True
@@ -192,7 +192,7 @@ def _sample(one: Candidate) -> bytes:
     return b"".join(_read(one.payload, at * item, run * item) for at in sorted(starts))
 
 
-def _read(payload: Payload, start: int, length: int) -> memoryview:
+def _read(payload: CandidateBytes, start: int, length: int) -> memoryview:
     """Return bytes of a tensor: in place where they lie in memory, else a copy."""
     view = payload.view()
     if view is not None:

@@ -16,7 +16,7 @@ from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.roles import ROLES
 
-__all__ = ["EncodingRules", "Encodings", "Target", "is_second_moment", "loses_small"]
+__all__ = ["EncodingRules", "EncodingTarget", "Encodings", "is_second_moment", "loses_small"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -38,7 +38,7 @@ _ZEROING: Final = frozenset(["int8", "fp16", "fp8_e4m3fn", "fp8_e5m2"])
 """Forms in which what is small beside its neighbours, or by itself, becomes 0."""
 
 
-class Target(NamedTuple):
+class EncodingTarget(NamedTuple):
     """One tensor that rules are asked about."""
 
     path: Path
@@ -71,7 +71,7 @@ class _Rule:
     """None for a rule of a role."""
     role: str = ""
 
-    def takes(self, target: Target) -> bool:
+    def takes(self, target: EncodingTarget) -> bool:
         return target.role == self.role if self.matches is None else self.matches(target.path)
 
 
@@ -110,7 +110,7 @@ class EncodingRules:
                 raise InvalidInputError(msg)
         return {str(rule.pattern): str(rule.encoding) for rule in self._rules}
 
-    def wishes(self, targets: Sequence[Target]) -> dict[int, Encoding]:
+    def wishes(self, targets: Sequence[EncodingTarget]) -> dict[int, Encoding]:
         """Return which tensors are to be stored in which lossy form, by their places.
 
         Left out, and so stored as they are: what no rule or a ``lossless`` one takes; what is no
@@ -157,7 +157,7 @@ def _rule(pattern: Pattern, value: Encoding | str) -> _Rule:
     return _Rule(pattern=pattern, encoding=encoding, matches=PathFilter([pattern]))
 
 
-def _wanted(rule: _Rule, target: Target) -> bool:
+def _wanted(rule: _Rule, target: EncodingTarget) -> bool:
     """Return whether a rule that takes a tensor changes how it is stored."""
     encoding = rule.encoding
     if encoding.name == LOSSLESS or target.role == "rng" or target.dtype not in FLOATS:
@@ -169,7 +169,7 @@ def _wanted(rule: _Rule, target: Target) -> bool:
     return FLOATS[target.dtype] > FLOATS[CASTS.get(encoding.name, "float8_e5m2")]
 
 
-def _unsafe(rule: _Rule, target: Target) -> UnsafeEncodingError:
+def _unsafe(rule: _Rule, target: EncodingTarget) -> UnsafeEncodingError:
     name = path_text(target.path)
     msg = (
         f"{name!r} would be stored as {rule.encoding} by the rule {rule.pattern!r}: small second "

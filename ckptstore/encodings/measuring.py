@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ckptstore.encodings.casts import from_float32, to_float32, to_float64
 
-__all__ = ["Difference", "Range"]
+__all__ = ["Difference", "ValueRange"]
 
 _Values: TypeAlias = "npt.NDArray[Any]"
 
@@ -26,7 +26,7 @@ _TINY: Final = 2.0**-100
 
 
 @dataclass(slots=True)
-class Range:
+class ValueRange:
     """What the elements of a tensor are between; grows with each :meth:`add`."""
 
     low: float = math.inf

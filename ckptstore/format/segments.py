@@ -21,7 +21,7 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError
 
-__all__ = ["HEADER_BYTES", "MAGIC", "SALT_BYTES", "TAG_BYTES", "Layout", "nonce"]
+__all__ = ["HEADER_BYTES", "MAGIC", "SALT_BYTES", "TAG_BYTES", "SegmentLayout", "nonce"]
 
 MAGIC: Final = b"CKPTENC1"
 SALT_BYTES: Final = 32
@@ -39,7 +39,7 @@ def nonce(index: int, *, last: bool) -> bytes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SegmentLayout:
     """Where segments of one size lie."""
 
     segment_bytes: int

@@ -25,11 +25,11 @@ from typing import Final
 
 from ckptstore import limits
 
-__all__ = ["Pace", "Rates", "Sample", "Verdict", "verdict"]
+__all__ = ["CodecVerdict", "Pace", "Rates", "SpeedSample", "verdict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SpeedSample:
     """What one save took."""
 
     planes: bool
@@ -86,7 +86,7 @@ class Rates:
             max(self.raw_age, self.planes_age) < limits.PACE_SAVES
         )
 
-    def after(self, seen: Sample) -> Rates:
+    def after(self, seen: SpeedSample) -> Rates:
         """Return what is known after one more save; a save that is too short teaches nothing."""
         if not seen.tells:
             return self
@@ -114,7 +114,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CodecVerdict:
     """What ``auto`` does in one save, and why."""
 
     planes: bool
@@ -138,7 +138,7 @@ class Verdict:
         }
 
 
-def verdict(known: Rates, *, workers: int) -> Verdict:
+def verdict(known: Rates, *, workers: int) -> CodecVerdict:
     """Return which way the next save goes; a function of its arguments alone.
 
     Raw is better when it is expected to be ``PACE_RAW_GAIN`` times as fast. The way of the last
@@ -162,7 +162,7 @@ def verdict(known: Rates, *, workers: int) -> Verdict:
         tries = len(known.planes if known.last else known.raw)
         too_soon = not known.both_measured and 0 < tries < limits.PACE_TRIES
         chosen = known.last if too_soon else raw < line * planes
-    return Verdict(
+    return CodecVerdict(
         planes=chosen,
         raw_bytes_per_s=raw,
         planes_bytes_per_s=planes,
@@ -189,14 +189,14 @@ class Pace:
         """What is known now."""
         return self._rates
 
-    def choose(self, *, workers: int) -> Verdict:
+    def choose(self, *, workers: int) -> CodecVerdict:
         """Return which way the next save goes, and remember it."""
         with self._lock:
             found = verdict(self._rates, workers=workers)
             self._rates = replace(self._rates, last=found.planes, settled=found.measured)
             return found
 
-    def note(self, seen: Sample) -> None:
+    def note(self, seen: SpeedSample) -> None:
         """Learn from a save, whoever chose its codec."""
         with self._lock:
             self._rates = self._rates.after(seen)

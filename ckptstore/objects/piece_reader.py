@@ -99,11 +99,11 @@ class _Reading:
         """Run all fetches; raise the first failure once every thread has stopped."""
 
         def begin(_: int) -> Callable[[Span], None]:
-            return partial(self._span, scratch=_Scratch())
+            return partial(self._span, scratch=_ReadBuffer())
 
         in_threads(threads, spans, begin, self.stop, name="ckptstore-load")
 
-    def _span(self, span: Span, scratch: _Scratch) -> None:
+    def _span(self, span: Span, scratch: _ReadBuffer) -> None:
         try:
             headers, bodies = self._fetch(span, scratch)
         except (CorruptObjectError, NotFoundError) as error:
@@ -128,13 +128,13 @@ class _Reading:
             self._deltas(deltas, scratch)
         self._advance(span)
 
-    def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _Scratch) -> None:
+    def _deltas(self, deltas: dict[int, list[_Delta]], scratch: _ReadBuffer) -> None:
         """Fetch what deltas refer to, and apply each of them."""
         wants = [Want(row=row, out=None, label="") for row in deltas]
         for span in plan_spans(self.table, wants, self.backend.capabilities):
             self._bases(span, deltas, scratch)
 
-    def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _Scratch) -> None:
+    def _bases(self, span: Span, deltas: dict[int, list[_Delta]], scratch: _ReadBuffer) -> None:
         try:
             headers, bodies = self._fetch(span, scratch, for_bases=True)
         except (CorruptObjectError, NotFoundError) as error:
@@ -159,7 +159,7 @@ class _Reading:
         chunk: ChunkRead,
         base: _ReadBase,
         deltas: list[_Delta],
-        scratch: _Scratch,
+        scratch: _ReadBuffer,
     ) -> None:
         """Decode what deltas refer to, and each delta on it, if it can where it is wanted.
 
@@ -191,7 +191,7 @@ class _Reading:
                 continue
             self._hand_on(delta, target)
 
-    def _is_sound(self, chunk: ChunkRead, base: _ReadBase, scratch: _Scratch) -> bool:
+    def _is_sound(self, chunk: ChunkRead, base: _ReadBase, scratch: _ReadBuffer) -> bool:
         """Say whether what a delta refers to is what its id says; nobody has looked at that yet."""
         row, header, body = base
         whole = scratch.slab(chunk.raw_bytes)
@@ -223,7 +223,7 @@ class _Reading:
             self._failed(delta.pack, delta.chunk, lost)
 
     def _fetch(
-        self, span: Span, scratch: _Scratch, *, for_bases: bool = False
+        self, span: Span, scratch: _ReadBuffer, *, for_bases: bool = False
     ) -> tuple[list[memoryview], list[memoryview]]:
         """Read a span; raw chunks go straight to where they are wanted."""
         headers: list[memoryview] = []
@@ -258,7 +258,7 @@ class _Reading:
         chunk: ChunkRead,
         header_bytes: memoryview,
         body: memoryview,
-        scratch: _Scratch,
+        scratch: _ReadBuffer,
     ) -> None:
         """Check one chunk and bring each piece of it to its destination."""
         first = chunk.wants[0]
@@ -329,7 +329,7 @@ class _Delta:
     body: memoryview
 
 
-class _Scratch:
+class _ReadBuffer:
     """Memory of one thread, reused from span to span; grows to the largest span it met."""
 
     def __init__(self) -> None:

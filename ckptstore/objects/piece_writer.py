@@ -25,13 +25,12 @@ from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.hashing import blake3_digest
-from ckptstore.objects.columns import Columns
 from ckptstore.objects.deltas import Deltas
-from ckptstore.objects.index import KnownPieces, Location
+from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
 from ckptstore.objects.pack_plan import plan_packs
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.sources import Source
-from ckptstore.objects.write_jobs import Job, plan_jobs
+from ckptstore.objects.write_jobs import PieceJob, plan_jobs
 
 __all__ = ["Written", "write_pieces"]
 
@@ -55,6 +54,78 @@ class Written:
     """``hashing_s``, ``encoding_s``, ``writing_s``: of all worker threads together."""
     storage_s: float = 0.0
     """How long at least one thread was writing, or waiting until a pack was durable."""
+
+
+@dataclass(slots=True)
+class _Columns:
+    """The rows of the table, filled by the workers: each row by one of them."""
+
+    ids: npt.NDArray[np.uint8]
+    raw: npt.NDArray[np.uint32]
+    pack: npt.NDArray[np.uint32]
+    offset: npt.NDArray[np.uint64]
+    stored: npt.NDArray[np.uint32]
+    inner: npt.NDArray[np.uint32]
+    slab: npt.NDArray[np.uint32]
+    is_new: npt.NDArray[np.bool_]
+    stored_new: npt.NDArray[np.int64]
+    """As in :class:`Written`, `is_new` too."""
+    packs: dict[str, int] = field(default_factory=dict)
+    """Ids of packs to their places in the table."""
+    bases: dict[int, Base] = field(default_factory=dict)
+    """What rows refer to that are deltas."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Guards `packs` and `bases`."""
+
+    @classmethod
+    def empty(cls, count: int) -> _Columns:
+        """Return columns of so many rows, all zero."""
+        return cls(
+            ids=np.zeros((count, 32), np.uint8),
+            raw=np.zeros(count, np.uint32),
+            pack=np.zeros(count, np.uint32),
+            offset=np.zeros(count, np.uint64),
+            stored=np.zeros(count, np.uint32),
+            inner=np.zeros(count, np.uint32),
+            slab=np.zeros(count, np.uint32),
+            is_new=np.zeros(count, np.bool_),
+            stored_new=np.zeros(count, np.int64),
+        )
+
+    def fill(self, slot: int, piece_id: bytes, raw: int, place: Location) -> None:
+        """Say in row `slot` that a piece of `raw` bytes lies in a place."""
+        with self.lock:
+            self.pack[slot] = self.packs.setdefault(place.pack, len(self.packs))
+            if place.base is not None:
+                self.bases[slot] = place.base
+        self.ids[slot] = np.frombuffer(piece_id, np.uint8)
+        self.raw[slot] = raw
+        self.offset[slot] = place.offset
+        self.stored[slot] = place.stored_bytes
+        self.inner[slot] = place.inner
+        self.slab[slot] = place.slab_bytes
+
+    def repeat(self, slot: int, of: int) -> None:
+        """Give row `slot` the place of row `of`: the same bytes occur twice in one save."""
+        for column in (self.ids, self.raw, self.pack, self.offset, self.stored, self.inner):
+            column[slot] = column[of]
+        self.slab[slot] = self.slab[of]
+        if of in self.bases:
+            self.bases[slot] = self.bases[of]
+
+    def table(self) -> PieceTable:
+        """Return the table, once every row is filled."""
+        table = PieceTable(
+            ids=self.ids,
+            raw=self.raw,
+            pack=self.pack,
+            offset=self.offset,
+            stored=self.stored,
+            inner=self.inner,
+            slab=self.slab,
+            packs=list(self.packs),
+        )
+        return with_bases(table, self.bases)
 
 
 @dataclass(slots=True)
@@ -103,8 +174,8 @@ def write_pieces(
     first, jobs = plan_jobs(sources, chunk_bytes)
     if deltas is not None:
         deltas.begin(first)
-    saving = _Saving(
-        columns=Columns.empty(first[-1]),
+    saving = _PieceWrite(
+        columns=_Columns.empty(first[-1]),
         known=known,
         choice=choice,
         total=sum(source.nbytes for source in sources),
@@ -149,10 +220,10 @@ def _sink(
 
 
 @dataclass(slots=True)
-class _Saving:
+class _PieceWrite:
     """One save while its workers run."""
 
-    columns: Columns
+    columns: _Columns
     known: KnownPieces
     choice: CodecChoice
     total: int
@@ -171,11 +242,11 @@ class _Saving:
     lock: threading.Lock = field(default_factory=threading.Lock)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def work(self, jobs: Iterator[Job], sink: PackSink, workers: int) -> None:
+    def work(self, jobs: Iterator[PieceJob], sink: PackSink, workers: int) -> None:
         """Run all jobs; raise the first failure once every worker has stopped."""
         taking = threading.Lock()
 
-        def take() -> Job | None:
+        def take() -> PieceJob | None:
             with taking:
                 return None if self.stop.is_set() else next(jobs, None)
 
@@ -207,7 +278,7 @@ class _Saving:
         for slot, of in self.repeats:
             self.columns.repeat(slot, of)
 
-    def _worker(self, turn: int, take: Callable[[], Job | None], sink: PackSink) -> None:
+    def _worker(self, turn: int, take: Callable[[], PieceJob | None], sink: PackSink) -> None:
         buffer = memoryview(bytearray(self.buffer_bytes))
         shared = True  # whether the last piece was shared: the next one then is, most likely
         spent = _Spent()
@@ -227,7 +298,7 @@ class _Saving:
     def _large_piece(
         self,
         turn: int,
-        job: Job,
+        job: PieceJob,
         buffer: memoryview,
         sink: PackSink,
         spent: _Spent,
@@ -276,7 +347,7 @@ class _Saving:
         return False
 
     def _small_pieces(
-        self, turn: int, job: Job, buffer: memoryview, sink: PackSink, spent: _Spent
+        self, turn: int, job: PieceJob, buffer: memoryview, sink: PackSink, spent: _Spent
     ) -> None:
         """Write those small tensors of a batch that are not known as one chunk, a slab."""
         began = self.clock()

@@ -1,11 +1,12 @@
-"""What a writer of packs takes: tensors, wherever their bytes are."""
+"""Sources of a writer of packs: tensors, wherever their bytes are."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Foreseen", "Payload", "Source"]
+__all__ = ["Payload", "PieceSource", "Source"]
 
 
 class Payload(Protocol):
@@ -42,9 +43,15 @@ class Source(Protocol):
         """Return where its bytes are."""
 
 
-class Foreseen(Protocol):
-    """A source whose pieces are known before a byte of it is read: those of an earlier version."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSource:
+    """A :class:`Source` made of its parts."""
 
-    @property
-    def piece_ids(self) -> Sequence[bytes]:
-        """Return the id of each piece. Where one lies elsewhere no more, its bytes are read."""
+    nbytes: int
+    dtype: str
+    itemsize: int
+    row_bytes: int
+    payload: Payload
+    piece_ids: Sequence[bytes] = ()
+    """Id of each piece, known before a byte of it is read, since an earlier version has them; none
+    if they are not known. The bytes are read if a piece is no longer stored elsewhere."""

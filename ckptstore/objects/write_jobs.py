@@ -13,11 +13,11 @@ from ckptstore.chunking import cut, piece_bytes
 from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.objects.sources import Source
 
-__all__ = ["Job", "plan_jobs"]
+__all__ = ["PieceJob", "plan_jobs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class PieceJob:
     """One piece of a large tensor, or a batch of small tensors of one layout: one chunk."""
 
     small: bool
@@ -35,14 +35,16 @@ class Job:
     """Per piece: its id, if that is known already."""
 
 
-def plan_jobs(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, ...], list[Job]]:
+def plan_jobs(
+    sources: Sequence[Source], chunk_bytes: int
+) -> tuple[tuple[int, ...], list[PieceJob]]:
     """Cut every tensor; return the first row of each, and one more, and the jobs.
 
     A tensor of at least ``SMALL_TENSOR_BYTES`` is cut into pieces, each a job; smaller ones are
     one piece each, and those of one layout share jobs of at most ``SLAB_BYTES``.
     """
     first = [0]
-    jobs: list[Job] = []
+    jobs: list[PieceJob] = []
     batches: dict[Layout, list[tuple[Source, int]]] = {}
     filled: dict[Layout, int] = {}
     for source in sources:
@@ -68,13 +70,13 @@ def plan_jobs(sources: Sequence[Source], chunk_bytes: int) -> tuple[tuple[int, .
 
 def _foreseen(source: Source, count: int) -> Sequence[bytes | None]:
     """Return the id of each piece of a source, as far as they are known."""
-    return getattr(source, "piece_ids", None) or [None] * count  # a :class:`Foreseen` has them
+    return getattr(source, "piece_ids", None) or [None] * count  # a PieceSource may have them
 
 
 def _large(
     source: Source, slot: int, start: int, length: int, layout: Layout, piece_id: bytes | None
-) -> Job:
-    return Job(
+) -> PieceJob:
+    return PieceJob(
         small=False,
         sources=(source,),
         slot=slot,
@@ -86,9 +88,9 @@ def _large(
     )
 
 
-def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> Job:
+def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> PieceJob:
     members = tuple(members)
-    return Job(
+    return PieceJob(
         small=True,
         sources=tuple(source for source, _ in members),
         slot=members[0][1],

@@ -14,7 +14,7 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import LimitError
 
-__all__ = ["ALIGN_BYTES", "Arena", "Pool"]
+__all__ = ["ALIGN_BYTES", "Arena", "ArenaPool"]
 
 ALIGN_BYTES: Final = 64
 """Each tensor begins at a multiple of this in an arena. Source: a cache line."""
@@ -92,7 +92,7 @@ def _private(size_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-class Pool:
+class ArenaPool:
     """Lends arenas, and never holds more bytes than its budget. Any thread may use it.
 
     Parameters

@@ -1,4 +1,4 @@
-"""The one place where cancelling a save and committing it meet: one of them wins, once."""
+"""Decides atomically whether a save is committed or cancelled."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import threading
 
 from ckptstore.errors import OperationCancelledError
 
-__all__ = ["Gate"]
+__all__ = ["CancellationToken"]
 
 
-class Gate:
+class CancellationToken:
     """Whether a save may still be cancelled. Any thread may use it."""
 
     def __init__(self) -> None:

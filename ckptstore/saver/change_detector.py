@@ -1,4 +1,4 @@
-"""What tells that a state was changed while it was being staged, by the name of the tensor.
+"""Detects tensors that were modified while they were being staged.
 
 Torch counts the changes of each tensor that are made in place. What is not counted (a change
 through ``.data``, through NumPy, by a kernel of someone's own) is noticed by a few bytes of each
@@ -14,7 +14,7 @@ from ckptstore.errors import TornStateError
 from ckptstore.format.paths import path_text
 from ckptstore.tensors.source import SourceTensor
 
-__all__ = ["Witness", "counted"]
+__all__ = ["ChangeDetector", "counted"]
 
 
 def counted(source: SourceTensor) -> bool:
@@ -22,7 +22,7 @@ def counted(source: SourceTensor) -> bool:
     return bool(source.watched) and not any(one.is_inference() for one in source.watched)
 
 
-class Witness:
+class ChangeDetector:
     """Notes what a state is at this moment.
 
     Parameters

@@ -11,36 +11,31 @@ import logging
 import mmap
 import os
 import pickle
-import queue
 import signal
 import socket
 import sys
-import threading
-from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError
-from ckptstore.events import Progress
 from ckptstore.repo import Finding, Repo
-from ckptstore.saver.cancellation import Gate
 from ckptstore.saver.channel import Channel
+from ckptstore.saver.job_writer import JobWriter
 from ckptstore.saver.messages import (
     Answer,
     Cancel,
     Close,
     Compare,
-    Done,
     Failed,
     Forget,
     Lend,
-    Moved,
     Ready,
+    Report,
     Setup,
+    Wrote,
 )
-from ckptstore.saver.save_job import Job, background_options, write_job
-from ckptstore.saver.staged import Digests
+from ckptstore.saver.save_job import SaveJob
 
 __all__ = ["main"]
 
@@ -76,7 +71,7 @@ def main(fd: int, parent: int) -> None:
     _send(channel, Ready())
     repo.log.befriend(parent)
     with repo:
-        _Child(repo, channel).serve()
+        _ChildSaver(repo, channel).serve()
 
 
 def _send(channel: Channel, message: object) -> bool:
@@ -107,39 +102,25 @@ def _repo(setup: Setup) -> Repo:
     return Repo(setup.backend, setup.superblock, options=setup.options, prober=known)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Task:
-    job: Job
-    memory: memoryview
-    gate: Gate = field(default_factory=Gate)
-    digests: Digests | None = None
-    ready: threading.Event = field(default_factory=threading.Event)
-
-
-class _Child:
+class _ChildSaver:
     """The main thread takes orders, and another one writes."""
 
     def __init__(self, repo: Repo, channel: Channel) -> None:
-        self._repo = repo
-        self._options = background_options(repo.options)
+        self._environment = repo.environment
         self._channel = channel
         self._alone = False
         """The parent is gone: there is nobody to tell."""
+        self._told_at = 0.0
+        """When the parent was told last how far a job is."""
         self._arenas: dict[int, memoryview] = {}
-        self._tasks: dict[int, _Task] = {}
-        self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._writer = JobWriter(repo, self._report)
 
     def serve(self) -> None:
         """Take orders until there are no more; return when all is written."""
-        writer = threading.Thread(target=self._write_all, name="ckptstore-saver")
-        writer.start()
         try:
             self._alone = self._take_orders()
         finally:  # also after an order that could not be read: what is staged is written
-            for task in list(self._tasks.values()):
-                task.ready.set()  # nobody is left to take digests that have not come
-            self._queue.put(None)
-            writer.join()
+            self._writer.close(alone=True)
 
     def _take_orders(self) -> bool:
         """Obey until the end; return whether it was the parent's end, too."""
@@ -157,60 +138,30 @@ class _Child:
                 os.close(fd)
             case Forget():
                 self._arenas.pop(order.arena, None)
-            case Job():
-                task = _Task(job=order, memory=self._arenas[order.arena])
-                self._tasks[order.number] = task
-                self._queue.put(task)
+            case SaveJob():
+                self._writer.submit(order, self._arenas[order.arena])
             case Compare():
-                waiting = self._tasks.get(order.number)
-                if waiting is not None:
-                    waiting.digests = order.digests
-                    waiting.ready.set()
+                self._writer.compare(order.number, order.digests)
             case Cancel():
-                task_or_none = self._tasks.get(order.number)
-                done = task_or_none is not None and task_or_none.gate.cancel()
-                if task_or_none is not None and done:
-                    task_or_none.ready.set()  # digests are not waited for any more
+                done = self._writer.cancel(order.number)
                 self._tell(Answer(number=order.number, cancelled=done))
             case _:
                 msg = f"an order of a kind that is not known: {order!r:.80}"
                 raise TypeError(msg)
 
-    def _write_all(self) -> None:
-        while (task := self._queue.get()) is not None:
-            self._write(task)
-            del self._tasks[task.job.number]
-            del task  # it holds an arena, and the next one may be long in coming
-
-    def _write(self, task: _Task) -> None:
-        number = task.job.number
-        told = [0.0]
-
-        def tell(seen: Progress) -> None:
-            """Send how far the write is, but not too often."""
-            now = self._repo.environment.monotonic()
-            if now - told[0] >= limits.PROGRESS_S:
-                told[0] = now
-                self._tell(Moved(number=number, done=seen.done, total=seen.total))
-
-        task.ready.wait()
-        try:
-            version, receipt = write_job(
-                self._repo,
-                task.job,
-                task.memory,
-                task.digests,
-                options=self._options,
-                gate=task.gate,
-                progress=tell,
-            )
-        except BaseException as error:  # noqa: BLE001 - whatever it is, it arrives at the parent
+    def _report(self, job: SaveJob, report: Report) -> None:
+        """Tell what becomes of a job; how far it is, not too often."""
+        now = self._environment.monotonic()
+        if isinstance(report, Wrote):
+            if now - self._told_at < limits.PROGRESS_S:
+                return
+            self._told_at = now
+        elif isinstance(report, Failed):
             if self._alone:
-                request = task.job.request
-                _log.error("the save of %s@%s failed: %s", request.run, request.step, error)
-            self._tell(Failed(number=number, error=_portable(error)))
-        else:
-            self._tell(Done(number=number, version=version, receipt=receipt))
+                run, step = job.request.run, job.request.step
+                _log.error("the save of %s@%s failed: %s", run, step, report.error)
+            report = Failed(number=job.number, error=_portable(report.error))
+        self._tell(report)
 
     def _tell(self, message: object) -> None:
         if not _send(self._channel, message):

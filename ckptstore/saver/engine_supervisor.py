@@ -1,35 +1,42 @@
-"""Which engine writes, and what happens when it cannot begin or has died."""
+"""Chooses the engine that writes, and replaces one that cannot begin or has died."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.config import memory_bytes
 from ckptstore.errors import SaverDiedError
-from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.saver.arena import Arena, Pool
+from ckptstore.saver.arena import Arena, ArenaPool
+from ckptstore.saver.messages import Done, Failed, Report, Wrote
 from ckptstore.saver.process_engine import ProcessEngine, why_not
-from ckptstore.saver.save_job import Engine, Job, Told
+from ckptstore.saver.save_job import SaveEngine
+from ckptstore.saver.save_state import BackgroundSave
 from ckptstore.saver.staged import Digests
 from ckptstore.saver.thread_engine import ThreadEngine
 
-__all__ = ["Dispatcher"]
+__all__ = ["EngineSupervisor"]
 
 _log = logging.getLogger("ckptstore")
 
 
-class Dispatcher:
+class EngineSupervisor:
     """Lends memory, and hands what is staged in it to an engine. Any thread may use it.
 
     With ``auto`` a process writes, where another process can reach the storage; if the first one
     cannot even begin, a thread takes its place. A process that dies later is replaced, and what it
     had not committed fails.
+
+    Parameters
+    ----------
+    ended
+        Called once for each save that was submitted, in a thread of the engine or in
+        :meth:`submit`.
 
     Raises
     ------
@@ -37,8 +44,9 @@ class Dispatcher:
         The store asks for an engine that cannot reach its storage.
     """
 
-    def __init__(self, repo: Repo) -> None:
+    def __init__(self, repo: Repo, ended: Callable[[BackgroundSave, Done | Failed], None]) -> None:
         self._repo = repo
+        self._ended = ended
         self._wanted = repo.options.engine
         self.kind = self._wanted
         if self._wanted == "auto":
@@ -47,11 +55,11 @@ class Dispatcher:
         if budget is None:
             budget = int(memory_bytes() * limits.STAGING_MEMORY_SHARE)
         shared = self.kind == "process"
-        self._pool = Pool(budget, arenas_max=repo.options.in_flight, shared=shared)
+        self._pool = ArenaPool(budget, arenas_max=repo.options.in_flight, shared=shared)
         self._lock = threading.RLock()
-        self._engine: Engine | None = None
-        self._under_way: dict[int, Digests | None] = {}
-        """Digests of the jobs that an engine has; None until they are known."""
+        self._engine: SaveEngine | None = None
+        self._under_way: dict[int, BackgroundSave] = {}
+        """The saves that an engine has."""
 
     @property
     def size_bytes(self) -> int:
@@ -64,14 +72,14 @@ class Dispatcher:
         engine = self._engine
         return engine.pid if isinstance(engine, ProcessEngine) else 0
 
-    def start(self) -> Engine:
+    def start(self) -> SaveEngine:
         """Return the engine; begins one if there is none."""
         with self._lock:
             if self._engine is None:
                 if self.kind == "process":
-                    self._engine = ProcessEngine(self._repo)
+                    self._engine = ProcessEngine(self._repo, self._hear)
                 else:
-                    self._engine = ThreadEngine(self._repo)
+                    self._engine = ThreadEngine(self._repo, self._hear)
             return self._engine
 
     def lend(self, size_bytes: int) -> Arena | None:
@@ -109,46 +117,63 @@ class Dispatcher:
         """Take memory back."""
         self._pool.give_back(arena)
 
-    def submit(self, job: Job, arena: Arena, told: Told) -> None:
-        """Have a job written; returns at once, and raises nothing: `told` is told."""
+    def submit(self, save: BackgroundSave) -> None:
+        """Have a save written; returns at once, and raises nothing: its end is told."""
         with self._lock:
-            self._under_way.setdefault(job.number, None)
+            self._under_way[save.number] = save
             try:
-                self._submit(job, arena, told)
+                self._submit(save)
             except SaverDiedError as error:
                 _log.warning("%s; another one is begun", error.message)
                 self._engine = None
                 try:
-                    self._submit(job, arena, told)
+                    self._submit(save)
                 except SaverDiedError as again:
-                    self.ended(job)
-                    told.failed(again)
+                    self._end(Failed(number=save.number, error=again))
 
-    def _submit(self, job: Job, arena: Arena, told: Told) -> None:
+    def _submit(self, save: BackgroundSave) -> None:
         engine = self.start()
-        engine.submit(job, arena, _Passing(self, engine, job, arena, told))
-        digests = self._under_way.get(job.number)
-        if digests is not None:  # the engine before knew them
-            engine.compare(job.number, digests)
+        assert save.job is not None  # noqa: S101 - it is complete
+        assert save.arena is not None  # noqa: S101
+        engine.submit(save.job, save.arena)
+        digests = save.digests
+        if save.number in self._under_way and digests is not None:
+            engine.compare(save.number, digests)
 
-    def compare(self, number: int, digests: Digests) -> None:
-        """Have what a job reads compared with these; it is not written before."""
+    def compare(self, save: BackgroundSave, digests: Digests) -> None:
+        """Have what a save reads compared with these; it is not written before."""
         with self._lock:
-            if number in self._under_way:
-                self._under_way[number] = digests
-                self.start().compare(number, digests)
+            save.digests = digests
+            if save.number in self._under_way:
+                self.start().compare(save.number, digests)
 
-    def ended(self, job: Job) -> None:
-        """Forget a job."""
+    def _hear(self, engine: SaveEngine, report: Report) -> None:
+        """Pass on what becomes of a save, unless another engine takes it over."""
+        save = self._under_way.get(report.number)
+        if isinstance(report, Wrote):
+            if save is not None:
+                save.progressed(report.done, report.total)
+        elif (
+            save is not None
+            and isinstance(report, Failed)
+            and isinstance(report.error, SaverDiedError)
+            and self._falls_back(engine)
+        ):
+            self.submit(save)  # to the engine that is left: only this one died
+        else:
+            self._end(report)
+
+    def _end(self, report: Done | Failed) -> None:
         with self._lock:
-            self._under_way.pop(job.number, None)
+            save = self._under_way.pop(report.number)
+        self._ended(save, report)
 
     def cancel(self, number: int) -> bool:
         """Cancel a job; False if it is done, or being committed."""
         engine = self._engine
         return engine is not None and engine.cancel(number)
 
-    def falls_back(self, engine: Engine) -> bool:
+    def _falls_back(self, engine: SaveEngine) -> bool:
         """Return whether a thread takes over from an engine that could not begin."""
         if not isinstance(engine, ProcessEngine) or engine.began or self._wanted != "auto":
             return False
@@ -166,31 +191,3 @@ class Dispatcher:
         if engine is not None:
             engine.close()
         self._pool.close()
-
-
-class _Passing:
-    """Passes on what becomes of a job, unless another engine takes it over."""
-
-    def __init__(
-        self, dispatcher: Dispatcher, engine: Engine, job: Job, arena: Arena, told: Told
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._engine = engine
-        self._job = job
-        self._arena = arena
-        self._told = told
-
-    def progressed(self, done: int, total: int) -> None:
-        self._told.progressed(done, total)
-
-    def succeeded(self, version: Version, receipt: Mapping[str, float]) -> None:
-        self._dispatcher.ended(self._job)
-        self._told.succeeded(version, receipt)
-
-    def failed(self, error: BaseException) -> None:
-        """Give the job to the engine that is left, if only this one died."""
-        if isinstance(error, SaverDiedError) and self._dispatcher.falls_back(self._engine):
-            self._dispatcher.submit(self._job, self._arena, self._told)
-        else:
-            self._dispatcher.ended(self._job)
-            self._told.failed(error)

@@ -1,9 +1,10 @@
-"""What a process and the child that saves for it tell each other."""
+"""Messages between a process and the child that saves for it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.config import Options
@@ -20,9 +21,10 @@ __all__ = [
     "Failed",
     "Forget",
     "Lend",
-    "Moved",
     "Ready",
+    "Report",
     "Setup",
+    "Wrote",
 ]
 
 
@@ -80,7 +82,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moved:
+class Wrote:
     """From the child: how far a job is."""
 
     number: int
@@ -103,6 +105,10 @@ class Failed:
 
     number: int
     error: BaseException
+
+
+Report: TypeAlias = Wrote | Done | Failed
+"""What becomes of a job: an engine in this process tells it too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What ``Run.save_async`` returns: a save that goes on while the training does."""
+"""The handle that ``Run.save_async`` returns: a save that goes on while the training does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ckptstore.errors import SaveBusyError
 from ckptstore.events import Progress
 from ckptstore.model import Receipt, ReceiptState, Version
-from ckptstore.saver.save_state import Flight
+from ckptstore.saver.save_state import BackgroundSave
 
 __all__ = ["PendingSave"]
 
@@ -21,8 +21,8 @@ class PendingSave:
     :meth:`ckptstore.Store.close`.
     """
 
-    def __init__(self, flight: Flight, cancel: Callable[[Flight], bool]) -> None:
-        self._flight = flight
+    def __init__(self, save: BackgroundSave, cancel: Callable[[BackgroundSave], bool]) -> None:
+        self._save = save
         self._cancel = cancel
 
     def __repr__(self) -> str:
@@ -32,57 +32,57 @@ class PendingSave:
     @property
     def run(self) -> str:
         """Name of the run."""
-        return self._flight.run
+        return self._save.run
 
     @property
     def step(self) -> int:
         """Step of the version."""
-        return self._flight.step
+        return self._save.step
 
     @property
     def version_id(self) -> str:
         """Id that the version has once it is durable."""
-        return self._flight.version_id
+        return self._save.version_id
 
     @property
     def state(self) -> ReceiptState:
         """``waiting``, ``staged``, ``durable``; or ``failed``, ``cancelled``, ``skipped``."""
-        return self._flight.state
+        return self._save.state
 
     @property
     def staged(self) -> bool:
         """Whether the state has been copied: it may be changed from now on."""
-        return self._flight.reached_staged
+        return self._save.reached_staged
 
     @property
     def durable(self) -> bool:
         """Whether the version is visible and durable."""
-        return self._flight.state == "durable"
+        return self._save.state == "durable"
 
     @property
     def done(self) -> bool:
         """Whether nothing more becomes of it: it is durable, or there will be no version."""
-        return self._flight.over
+        return self._save.over
 
     @property
     def skipped(self) -> bool:
         """Whether it never began, since one before it was under way."""
-        return self._flight.state == "skipped"
+        return self._save.state == "skipped"
 
     @property
     def progress(self) -> Progress:
         """Bytes of the state that are written, or found to be stored already."""
-        return self._flight.progress
+        return self._save.progress
 
     @property
     def receipt(self) -> Receipt:
         """How far it has come, and what it took so far."""
-        return self._flight.receipt()
+        return self._save.receipt()
 
     @property
     def error(self) -> BaseException | None:
         """Why there is no version, if it failed; to look at it is not to be told."""
-        return self._flight.error
+        return self._save.error
 
     def wait_staged(self, timeout: float | None = None) -> bool:
         """Wait until the state may be changed; return whether it may.
@@ -102,11 +102,11 @@ class PendingSave:
         CkptStoreError
             Why else it could not be copied.
         """
-        flight = self._flight
-        if not flight.reached_staged and not flight.wait_staged(timeout):
+        save = self._save
+        if not save.reached_staged and not save.wait_staged(timeout):
             return False
-        if not flight.reached_staged and not self.skipped:
-            flight.raise_error()
+        if not save.reached_staged and not self.skipped:
+            save.raise_error()
         return True
 
     def result(self, timeout: float | None = None) -> Version:
@@ -127,10 +127,10 @@ class PendingSave:
             It failed, and no version appeared: what :meth:`ckptstore.Run.save` raises,
             TornStateError, or SaverDiedError.
         """
-        if not self._flight.wait(timeout):
+        if not self._save.wait(timeout):
             msg = f"the save of {self.run}@{self.step} is still under way after {timeout} s"
             raise SaveBusyError(msg)
-        return self._flight.result()
+        return self._save.result()
 
     def cancel(self) -> bool:
         """Stop it, if it is not being committed; return whether there will be no version.
@@ -138,6 +138,6 @@ class PendingSave:
         Does not wait until it has stopped, as :meth:`result` does, which then raises
         OperationCancelledError. What was written for it is collected later.
         """
-        if self._flight.over:
-            return self._flight.state != "durable"
-        return self._cancel(self._flight)
+        if self._save.over:
+            return self._save.state != "durable"
+        return self._cancel(self._save)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptstore import limits
 from ckptstore.backends.base import PutIfAbsent
@@ -35,11 +35,11 @@ from ckptstore.saver.messages import (
     Failed,
     Forget,
     Lend,
-    Moved,
     Ready,
     Setup,
+    Wrote,
 )
-from ckptstore.saver.save_job import Job, Told
+from ckptstore.saver.save_job import Hear, SaveJob
 from ckptstore.saver.staged import Digests
 
 __all__ = ["ProcessEngine", "why_not"]
@@ -80,8 +80,8 @@ def _setup(repo: Repo) -> Setup:
 class _Waiting:
     """A job that the child has."""
 
-    job: Job
-    told: Told
+    version: str
+    """Id that it makes."""
     answered: threading.Event = field(default_factory=threading.Event)
     cancelled: bool = False
     problem: LimitError | None = None
@@ -89,7 +89,7 @@ class _Waiting:
 
 
 class ProcessEngine:
-    """A child process that writes job after job; see :class:`ckptstore.saver.save_job.Engine`.
+    """A child process that writes job after job; see :class:`ckptstore.saver.save_job.SaveEngine`.
 
     Raises
     ------
@@ -101,12 +101,13 @@ class ProcessEngine:
 
     name = "process"
 
-    def __init__(self, repo: Repo) -> None:
+    def __init__(self, repo: Repo, hear: Hear) -> None:
         reason = why_not(repo)
         if reason:
             msg = f"{repo.url} cannot be saved to by another process: {reason}"
             raise InvalidInputError(msg, hint="use engine='thread'")
         self._repo = repo
+        self._hear = hear
         self._lent: set[int] = set()
         self._jobs: dict[int, _Waiting] = {}
         self._lock = threading.Lock()
@@ -132,12 +133,12 @@ class ProcessEngine:
         """Process id of the child."""
         return self._process.pid
 
-    def submit(self, job: Job, arena: Arena, told: Told) -> None:
+    def submit(self, job: SaveJob, arena: Arena) -> None:
         """Take a job over: from now on it is written, whatever becomes of this process."""
         with self._lock:
             if self.gone:
                 raise SaverDiedError(self.gone)
-            self._jobs[job.number] = _Waiting(job=job, told=told)
+            self._jobs[job.number] = _Waiting(version=job.version)
         try:
             with self._sending:  # the arena arrives before the job that lies in it
                 if arena.number not in self._lent:
@@ -149,10 +150,10 @@ class ProcessEngine:
                 waiting = self._jobs.pop(job.number, None)
             if waiting is not None:  # else the thread that reads has told
                 waiting.answered.set()
-                told.failed(_unsent(error))
+                self._hear(self, Failed(number=job.number, error=_unsent(error)))
 
     def compare(self, number: int, digests: Digests) -> None:
-        """Know the digests of a job; one whose digests cannot be sent fails."""
+        """Give a job its digests; one whose digests cannot be sent fails."""
         try:
             self._send(Compare(number=number, digests=digests))
         except OSError as error:
@@ -175,7 +176,7 @@ class ProcessEngine:
         self._send(Cancel(number=number))
         if threading.current_thread() is self._reader:
             while not waiting.answered.is_set() and (received := self._channel.receive()):
-                if not isinstance(received[0], Moved):
+                if not isinstance(received[0], Wrote):
                     self._pass_on(received[0])
         else:
             waiting.answered.wait()
@@ -226,51 +227,48 @@ class ProcessEngine:
             status = self._process.wait()
             with self._lock:
                 self.gone = _cause(status, self._problem)
-                left = list(self._jobs.values())
+                left = dict(self._jobs)
                 self._jobs.clear()
-            for waiting in left:
-                self._lost(waiting)
+            for number, waiting in left.items():
+                self._lost(number, waiting)
 
     def _pass_on(self, message: object) -> None:
         if isinstance(message, Ready):
             self._problem = message.problem
             self.began = not message.problem
-        elif isinstance(message, Moved | Answer):
+        elif isinstance(message, Wrote):
+            self._hear(self, message)
+        elif isinstance(message, Answer):
             with self._lock:
-                waiting = self._jobs.get(message.number)
-            if waiting is None:
-                return
-            if isinstance(message, Moved):
-                waiting.told.progressed(message.done, message.total)
-            else:
-                waiting.cancelled = message.cancelled
-                waiting.answered.set()
+                asked = self._jobs.get(message.number)
+            if asked is not None:
+                asked.cancelled = message.cancelled
+                asked.answered.set()
         elif isinstance(message, Done | Failed):
             with self._lock:
                 waiting = self._jobs.pop(message.number)
             waiting.answered.set()
-            if isinstance(message, Done):
-                waiting.told.succeeded(message.version, message.receipt)
-            elif waiting.problem and isinstance(message.error, OperationCancelledError):
-                waiting.told.failed(waiting.problem)
-            else:
-                waiting.told.failed(message.error)
+            if isinstance(message, Failed) and isinstance(message.error, OperationCancelledError):
+                message = replace(message, error=waiting.problem or message.error)
+            self._hear(self, message)
 
-    def _lost(self, waiting: _Waiting) -> None:
+    def _lost(self, number: int, waiting: _Waiting) -> None:
         """Tell what became of a job whose writer is gone: the log knows."""
         waiting.answered.set()
-        job = waiting.job
+        error: SaverDiedError
         try:
             catalog = self._repo.refresh()
-        except CkptStoreError as error:
-            msg = f"{self.gone}; whether {job.version} appeared is not known: {error.message}"
-            waiting.told.failed(SaverDiedError(msg, hint="look at the versions of the run"))
-            return
-        if catalog.has_version(job.version):
-            version = catalog.version(job.version)
-            waiting.told.succeeded(version, {**version.receipt})
+        except CkptStoreError as unread:
+            msg = f"{self.gone}; whether {waiting.version} appeared is not known: {unread.message}"
+            error = SaverDiedError(msg, hint="look at the versions of the run")
         else:
-            waiting.told.failed(SaverDiedError(self.gone, hint="save again"))
+            if catalog.has_version(waiting.version):
+                version = catalog.version(waiting.version)
+                done = Done(number=number, version=version, receipt={**version.receipt})
+                self._hear(self, done)
+                return
+            error = SaverDiedError(self.gone, hint="save again")
+        self._hear(self, Failed(number=number, error=error))
 
 
 def _start() -> tuple[subprocess.Popen[bytes], Channel]:

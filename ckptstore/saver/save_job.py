@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
 from ckptstore.config import Options
+from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import ProgressCallback
 from ckptstore.format.manifest import TensorRecord
+from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.cancellation import Gate
+from ckptstore.saver.cancellation import CancellationToken
+from ckptstore.saver.messages import Report
 from ckptstore.saver.staged import Digests, StagedTensor, sources_in
 
-__all__ = ["Engine", "Job", "Row", "Told", "background_options", "row_of", "write_job"]
+__all__ = ["Hear", "Row", "SaveEngine", "SaveJob", "row_of", "write_job"]
 
 _log = logging.getLogger("ckptstore")
 
@@ -38,7 +40,7 @@ def row_of(record: TensorRecord) -> Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class SaveJob:
     """A staged save; pickled to a child process. What it holds is plain and its own."""
 
     number: int
@@ -60,26 +62,13 @@ class Job:
     """Carry out the run's retention policy afterwards."""
 
 
-class Told(Protocol):
-    """Who is told what becomes of a job; called from threads of the engine."""
-
-    def progressed(self, done: int, total: int) -> None:
-        """Hear how many bytes are done."""
-
-    def succeeded(self, version: Version, receipt: Mapping[str, float]) -> None:
-        """Hear that it is durable."""
-
-    def failed(self, error: BaseException) -> None:
-        """Hear that it came to nothing."""
-
-
-class Engine(Protocol):
+class SaveEngine(Protocol):
     """Writes staged saves, one after the other, in the order in which it gets them."""
 
     name: str
 
-    def submit(self, job: Job, arena: Arena, told: Told) -> None:
-        """Take a job over; returns at once. The arena stays as it is until `told` is told.
+    def submit(self, job: SaveJob, arena: Arena) -> None:
+        """Take a job over; returns at once. The arena stays as it is until the job has ended.
 
         Raises
         ------
@@ -88,32 +77,32 @@ class Engine(Protocol):
         """
 
     def compare(self, number: int, digests: Digests) -> None:
-        """Know the digests of a job, which waits for them before it is written."""
+        """Give a job its digests, which it waits for before it is written."""
 
     def cancel(self, number: int) -> bool:
         """Cancel a job; False if it is done, or being committed."""
 
     def forget(self, arena: int) -> None:
-        """Know that an arena was given up."""
+        """Hear that an arena was given up."""
 
     def close(self) -> None:
         """Finish what was submitted, and end. Idempotent."""
 
 
-def background_options(options: Options) -> Options:
-    """Return how a save in the background works: it leaves a processor to the training."""
-    return dataclasses.replace(options, workers=max(1, options.workers - 1))
+Hear: TypeAlias = Callable[[SaveEngine, Report], None]
+"""Hears from an engine what becomes of its jobs; called in threads of the engine."""
 
 
 def write_job(
     repo: Repo,
-    job: Job,
+    job: SaveJob,
     memory: memoryview,
     digests: Digests | None,
     *,
     options: Options,
-    gate: Gate,
+    token: CancellationToken,
     progress: ProgressCallback,
+    rounding: Rounding | None = None,
 ) -> tuple[Version, dict[str, float]]:
     """Write a staged save and commit it; return the version and its receipt.
 
@@ -123,6 +112,8 @@ def write_job(
         The arena.
     digests
         Of what was staged, to compare with; None if nobody lived to take them.
+    rounding
+        Rounds to bfloat16 faster than NumPy; None, in a process without torch, for NumPy.
 
     Raises
     ------
@@ -134,7 +125,7 @@ def write_job(
         As :func:`ckptstore.checkpoint.write.write_version`.
     """
     draft = Draft(
-        sources=sources_in(memory, job.tensors, digests, gate.check),
+        sources=sources_in(memory, job.tensors, digests, token.check),
         records=tuple(
             TensorRecord(dtype=dtype, shape=shape, order=order, role=role, nbytes=nbytes)
             for dtype, shape, order, role, nbytes in job.records
@@ -142,6 +133,7 @@ def write_job(
         frame=job.frame,
         names=[tensor.name for tensor in job.tensors],
         wishes=job.wishes,
+        rounding=rounding,
     )
     version, receipt = write_version(
         repo,
@@ -151,7 +143,7 @@ def write_job(
         options=options,
         receipt=job.receipt,
         progress=progress,
-        before_commit=gate.commit,
+        before_commit=token.commit,
     )
     if job.retain:
         version = _retained(repo, version)
@@ -160,8 +152,6 @@ def write_job(
 
 def _retained(repo: Repo, version: Version) -> Version:
     """Carry out the policy of the run; return the version as it is then."""
-    from ckptstore.maintenance.retention.retain import retain
-
     try:
         retain(repo, run=version.run, dry_run=False)
     except CkptStoreError as error:

@@ -1,25 +1,34 @@
-"""One save in the background: its state, who waits for it, and what came of it."""
+"""State of one background save, from the call of the user until it is durable or has failed."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 
+from ckptstore.checkpoint.encode import Draft
+from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.config import Environment
 from ckptstore.errors import OperationCancelledError, SaveBusyError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.model import Receipt, ReceiptState, Version
+from ckptstore.saver.arena import Arena
+from ckptstore.saver.messages import Done, Failed
+from ckptstore.saver.save_job import SaveJob, row_of
+from ckptstore.saver.staged import Digests
+from ckptstore.saver.staging import Staging
 
-__all__ = ["Flight"]
+__all__ = ["BackgroundSave"]
 
 _log = logging.getLogger("ckptstore")
 
 
-class Flight:
-    """What is known of one save. Any thread may use it; states only go forward.
+class BackgroundSave:
+    """One save in the background. Any thread may use it; states only go forward.
 
-    ``waiting`` -> ``staged`` -> ``durable``, or an end without a version.
+    ``waiting`` -> ``staged`` -> ``durable``, or an end without a version. What it needs to be
+    staged is there from :meth:`board` until it ends; a caller that keeps it keeps no memory.
 
     Parameters
     ----------
@@ -33,19 +42,32 @@ class Flight:
         self,
         *,
         number: int,
-        run: str,
-        step: int,
+        request: WriteRequest,
+        retain: bool,
         version: str,
         began: float,
         environment: Environment,
         on_progress: ProgressCallback,
     ) -> None:
         self.number = number
-        self.run = run
-        self.step = step
+        self.run = request.run
+        self.step = request.step
         self.version_id = version
         self.heard = False
         """The error was raised to somebody."""
+        self.staging: Staging | None = None
+        self.arena: Arena | None = None
+        self.job: SaveJob | None = None
+        """For the engine, once everything is in the arena. The saver's lock guards it, and the
+        next two."""
+        self.cancelled = False
+        """Cancelled before an engine had it."""
+        self.digests: Digests | None = None
+        """Of the state when it was staged; None until they were taken."""
+        self._request = request
+        self._retain = retain
+        self._draft: Callable[[], Draft] | None = None
+        self._described: SaveJob | None = None
         self._environment = environment
         self._on_progress = on_progress
         self._changed = threading.Condition()
@@ -142,6 +164,36 @@ class Flight:
         assert self._version is not None  # noqa: S101 - the caller has waited
         return self._version
 
+    # --- staging ------------------------------------------------------------------------------
+
+    def board(self, draft: Callable[[], Draft], staging: Staging, arena: Arena) -> None:
+        """Take what the state is staged with; `draft` describes it."""
+        self._draft, self.staging, self.arena = draft, staging, arena
+
+    def describe(self) -> None:
+        """Describe the state, and let go of it."""
+        assert self._draft is not None  # noqa: S101 - called once, after board
+        assert self.staging is not None  # noqa: S101
+        assert self.arena is not None  # noqa: S101
+        draft, self._draft = self._draft(), None
+        self._described = SaveJob(
+            number=self.number,
+            version=self.version_id,
+            arena=self.arena.number,
+            tensors=self.staging.describe(),
+            records=tuple(map(row_of, draft.records)),
+            frame=draft.frame,
+            wishes=draft.wishes,
+            request=self._request,
+            receipt={},
+            retain=self._retain,
+        )
+
+    def complete(self) -> None:
+        """Make the job, now that everything is in the arena."""
+        assert self._described is not None  # noqa: S101 - called after describe
+        self.job = dataclasses.replace(self._described, receipt=self.numbers())
+
     # --- going forward ------------------------------------------------------------------------
 
     def returned(self) -> None:
@@ -177,23 +229,20 @@ class Flight:
             self._returned = self._environment.monotonic()
             self._changed.notify_all()
 
-    def finish(
-        self,
-        *,
-        version: Version | None = None,
-        receipt: Mapping[str, float] | None = None,
-        error: BaseException | None = None,
-    ) -> None:
-        """End it: with a version, or with an error."""
+    def finish(self, end: Done | Failed) -> None:
+        """End it: with a version, or with an error; let go of what it was staged with."""
         with self._changed:
-            self._numbers.update(receipt or {})
-            self._version, self._error = version, error
-            if version is not None:
-                self._state = "durable"
+            self.staging, self.arena, self.job, self.digests = None, None, None, None
+            self._draft, self._described = None, None
+            if isinstance(end, Done):
+                self._numbers.update(end.receipt)
+                self._version, self._state = end.version, "durable"
                 size = int(self._numbers.get("logical_bytes", 0))
                 self._progress = Progress(stage="write", done=size, total=size)
-            elif isinstance(error, OperationCancelledError):
-                self._state, self.heard = "cancelled", True
             else:
-                self._state = "failed"
+                self._error = end.error
+                if isinstance(end.error, OperationCancelledError):
+                    self._state, self.heard = "cancelled", True
+                else:
+                    self._state = "failed"
             self._changed.notify_all()

@@ -12,17 +12,16 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
-from ckptstore.checkpoint.request import WriteRequest, check_wishes
+from ckptstore.checkpoint.request import check_wishes
 from ckptstore.codecs.codec_table import check_choice
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
 from ckptstore.events import Events, SaveEvent, SaveEventKind
-from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.engine_supervisor import Dispatcher
+from ckptstore.saver.engine_supervisor import EngineSupervisor
+from ckptstore.saver.messages import Done, Failed
 from ckptstore.saver.pending import PendingSave
-from ckptstore.saver.save_state import Flight
-from ckptstore.saver.staged_save import Departure
+from ckptstore.saver.save_state import BackgroundSave
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.states.save import SaveRequest, draft_of
 from ckptstore.tensors.flatten import flatten
@@ -35,10 +34,6 @@ Stage = Literal["now", "background"]
 _numbers = itertools.count(1)
 
 
-def _cancelled() -> OperationCancelledError:
-    return OperationCancelledError("the save was cancelled")
-
-
 class Saver:
     """Saves of one store in the background. Any thread may use it; a forked child makes its own.
 
@@ -47,14 +42,15 @@ class Saver:
 
     def __init__(self, repo: Repo, events: Events) -> None:
         self.pid = os.getpid()
-        self.dispatcher = Dispatcher(repo)
+        self.dispatcher = EngineSupervisor(repo, self._end)
         self._repo = repo
         self._events = events
         self._admitting = threading.Lock()
         self._changed = threading.Condition(threading.RLock())
-        self._flights: dict[int, Flight] = {}
-        self._departures: deque[Departure] = deque()
-        self._unheard: list[tuple[Flight, BaseException]] = []
+        self._under_way: dict[int, BackgroundSave] = {}
+        self._staged: deque[BackgroundSave] = deque()
+        """Those that no engine has yet, in the order of the calls."""
+        self._unheard: list[tuple[BackgroundSave, BaseException]] = []
         self._helpers_count = repo.options.workers - 1
         self._helpers = ThreadPoolExecutor(
             max(1, self._helpers_count), thread_name_prefix="ckptstore-copy"
@@ -65,7 +61,7 @@ class Saver:
     @property
     def in_flight(self) -> int:
         """How many saves are under way."""
-        return len(self._flights)
+        return len(self._under_way)
 
     # --- saving -------------------------------------------------------------------------------
 
@@ -92,44 +88,36 @@ class Saver:
         self._repo.check_writable()
         check_choice(request.codec)
         wishes = request.write_request().plain()
-        flight = self._flight(request, wishes, began)
-        with self._admitting:  # one at a time: the order of the calls is that of the versions
-            self.raise_failure(wishes.run)
-            check_wishes(self._repo.catalog, wishes)
-            if self._admitted(flight, if_busy, self._has_room):
-                self.dispatcher.start()  # a child process starts while the state is copied
-                later = stage == "background"
-                departure = self._depart(
-                    flight, state, request, wishes, if_busy, retain=retain, later=later
-                )
-                if departure is not None:
-                    self._stage(departure, later=later)
-        flight.returned()
-        return PendingSave(flight, self._cancel)
-
-    def _flight(self, request: SaveRequest, wishes: WriteRequest, began: float) -> Flight:
-        environment = self._repo.environment
-        return Flight(
+        save = BackgroundSave(
             number=next(_numbers),
-            run=wishes.run,
-            step=wishes.step,
-            version=environment.random_hex(16),
+            request=wishes,
+            retain=retain,
+            version=self._repo.environment.random_hex(16),
             began=began,
-            environment=environment,
+            environment=self._repo.environment,
             on_progress=request.progress,
         )
+        with self._admitting:  # one at a time: the order of the calls is that of the versions
+            self.raise_failure(save.run)
+            check_wishes(self._repo.catalog, wishes)
+            if self._admitted(save, if_busy, self._has_room):
+                self.dispatcher.start()  # a child process starts while the state is copied
+                later = stage == "background"
+                staging = self._board(save, state, request, if_busy, later=later)
+                if staging is not None:
+                    self._stage(save, staging, later=later)
+        save.returned()
+        return PendingSave(save, self._cancel)
 
-    def _depart(
+    def _board(
         self,
-        flight: Flight,
+        save: BackgroundSave,
         state: object,
         request: SaveRequest,
-        wishes: WriteRequest,
         if_busy: IfBusy,
         *,
-        retain: bool,
         later: bool,
-    ) -> Departure | None:
+    ) -> Staging | None:
         """Take a state apart and find room for it; None if the save is skipped."""
         flat = flatten(state, request.adapters)
         layout = lay_out(flat.tensors, self._repo.superblock.chunk_bytes)
@@ -140,150 +128,127 @@ class Saver:
             lent.extend([] if arena is None else [arena])
             return arena is not None
 
-        if not self._admitted(flight, if_busy, lend):
+        if not self._admitted(save, if_busy, lend):
             return None
-        departure = Departure(
-            flight=flight,
-            request=wishes,
-            draft=lambda: draft_of(flat, request.roles, request.encodings),
-            staging=Staging(flat.tensors, layout, lent[0], later=later),
-            arena=lent[0],
-            retain=retain,
-        )
+        staging = Staging(flat.tensors, layout, lent[0], later=later)
+        save.board(lambda: draft_of(flat, request.roles, request.encodings), staging, lent[0])
         with self._changed:
-            self._flights[flight.number] = flight
-            self._departures.append(departure)
-        return departure
+            self._under_way[save.number] = save
+            self._staged.append(save)
+        return staging
 
     def _has_room(self) -> bool:
-        return len(self._flights) < self._repo.options.in_flight
+        return len(self._under_way) < self._repo.options.in_flight
 
-    def _admitted(self, flight: Flight, if_busy: IfBusy, ready: Callable[[], bool]) -> bool:
+    def _admitted(self, save: BackgroundSave, if_busy: IfBusy, ready: Callable[[], bool]) -> bool:
         """Return whether `ready` holds; if it does not, wait for it, skip the save, or refuse."""
         with self._changed:
             while not ready():
                 if if_busy == "skip":
-                    flight.skip()
+                    save.skip()
                     break
                 if if_busy == "fail":
-                    raise self._busy(flight)
+                    raise self._busy(save)
                 self._changed.wait()
-                self.raise_failure(flight.run)
-        if flight.over:
-            self._emit("skipped", flight)
-        return not flight.over
+                self.raise_failure(save.run)
+        if save.over:
+            self._emit("skipped", save)
+        return not save.over
 
-    def _busy(self, flight: Flight) -> SaveBusyError:
-        under_way = ", ".join(f"{one.run}@{one.step}" for one in self._flights.values())
-        msg = f"{flight.run}@{flight.step} is not saved: {under_way} is still under way"
+    def _busy(self, save: BackgroundSave) -> SaveBusyError:
+        under_way = ", ".join(f"{one.run}@{one.step}" for one in self._under_way.values())
+        msg = f"{save.run}@{save.step} is not saved: {under_way} is still under way"
         return SaveBusyError(msg, hint="save less often, or use if_busy='wait'")
 
     # --- staging ------------------------------------------------------------------------------
 
-    def _stage(self, departure: Departure, *, later: bool) -> None:
+    def _stage(self, save: BackgroundSave, staging: Staging, *, later: bool) -> None:
         """Copy the state now, or begin and leave the rest to a thread."""
         try:
             began = self._repo.environment.monotonic()
-            departure.staging.begin()
+            staging.begin()
             if later:
-                departure.describe()
-                self._stager.submit(self._stage_later, departure, began)
+                save.describe()
+                self._stager.submit(self._stage_later, save, staging, began)
                 return
-            departure.staging.copy(self._helpers, self._helpers_count, departure.describe)
-            self._settle(departure, began)
+            staging.copy(self._helpers, self._helpers_count, save.describe)
+            self._settle(save, staging, began)
         except BaseException as error:  # raised here and now: nobody else has to hear of it
-            departure.flight.heard = True
-            self._end(departure, error=error, raised=True)
+            save.heard = True
+            self._end(save, Failed(number=save.number, error=error), raised=True)
             raise
-        self._stager.submit(self._compare, departure)
+        self._stager.submit(self._compare, save, staging)
 
-    def _stage_later(self, departure: Departure, began: float) -> None:
+    def _stage_later(self, save: BackgroundSave, staging: Staging, began: float) -> None:
         try:
-            departure.staging.copy()
-            self._settle(departure, began)
+            staging.copy()
+            self._settle(save, staging, began)
         except BaseException as error:  # noqa: BLE001 - it arrives at who waits
-            self._end(departure, error=error)
+            self._end(save, Failed(number=save.number, error=error))
         else:
-            self._compare(departure)
+            self._compare(save, staging)
 
-    def _settle(self, departure: Departure, began: float) -> None:
+    def _settle(self, save: BackgroundSave, staging: Staging, began: float) -> None:
         """Let the caller go on, once the engine has it: then it outlives this process."""
-        flight = departure.flight
-        departure.staging.settle()
-        flight.copied(self._repo.environment.monotonic() - began)
-        self._emit("staged", flight)
-        self._complete(departure)
-        flight.staged()
-
-    def _compare(self, departure: Departure) -> None:
-        """Take the digests, right after the state was staged; the engine waits for them."""
-        digests = departure.staging.digests()
+        staging.settle()
+        save.copied(self._repo.environment.monotonic() - began)
+        self._emit("staged", save)
         with self._changed:
-            departure.digests = digests
-            if departure not in self._departures:
-                self.dispatcher.compare(departure.flight.number, digests)
-
-    def _complete(self, departure: Departure) -> None:
-        """Make the job, now that everything is in the arena, and send it off."""
-        job = departure.make_job()
-        with self._changed:
-            departure.job = job
+            save.complete()
             self._send_off()
+        save.staged()
+
+    def _compare(self, save: BackgroundSave, staging: Staging) -> None:
+        """Take the digests, right after the state was staged; the engine waits for them."""
+        digests = staging.digests()
+        with self._changed:
+            self.dispatcher.compare(save, digests)
 
     def _send_off(self) -> None:
         """Hand over what is staged, in the order of the calls."""
         with self._changed:
-            while self._departures and (job := self._departures[0].job) is not None:
-                departure = self._departures.popleft()
-                told = _Told(self, departure)
-                if departure.cancelled:
-                    told.failed(_cancelled())
+            while self._staged and self._staged[0].job is not None:
+                save = self._staged.popleft()
+                if save.cancelled:
+                    error = OperationCancelledError("the save was cancelled")
+                    self._end(save, Failed(number=save.number, error=error))
                 else:
-                    self.dispatcher.submit(job, departure.arena, told)
-                    if departure.digests is not None:  # it had to wait for one before it
-                        self.dispatcher.compare(job.number, departure.digests)
+                    self.dispatcher.submit(save)
 
     # --- ends ---------------------------------------------------------------------------------
 
-    def _cancel(self, flight: Flight) -> bool:
+    def _cancel(self, save: BackgroundSave) -> bool:
         with self._changed:
-            for departure in self._departures:  # no engine has it yet
-                if departure.flight is flight:
-                    departure.cancelled = True
-                    return True
-        return self.dispatcher.cancel(flight.number)
+            if save in self._staged:  # no engine has it yet
+                save.cancelled = True
+                return True
+        return self.dispatcher.cancel(save.number)
 
-    def _end(
-        self,
-        departure: Departure,
-        *,
-        version: Version | None = None,
-        receipt: Mapping[str, float] | None = None,
-        error: BaseException | None = None,
-        raised: bool = False,
-    ) -> None:
+    def _end(self, save: BackgroundSave, end: Done | Failed, *, raised: bool = False) -> None:
         """Note what became of a save, and let those go on who wait for it or for its memory."""
-        flight = departure.flight
+        error = end.error if isinstance(end, Failed) else None
         cancelled = isinstance(error, OperationCancelledError)
         if error is not None and not cancelled:
-            error.add_note(f"in the background save of {flight.run}@{flight.step}")
-        self.dispatcher.give_back(departure.arena)
+            error.add_note(f"in the background save of {save.run}@{save.step}")
+        if save.arena is not None:
+            self.dispatcher.give_back(save.arena)
         with self._changed:
-            if departure in self._departures:
-                self._departures.remove(departure)
+            if save in self._staged:
+                self._staged.remove(save)
             if error is not None and not cancelled:
-                self._unheard.append((flight, error))
-            del self._flights[flight.number]
+                self._unheard.append((save, error))
+            del self._under_way[save.number]
             self._changed.notify_all()
         kind: SaveEventKind = "durable" if error is None else "cancelled" if cancelled else "failed"
-        self._emit(kind, flight, receipt, error, raised=raised)
-        flight.finish(version=version, receipt=receipt, error=error)
+        receipt = end.receipt if isinstance(end, Done) else {}
+        self._emit(kind, save, receipt, error, raised=raised)
+        save.finish(end)
         self._send_off()
 
     def _emit(
         self,
         kind: SaveEventKind,
-        flight: Flight,
+        save: BackgroundSave,
         receipt: Mapping[str, float] | None = None,
         error: BaseException | None = None,
         *,
@@ -293,11 +258,11 @@ class Saver:
             SaveEvent(
                 kind=kind,
                 store=self._repo.url,
-                run=flight.run,
-                step=flight.step,
-                version=flight.version_id,
+                run=save.run,
+                step=save.step,
+                version=save.version_id,
                 at_ms=self._repo.environment.now_ms(),
-                receipt={**flight.numbers(), **(receipt or {})},
+                receipt={**save.numbers(), **(receipt or {})},
                 error_kind=getattr(error, "kind", "error") if error is not None else "",
                 message=str(error) if error is not None else "",
             ),
@@ -310,17 +275,17 @@ class Saver:
         """Raise the error of a save of this run, or of any, that nobody has heard of; once."""
         with self._changed:
             self._unheard = [(one, error) for one, error in self._unheard if not one.heard]
-            for flight, error in self._unheard:
-                if run in (None, flight.run):
-                    flight.heard = True
+            for save, error in self._unheard:
+                if run in (None, save.run):
+                    save.heard = True
                     raise error
 
     def wait(self, run: str | None = None) -> None:
         """Wait until no save of this run, or of any, is under way; errors stay for later."""
         with self._changed:
-            flights = [one for one in self._flights.values() if run in (None, one.run)]
-        for flight in flights:
-            flight.wait()
+            saves = [one for one in self._under_way.values() if run in (None, one.run)]
+        for save in saves:
+            save.wait()
 
     def close(self) -> None:
         """Wait for all saves, end the engine and give the memory back; raises nothing.
@@ -332,23 +297,6 @@ class Saver:
         self._helpers.shutdown()
         self.dispatcher.close()
         _savers.discard(self)
-
-
-class _Told:
-    """Tells a saver what an engine makes of a departure."""
-
-    def __init__(self, saver: Saver, departure: Departure) -> None:
-        self._saver = saver
-        self._departure = departure
-
-    def progressed(self, done: int, total: int) -> None:
-        self._departure.flight.progressed(done, total)
-
-    def succeeded(self, version: Version, receipt: Mapping[str, float]) -> None:
-        self._saver._end(self._departure, version=version, receipt=receipt)
-
-    def failed(self, error: BaseException) -> None:
-        self._saver._end(self._departure, error=error)
 
 
 _savers: weakref.WeakSet[Saver] = weakref.WeakSet()

@@ -6,16 +6,15 @@ Needs no torch: a child process that writes it imports this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ckptstore.errors import TornStateError
 from ckptstore.hashing import xxh3_64
-from ckptstore.objects.sources import Payload
+from ckptstore.objects.sources import Payload, PieceSource
 
-__all__ = ["Digests", "StagedSource", "StagedTensor", "sources_in"]
+__all__ = ["Digests", "StagedTensor", "sources_in"]
 
 
 Digests = Sequence[Sequence[int]]
@@ -103,23 +102,12 @@ class _Unguarded:
         out[:] = self._memory[start : start + len(out)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagedSource:
-    """A staged tensor as :func:`ckptstore.objects.piece_writer.write_pieces` takes it."""
-
-    nbytes: int
-    dtype: str
-    itemsize: int
-    row_bytes: int
-    payload: Payload
-
-
 def sources_in(
     memory: memoryview,
     tensors: Sequence[StagedTensor],
     digests: Digests | None,
     check: Callable[[], None],
-) -> list[StagedSource]:
+) -> list[PieceSource]:
     """Return the staged tensors of an arena as sources of a save.
 
     Parameters
@@ -130,7 +118,7 @@ def sources_in(
         Called before each piece is read; what it raises ends the save.
     """
     return [
-        StagedSource(
+        PieceSource(
             nbytes=tensor.nbytes,
             dtype=tensor.dtype,
             itemsize=tensor.itemsize,

@@ -16,12 +16,12 @@ from ckptstore.chunking import cut, piece_bytes
 from ckptstore.format.paths import path_text
 from ckptstore.hashing import xxh3_64
 from ckptstore.saver.arena import ALIGN_BYTES, Arena
-from ckptstore.saver.change_detector import Witness, counted
+from ckptstore.saver.change_detector import ChangeDetector, counted
 from ckptstore.saver.device import DeviceCopies, on_device
 from ckptstore.saver.staged import Digests, StagedTensor
 from ckptstore.tensors.source import SourceTensor, settle
 
-__all__ = ["Layout", "Staging", "lay_out"]
+__all__ = ["ArenaLayout", "Staging", "lay_out"]
 
 # A thread takes about so many bytes at once. Source: many small tensors must not cost a lock
 # each; a thousandth of what a thread copies in a second.
@@ -29,7 +29,7 @@ _BATCH_BYTES: Final = 4 * limits.MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ArenaLayout:
     """Where each tensor of a state lies in an arena."""
 
     sizes: Sequence[int]
@@ -41,7 +41,7 @@ class Layout:
     """Of the whole."""
 
 
-def lay_out(sources: Sequence[SourceTensor], chunk_bytes: int) -> Layout:
+def lay_out(sources: Sequence[SourceTensor], chunk_bytes: int) -> ArenaLayout:
     """Place tensors one after the other; small ones are one piece, as a save cuts them."""
     offsets: list[int] = []
     pieces: list[int] = []
@@ -54,7 +54,7 @@ def lay_out(sources: Sequence[SourceTensor], chunk_bytes: int) -> Layout:
             pieces.append(piece_bytes(source.row_bytes, source.itemsize, chunk_bytes))
         else:
             pieces.append(max(1, size))
-    return Layout(sizes=sizes, offsets=offsets, pieces=pieces, size_bytes=end)
+    return ArenaLayout(sizes=sizes, offsets=offsets, pieces=pieces, size_bytes=end)
 
 
 class Staging:
@@ -70,14 +70,14 @@ class Staging:
     """
 
     def __init__(
-        self, sources: Sequence[SourceTensor], layout: Layout, arena: Arena, *, later: bool
+        self, sources: Sequence[SourceTensor], layout: ArenaLayout, arena: Arena, *, later: bool
     ) -> None:
         self._sources = sources
         self._layout = layout
         self._later = later
         self._memory = arena.view
         self._bytes: npt.NDArray[np.uint8] = np.frombuffer(arena.view, np.uint8)
-        self._witness: Witness | None = Witness(sources, samples=later)
+        self._changes: ChangeDetector | None = ChangeDetector(sources, samples=later)
         self._device = DeviceCopies(arena)
         self._left: list[int] = []
 
@@ -138,9 +138,9 @@ class Staging:
             It was changed already; the tensor is named.
         """
         self._device.wait()
-        assert self._witness is not None  # noqa: S101 - called once
-        self._witness.check(self._memory, self._layout.offsets)
-        self._witness, self._sources = None, ()
+        assert self._changes is not None  # noqa: S101 - called once
+        self._changes.check(self._memory, self._layout.offsets)
+        self._changes, self._sources = None, ()
 
     def digests(self) -> Digests:
         """Return the digests of what is in the arena now."""

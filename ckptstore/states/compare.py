@@ -17,6 +17,7 @@ from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.states.lazy import LazyTensor
+from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.tensor_bytes import dtype_named
 
 __all__ = ["Pair", "TensorError", "compare"]
@@ -227,7 +228,9 @@ def _read(
             ranges.append(Range(index=leaf.index, start=start, nbytes=len(out), out=out))
             raw = torch.frombuffer(memory, dtype=torch.uint8)
             tensors.append(raw.view(_real(record.dtype)))
-        read_ranges(content, ranges, backend=repo.backend, options=repo.options)
+        read_ranges(
+            content, ranges, backend=repo.backend, options=repo.options, rounding=to_bfloat16
+        )
         sides.append(tensors)
     yield from zip(group, *sides, strict=True)
 

@@ -31,6 +31,7 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.states.load import LoadRequest, load_state
 from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.destination import Destination
 from ckptstore.tensors.restore import MapLocation
 
@@ -366,7 +367,12 @@ class LazyTensor:
         destination = Destination(record)
         out = np.ndarray(sizes, np.dtype(f"V{item}"), destination.view)
         region = Region(content=self._content, index=self._leaf.index, offsets=offsets, out=out)
-        read_regions([region], backend=self._repo.backend, options=self._repo.options)
+        read_regions(
+            [region],
+            backend=self._repo.backend,
+            options=self._repo.options,
+            rounding=to_bfloat16,
+        )
         del out, region
         return destination.finish()
 
@@ -397,6 +403,7 @@ class LazyTensor:
         read_ranges(
             self._content,
             [Range(index=self._leaf.index, start=start, nbytes=len(out), out=out)],
+            rounding=to_bfloat16,
             backend=self._repo.backend,
             options=self._repo.options,
         )

@@ -8,7 +8,6 @@ from typing import Any
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
-from ckptstore.encodings.casts import offer_rounding
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.format.skeleton import Leaf, Node, prune
@@ -49,7 +48,6 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
     StorageError
         The storage failed.
     """
-    offer_rounding(to_bfloat16)
     wanted = PathFilter(request.include, request.exclude)
     node: Node = content.node
     leaves: Sequence[Leaf] | None = content.leaves
@@ -77,6 +75,7 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
             backend=repo.backend,
             options=repo.options,
             progress=_from(request.progress, done, total),
+            rounding=to_bfloat16,
         )
         done += sum(content.manifest.tensors[index].nbytes for index in batch)
         for destination in destinations.values():

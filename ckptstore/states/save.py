@@ -10,8 +10,7 @@ from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
 from ckptstore.codecs.codec_table import check_choice
-from ckptstore.encodings.casts import offer_rounding
-from ckptstore.encodings.encoding_rules import EncodingRules, Target
+from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import TensorRecord
@@ -110,13 +109,12 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
     UnsafeEncodingError
         A rule would spoil a tensor; it is named.
     """
-    offer_rounding(to_bfloat16)
     records = _records(flat, roles)
     wishes = {}
     if encodings:
         wishes = encodings.wishes(
             [
-                Target(tensor.paths[0], record.role, record.dtype, record.shape)
+                EncodingTarget(tensor.paths[0], record.role, record.dtype, record.shape)
                 for tensor, record in zip(flat.tensors, records, strict=True)
             ]
         )
@@ -126,6 +124,7 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
         frame=skeleton.encode(flat.skeleton),
         names=[path_text(tensor.paths[0]) for tensor in flat.tensors],
         wishes=wishes,
+        rounding=to_bfloat16,
     )
 
 

@@ -23,6 +23,7 @@ from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.restore import Restorer
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
@@ -369,6 +370,7 @@ def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:
     read_ranges(
         content,
         [Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations],
+        rounding=to_bfloat16,
         backend=repo.backend,
         options=repo.options,
     )

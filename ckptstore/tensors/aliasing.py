@@ -25,7 +25,7 @@ from ckptstore.errors import StateError
 from ckptstore.format.dtypes import strides_of
 from ckptstore.format.paths import Path
 from ckptstore.format.skeleton import Node
-from ckptstore.tensors.source import Payload, SourceTensor, TensorBytes
+from ckptstore.tensors.source import SourceTensor, TensorBytes, TensorPayload
 from ckptstore.tensors.tensor_bytes import dtype_text, offset_of, tensor_over
 
 __all__ = ["Occurrence", "Pending", "resolve_storage"]
@@ -57,7 +57,7 @@ class Pending:
     dtype: str
     shape: tuple[int, ...]
     order: tuple[int, ...] | None
-    payload: Payload
+    payload: TensorPayload
     paths: list[Path]
     whole: list[Occurrence] = field(default_factory=list)
     """Leaves that are this tensor."""

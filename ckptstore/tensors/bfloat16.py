@@ -1,7 +1,7 @@
 """float32 to bfloat16 by torch: in one pass over memory, and with one release of the lock.
 
-What it gives is compared with the definition before it is used; see
-:func:`ckptstore.encodings.casts.offer_rounding`.
+A :data:`ckptstore.encodings.casts.Rounding`: what it gives is compared with the definition before
+it is used.
 """
 
 from __future__ import annotations

@@ -13,12 +13,12 @@ from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.paths import Path
 from ckptstore.tensors.tensor_bytes import as_integers, memory_of, offset_of, tensor_over
 
-__all__ = ["ArrayBytes", "BlobBytes", "Payload", "SourceTensor", "TensorBytes", "settle"]
+__all__ = ["ArrayBytes", "BlobBytes", "SourceTensor", "TensorBytes", "TensorPayload", "settle"]
 
 _CPU = torch.device("cpu")
 
 
-class Payload(Protocol):
+class TensorPayload(Protocol):
     """The bytes of one tensor, dense, in stored order. Safe to read from several threads."""
 
     @property
@@ -44,7 +44,7 @@ class SourceTensor:
     """Dimensions from the outermost in memory to the innermost; None is 0, 1, 2, ..."""
     paths: tuple[Path, ...]
     """The leaves that read it, in the order of the state; never empty."""
-    payload: Payload
+    payload: TensorPayload
     """Its bytes."""
     watched: tuple[torch.Tensor, ...] = ()
     """The caller's tensors that it reads; their counters tell whether they were changed."""

@@ -18,7 +18,7 @@ from ckptstore.backends.posix import open_posix
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import DataKey, salt_of
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
-from ckptstore.format.segments import HEADER_BYTES, Layout
+from ckptstore.format.segments import HEADER_BYTES, SegmentLayout
 from ckptstore.testing.conformance import (
     BackendConformance,
     CreateConformance,
@@ -35,7 +35,7 @@ class SealedSideDoor:
     """Looks at what is stored through a key, but not through the backend under test."""
 
     secrets: ClassVar[tuple[str, ...]] = (MATERIAL.hex(), repr(MATERIAL))
-    layout = Layout(segment_bytes=SEGMENT_BYTES)
+    layout = SegmentLayout(segment_bytes=SEGMENT_BYTES)
 
     def stored(self, key: str) -> bytes | None:
         """Return the bytes as they are stored."""

@@ -15,7 +15,7 @@ from ckptstore.codecs.codec import CodecError
 from ckptstore.codecs.codec_table import BaseData, decode, encode_delta
 from ckptstore.codecs.delta import BASE_ID_BYTES, sampled
 from ckptstore.codecs.differences import FLOATS as ORDERED
-from ckptstore.codecs.differences import PLAIN, RUN, TURN_MAX, Form
+from ckptstore.codecs.differences import PLAIN, RUN, TURN_MAX, DeltaForm
 from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout, layout_of
 from ckptstore.hashing import blake3_digest
 
@@ -26,15 +26,15 @@ FLOATS: dict[Layout, Any] = {
 }
 FORMS = [
     PLAIN,
-    Form(turn=3),
-    Form(grouped=True),
-    Form(grouped=True, turn=TURN_MAX),
-    Form(halves=True),
-    Form(grouped=True, turn=1, halves=True),
+    DeltaForm(turn=3),
+    DeltaForm(grouped=True),
+    DeltaForm(grouped=True, turn=TURN_MAX),
+    DeltaForm(halves=True),
+    DeltaForm(grouped=True, turn=1, halves=True),
 ]
 
 
-def fits(form: Form, layout: Layout) -> bool:
+def fits(form: DeltaForm, layout: Layout) -> bool:
     """Tell whether a layout has a form."""
     return layout in ORDERED or not form.grouped
 
@@ -42,12 +42,12 @@ def fits(form: Form, layout: Layout) -> bool:
 PAIRS = [(form, layout) for form in FORMS for layout in Layout if fits(form, layout)]
 
 
-def code_of(form: Form) -> int:
+def code_of(form: DeltaForm) -> int:
     """Return the codec that stores a form."""
     return 3 if form == PLAIN else 4
 
 
-def stored(raw: bytes, base: bytes, layout: Layout, form: Form = PLAIN) -> bytes:
+def stored(raw: bytes, base: bytes, layout: Layout, form: DeltaForm = PLAIN) -> bytes:
     """Return a piece as a delta."""
     found = BaseData(piece_id=blake3_digest(base), data=memoryview(base))
     encoded = encode_delta(memoryview(raw), found, layout, form)
@@ -57,7 +57,7 @@ def stored(raw: bytes, base: bytes, layout: Layout, form: Form = PLAIN) -> bytes
 
 
 def decoded(
-    data: bytes, base: bytes, layout: int, form: Form = PLAIN, *, base_id: bytes | None = None
+    data: bytes, base: bytes, layout: int, form: DeltaForm = PLAIN, *, base_id: bytes | None = None
 ) -> bytes:
     """Return what a delta stands for."""
     out = bytearray(len(base))
@@ -68,7 +68,9 @@ def decoded(
 
 @pytest.mark.parametrize(("form", "layout"), PAIRS)
 @given(data=st.data())
-def test_any_bytes_come_back_on_any_base(form: Form, layout: Layout, data: st.DataObject) -> None:
+def test_any_bytes_come_back_on_any_base(
+    form: DeltaForm, layout: Layout, data: st.DataObject
+) -> None:
     """NaN payloads, negative zeros, infinities and denormals included, whatever the base is."""
     size = data.draw(st.integers(0, 40)) * ITEM_BYTES[layout]
     raw, base = (data.draw(st.binary(min_size=size, max_size=size)) for _ in range(2))
@@ -77,7 +79,7 @@ def test_any_bytes_come_back_on_any_base(form: Form, layout: Layout, data: st.Da
 
 
 @pytest.mark.parametrize(("form", "layout"), PAIRS)
-def test_every_pair_of_odd_patterns_comes_back(form: Form, layout: Layout) -> None:
+def test_every_pair_of_odd_patterns_comes_back(form: DeltaForm, layout: Layout) -> None:
     """Zeros of both signs, denormals, the largest numbers, infinities, NaNs: each on each."""
     item = ITEM_BYTES[layout]
     bits = 8 * item
@@ -93,7 +95,9 @@ def test_every_pair_of_odd_patterns_comes_back(form: Form, layout: Layout) -> No
 
 @pytest.mark.parametrize(("form", "layout"), PAIRS)
 @pytest.mark.parametrize("elements", [RUN - 1, RUN, 2 * RUN + 3])
-def test_runs_of_elements_join_without_a_seam(form: Form, layout: Layout, elements: int) -> None:
+def test_runs_of_elements_join_without_a_seam(
+    form: DeltaForm, layout: Layout, elements: int
+) -> None:
     """Pieces of more than one run, whole or not, come back bit for bit."""
     rng = np.random.default_rng(elements)
     raw, base = (rng.bytes(elements * ITEM_BYTES[layout]) for _ in range(2))
@@ -102,7 +106,7 @@ def test_runs_of_elements_join_without_a_seam(form: Form, layout: Layout, elemen
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_it_is_applied_where_the_base_lies(form: Form) -> None:
+def test_it_is_applied_where_the_base_lies(form: DeltaForm) -> None:
     """The memory of the base may be that of the result: nothing is read after it was written."""
     rng = np.random.default_rng(1)
     base = rng.standard_normal(100_000).astype(np.float32)
@@ -171,7 +175,7 @@ def planes_after(data: bytes, count: int, size: int) -> Sequence[bytes]:
 @pytest.mark.parametrize(
     ("form", "layout"), [(form, layout) for form, layout in PAIRS if form != PLAIN]
 )
-def test_a_slow_decoder_after_the_page_agrees(form: Form, layout: Layout) -> None:
+def test_a_slow_decoder_after_the_page_agrees(form: DeltaForm, layout: Layout) -> None:
     """What is stored is what the format's page says: runs of 65536, ties as they lie, turns."""
     item = ITEM_BYTES[layout]
     count = (1 << 16) + 501
@@ -249,7 +253,7 @@ def test_steps_of_one_size_take_less_in_the_order_of_exponents() -> None:
         (part.view(np.uint32) >> 16).astype(np.uint16).tobytes() for part in (moved(old, 1e-4), old)
     )
     found = sampled(memoryview(raw), memoryview(base), Layout.FLOAT16)
-    grouped = len(stored(raw, base, Layout.FLOAT16, Form(grouped=True)))
+    grouped = len(stored(raw, base, Layout.FLOAT16, DeltaForm(grouped=True)))
 
     assert found.form.grouped
     assert grouped < 0.9 * len(stored(raw, base, Layout.FLOAT16))
@@ -293,7 +297,9 @@ def test_any_piece_has_a_form(layout: Layout) -> None:
     layout=st.sampled_from(Layout),
     form=st.sampled_from(FORMS),
 )
-def test_decoding_survives_anything(data: bytes, length: int, layout: Layout, form: Form) -> None:
+def test_decoding_survives_anything(
+    data: bytes, length: int, layout: Layout, form: DeltaForm
+) -> None:
     """Arbitrary stored bytes decode to exactly the length that is due, or raise CodecError."""
     base = bytes(length)
     described = bytes((form.grouped + 2 * form.halves, form.turn))
@@ -307,7 +313,7 @@ def test_decoding_survives_anything(data: bytes, length: int, layout: Layout, fo
 
 @pytest.mark.parametrize("form", FORMS)
 @given(flip=st.integers(0, 8 * 600 - 1))
-def test_decoding_survives_damage(form: Form, flip: int) -> None:
+def test_decoding_survives_damage(form: DeltaForm, flip: int) -> None:
     """A flipped bit gives CodecError or other bytes; in the id of the base always the error."""
     base = (np.arange(4096, dtype=np.float32) / 7).tobytes()
     raw = (np.arange(4096, dtype=np.float32) / 7.001).tobytes()
@@ -324,7 +330,7 @@ def test_decoding_survives_damage(form: Form, flip: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_what_does_not_belong_together_is_refused(form: Form) -> None:
+def test_what_does_not_belong_together_is_refused(form: DeltaForm) -> None:
     """Another base, one of another length, none at all, or one where none is due."""
     rng = np.random.default_rng(4)
     base, raw = rng.bytes(4096), rng.bytes(4096)
@@ -360,7 +366,7 @@ def test_what_does_not_belong_together_is_refused(form: Form) -> None:
 def test_an_unknown_form_is_refused(described: bytes, layout: Layout, said: str) -> None:
     """Flags and turns that the page does not name, and an order of what has no exponents."""
     base = bytes(4096)
-    whole = stored(base, base, layout, Form(turn=1))
+    whole = stored(base, base, layout, DeltaForm(turn=1))
     data = whole[:BASE_ID_BYTES] + described + (whole[34:] if len(described) == 2 else b"")
     with pytest.raises(CodecError, match=said):
-        decoded(data, base, layout, Form(turn=1))
+        decoded(data, base, layout, DeltaForm(turn=1))

@@ -23,11 +23,11 @@ from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.sealing import DataKey, Sealer
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import CorruptObjectError
-from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES, Layout, nonce
+from ckptstore.format.segments import HEADER_BYTES, TAG_BYTES, SegmentLayout, nonce
 from ckptstore.testing.side_door import pattern
 
 SEGMENT = 4096
-LAYOUT = Layout(segment_bytes=SEGMENT)
+LAYOUT = SegmentLayout(segment_bytes=SEGMENT)
 
 near_borders = st.one_of(
     st.integers(0, 5 * SEGMENT),
@@ -63,7 +63,7 @@ def encrypted(segment_bytes: int = SEGMENT) -> tuple[EncryptedBackend, Asked]:
 @given(size=near_borders, segment=st.sampled_from([4096, 5000, 65536]))
 def test_sizes_go_there_and_back(size: int, segment: int) -> None:
     """The size without encryption follows from the size with it, exactly, for every size."""
-    layout = Layout(segment_bytes=segment)
+    layout = SegmentLayout(segment_bytes=segment)
     sealed = layout.sealed_bytes(size)
     assert layout.plain_bytes(sealed) == layout.check(sealed, where="x") == size
     assert sealed == HEADER_BYTES + size + TAG_BYTES * max(1, -(-size // segment))

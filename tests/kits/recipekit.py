@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ckptstore.checkpoint import write
-from ckptstore.checkpoint.encode import Draft, EncodedDraft
+from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.encodings.encoding_rules import EncodingRules
@@ -149,9 +149,9 @@ def save(
     return version, expected
 
 
-def _as_it_is(draft: Draft, **_: object) -> EncodedDraft:
+def _as_it_is(draft: Draft, **_: object) -> Draft:
     """Encode nothing: recipes are there already, and no other is to be found."""
-    return EncodedDraft(draft=draft, kept=(), numbers={})
+    return draft
 
 
 def _record(

@@ -19,8 +19,7 @@ from shortening import examples
 
 import ckptstore
 from ckptstore.checkpoint import derived_decode, ranges
-from ckptstore.checkpoint.derived_decode import Following
-from ckptstore.encodings import casts
+from ckptstore.checkpoint.derived_decode import DerivedDecode
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.errors import CorruptTensorError
 from ckptstore.events import Progress
@@ -131,8 +130,7 @@ def test_arithmetic_that_differs_is_noticed(store: Store, made: str) -> None:
 
     with (
         patch.object(derived_decode, "decode_elements", wrong),
-        patch.object(casts, "_offered", []),
-        patch.object(load, "offer_rounding", lambda _: None),
+        patch.object(load, "to_bfloat16", None),
         pytest.raises(CorruptTensorError, match=r"another digest"),
     ):
         store.load("gpt@0")
@@ -156,8 +154,7 @@ def test_rough_arithmetic_is_followed_by_the_exact_one(store: Store, what: Any) 
 
     target = _empty(state)
     with (
-        patch.object(casts, "_offered", [rough]),
-        patch.object(load, "offer_rounding", lambda _: None),
+        patch.object(load, "to_bfloat16", rough),
         _no_second_reading(),
     ):
         store.load("gpt@0", into=target)
@@ -166,8 +163,7 @@ def test_rough_arithmetic_is_followed_by_the_exact_one(store: Store, what: Any) 
         assert torch.equal(target[name].isnan(), tensor.isnan())
         assert torch.equal(target[name].nan_to_num(), tensor.nan_to_num())
     with (
-        patch.object(casts, "_offered", [rough]),
-        patch.object(load, "offer_rounding", lambda _: None),
+        patch.object(load, "to_bfloat16", rough),
         patch.object(derived_decode, "decode_elements", lambda *_: None),
         pytest.raises(CorruptTensorError, match="another digest"),
     ):
@@ -190,7 +186,7 @@ def test_damage_is_told_before_anything_is_returned(store: Store, tmp_path: Path
 # --- one tensor ---------------------------------------------------------------------------------
 
 
-def _one(values: np.ndarray, cuts: list[int]) -> tuple[Following, list[memoryview], bytearray]:
+def _one(values: np.ndarray, cuts: list[int]) -> tuple[DerivedDecode, list[memoryview], bytearray]:
     """Return a tensor that is to be made, the pieces of its source, and where it goes."""
     ends = np.array([4 * at for at in cuts] or [values.nbytes], np.int64)
     record = SimpleNamespace(
@@ -200,7 +196,7 @@ def _one(values: np.ndarray, cuts: list[int]) -> tuple[Following, list[memoryvie
     )
     manifest: Any = SimpleNamespace(tensors=[SimpleNamespace(dtype="float32"), record])
     out = bytearray(values.nbytes // 2)
-    one = Following(manifest, 1, ends, memoryview(out))
+    one = DerivedDecode(manifest, 1, ends, memoryview(out))
     data = values.view(np.uint8).data
     starts = [0, *ends[:-1].tolist()]
     return one, [data[a:b] for a, b in zip(starts, ends.tolist(), strict=True)], out
@@ -233,7 +229,7 @@ def test_many_threads_make_the_pieces_of_one_tensor() -> None:
 
         def make(
             part: list[int],
-            one: Following = one,
+            one: DerivedDecode = one,
             pieces: list[memoryview] = pieces,
             together: threading.Barrier = together,
         ) -> None:

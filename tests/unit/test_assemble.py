@@ -17,9 +17,8 @@ import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.metered import MeteredBackend
-from ckptstore.checkpoint.assemble import RankPart, assemble
+from ckptstore.checkpoint.assemble import RankPart, assemble, nest
 from ckptstore.checkpoint.commit_parts import commit_parts
-from ckptstore.checkpoint.nesting import nest
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable

@@ -13,10 +13,10 @@ from shortening import examples
 
 import ckptstore
 from ckptstore.checkpoint.derived_check import KnownCasts, prove
-from ckptstore.checkpoint.encoded_sources import CodedSource
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.derive import Candidate, derived_pairs, is_cast_of
 from ckptstore.format.manifest import TensorRecord
+from ckptstore.objects.sources import PieceSource
 
 LOW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -230,7 +230,7 @@ def _bit_pairs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def _is_proved(high: np.ndarray, low: np.ndarray) -> bool:
     """Return whether a save would store bfloat16 bits as a recipe over float32 bits."""
     source, other = (
-        CodedSource(
+        PieceSource(
             nbytes=bits.nbytes,
             dtype=dtype,
             itemsize=bits.itemsize,

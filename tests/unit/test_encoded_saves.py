@@ -33,7 +33,7 @@ from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
 from ckptstore.objects.index import KnownPieces
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.cancellation import Gate
+from ckptstore.saver.cancellation import CancellationToken
 from ckptstore.saver.save_job import write_job
 from ckptstore.saver.staged import sources_in
 from ckptstore.saver.staging import Staging, lay_out
@@ -516,10 +516,10 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
         run.save(_state(), step=0)
 
         def scribble(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as write_job
-            np.frombuffer(args[3], np.uint8)[: 60 * 300 * 4] ^= 1
+            np.frombuffer(args[2], np.uint8)[: 60 * 300 * 4] ^= 1
             return write_job(*args, **kwargs)
 
-        monkeypatch.setattr("ckptstore.saver.thread_engine.write_job", scribble)
+        monkeypatch.setattr("ckptstore.saver.job_writer.write_job", scribble)
         pending = run.save_async(_state(seed=3), step=1, encodings=RULES)
         with pytest.raises(TornStateError, match=r"model\.weight"):
             pending.result()
@@ -535,7 +535,7 @@ def test_a_save_is_cancelled_while_it_measures() -> None:
     staging = Staging(flat.tensors, layout, arena, later=False)
     staging.begin()
     staging.copy()
-    gate = Gate()
+    gate = CancellationToken()
     gate.cancel()
     staged = sources_in(arena.view, staging.describe(), staging.digests(), gate.check)
     with pytest.raises(OperationCancelledError):
@@ -555,7 +555,7 @@ def test_memory_does_not_grow_with_the_state() -> None:
     try:
         encoded = encode_draft(draft, parent=None, chunk_bytes=1 << 22, workers=1)
         for start in range(0, 1 << 24, 1 << 22):
-            encoded.draft.sources[1].payload.copy_into(start, out)
+            encoded.sources[1].payload.copy_into(start, out)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -573,7 +573,7 @@ def test_contents_without_wishes_are_not_touched() -> None:
     """A save without rules and pairs is what it was before there were any."""
     draft = draft_of(flatten({"a": torch.ones(9)}), {}, EncodingRules())
     encoded = encode_draft(draft, parent=None, chunk_bytes=1 << 22, workers=1)
-    assert encoded.draft is draft
+    assert encoded is draft
     assert encoded.numbers == {}
     assert isinstance(replace(draft), Draft)
 

@@ -20,8 +20,8 @@ from ckptstore.encodings.codebooks import BOOKS, CODE_DTYPES
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import NAMES, Encoding, form_name
-from ckptstore.encodings.encoding_rules import EncodingRules, Target, is_second_moment
-from ckptstore.encodings.measuring import Difference, Range
+from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget, is_second_moment
+from ckptstore.encodings.measuring import Difference, ValueRange
 from ckptstore.encodings.scaling import codes_of, scales_of
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.paths import Path
@@ -261,7 +261,7 @@ def test_recorded_errors_are_rounded_up(value: float) -> None:
 
 def test_a_range_knows_signs_and_nan() -> None:
     """What tells signed from unsigned codes, and what no scale can hold."""
-    seen = Range()
+    seen = ValueRange()
     seen.add("float32", np.array([0.0, -0.0, 2.0], np.float32).view(np.uint32))
     assert (seen.negative, seen.positive, seen.finite) == (False, True, True)
     seen.add("bfloat16", torch.tensor([-1.0]).to(torch.bfloat16).view(torch.uint16).numpy())
@@ -272,14 +272,14 @@ def test_a_range_knows_signs_and_nan() -> None:
 
 def test_what_a_form_cannot_hold() -> None:
     """Scales have neither NaN nor more than float32 has; and 448 is the end of e4m3fn."""
-    wild = Range(low=-1.0, high=1.0, finite=False)
-    wide = Range(low=-1.0, high=500.0)
+    wild = ValueRange(low=-1.0, high=1.0, finite=False)
+    wide = ValueRange(low=-1.0, high=500.0)
     assert "NaN" in Form.of(Encoding("int8"), signed=True).problem(wild)
     assert Form.of(Encoding("bf16"), signed=True).problem(wild) == ""
     for name in ("int8", "dynamic8"):
         scaled = Form.of(Encoding(name), signed=True)
-        assert "larger" in scaled.problem(Range(low=-1e39, high=1.0))
-        assert scaled.problem(Range(low=-3.4e38, high=3.4e38)) == ""
+        assert "larger" in scaled.problem(ValueRange(low=-1e39, high=1.0))
+        assert scaled.problem(ValueRange(low=-3.4e38, high=3.4e38)) == ""
     assert "larger" in Form.of(Encoding("fp8_e4m3fn"), signed=True).problem(wide)
     assert Form.of(Encoding("fp8_e5m2"), signed=True).problem(wide) == ""
 
@@ -358,7 +358,9 @@ WIDE = (100, 100)
 def _wishes(
     rules: Mapping[Any, Any], *targets: tuple[Path, str], dtype: str = "float32"
 ) -> dict[int, str]:
-    found = EncodingRules(rules).wishes([Target(path, role, dtype, WIDE) for path, role in targets])
+    found = EncodingRules(rules).wishes(
+        [EncodingTarget(path, role, dtype, WIDE) for path, role in targets]
+    )
     return {place: str(encoding) for place, encoding in found.items()}
 
 
@@ -400,7 +402,7 @@ def test_small_tensors_stay() -> None:
     count = limits.ENCODED_ELEMENTS_MIN
     rules = EncodingRules({"*": "bf16"})
     targets = [
-        Target((name,), "weights", "float32", shape)
+        EncodingTarget((name,), "weights", "float32", shape)
         for name, shape in (("a", (count - 1,)), ("b", (count,)), ("c", ()), ("d", (0, 9)))
     ]
     assert list(rules.wishes(targets)) == [1]

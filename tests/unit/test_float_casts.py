@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import permutations
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -13,10 +14,11 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from ckptstore.encodings import casts
+import ckptstore
 from ckptstore.encodings.casts import FLOATS, Rounding, raw_dtype, recast, to_float64
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.recipes import CASTS
+from ckptstore.states import load, save
 from ckptstore.tensors.bfloat16 import to_bfloat16
 
 PAIRS = list(permutations(FLOATS, 2))
@@ -109,8 +111,8 @@ def _away(out: npt.NDArray[np.uint16]) -> None:
 def test_a_rounding_that_is_wrong_is_not_used(change: Any) -> None:  # noqa: ANN401
     """A processor that flushes denormals, or takes the last element otherwise, is found out."""
     bits = _patterns("float32")[:200_000]
-    with patch.object(casts, "_offered", [_wrong(change)]), ThreadPoolExecutor(1) as pool:
-        made = pool.submit(recast, "float32", "bfloat16", bits).result()
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(recast, "float32", "bfloat16", bits, _wrong(change)).result()
     assert np.array_equal(made, _rounded(bits))
 
 
@@ -125,11 +127,11 @@ def test_a_setting_that_changes_later_is_noticed() -> None:
             _away(out)
 
     def later() -> Any:  # noqa: ANN401 - an array
-        recast("float32", "bfloat16", bits)
+        recast("float32", "bfloat16", bits, rounding)
         flushes.append(True)
-        return recast("float32", "bfloat16", bits)
+        return recast("float32", "bfloat16", bits, rounding)
 
-    with patch.object(casts, "_offered", [rounding]), ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool:
         assert np.array_equal(pool.submit(later).result(), _rounded(bits))
 
 
@@ -145,10 +147,36 @@ def test_torch_rounds_as_defined(monkeypatch: pytest.MonkeyPatch, together: bool
         calls.append(len(values))
         to_bfloat16(values, out)
 
-    with patch.object(casts, "_offered", [counted]), ThreadPoolExecutor(1) as pool:
-        made = pool.submit(recast, "float32", "bfloat16", bits).result()
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(recast, "float32", "bfloat16", bits, counted).result()
     assert len(bits) in calls
     assert np.array_equal(made, _rounded(bits))
+
+
+def test_a_rounding_is_used_by_the_callers_that_hand_it_in_alone(tmp_path: Path) -> None:
+    """A save and a load by torch leave nothing behind: a cast without a rounding is NumPy's."""
+    calls: list[int] = []
+
+    def counted(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
+        calls.append(len(values))
+        to_bfloat16(values, out)
+
+    master = torch.linspace(-3, 3, 20_000)
+    state = {"master": master, "weight": master.bfloat16()}
+    with (
+        patch.object(save, "to_bfloat16", counted),
+        patch.object(load, "to_bfloat16", counted),
+        ckptstore.open(tmp_path / "store", create=True) as store,
+    ):
+        store.run("gpt").save(state, step=0)
+        saved = calls.count(20_000)
+        assert torch.equal(store.load("gpt@0")["weight"], state["weight"])
+    assert saved
+    assert calls.count(20_000) > saved
+    calls.clear()
+    raw = master.numpy().view(np.uint32)
+    assert np.array_equal(recast("float32", "bfloat16", raw), _rounded(raw))
+    assert not calls
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: str(name))

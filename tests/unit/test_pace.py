@@ -16,7 +16,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix_settings import SETTINGS
 from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.config import SYSTEM, Options
-from ckptstore.objects.auto_codec import Pace, Rates, Sample, verdict
+from ckptstore.objects.auto_codec import Pace, Rates, SpeedSample, verdict
 from ckptstore.repo import create_on
 from ckptstore.store.store import Store
 from ckptstore.testing.environment import SimulatedEnvironment
@@ -27,9 +27,9 @@ _NOISE = st.floats(0.8, 1.25)
 LOCAL = SETTINGS["local"].capabilities.write_bytes_per_s
 
 
-def sample(**changes: object) -> Sample:
+def sample(**changes: object) -> SpeedSample:
     """Return a save of 1 GB by two threads on a storage that is no limit."""
-    found = Sample(
+    found = SpeedSample(
         planes=False,
         total_bytes=10**9,
         new_bytes=10**9,
@@ -42,12 +42,12 @@ def sample(**changes: object) -> Sample:
     return replace(found, **changes)  # type: ignore[arg-type]  # fields of it
 
 
-def raw_save(rate: float) -> Sample:
+def raw_save(rate: float) -> SpeedSample:
     """Return a raw save that the storage bounds to `rate` bytes a second."""
     return sample(wall_s=1e9 / rate, storage_s=1e9 / rate)
 
 
-def planes_save(rate: float, *, storage: float, stored: float = 0.82) -> Sample:
+def planes_save(rate: float, *, storage: float, stored: float = 0.82) -> SpeedSample:
     """Return a compressed save of `rate`, for a part of which the storage was busy."""
     return sample(
         planes=True,

@@ -422,11 +422,11 @@ def test_an_arena_that_changes_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
             run.save_async(state, step=0).result()
 
             def scribble(*args: Any, byte: int = byte, **kwargs: Any) -> Any:  # noqa: ANN401
-                np.frombuffer(args[3], np.uint8)[byte] ^= 1
+                np.frombuffer(args[2], np.uint8)[byte] ^= 1
                 return write_job(*args, **kwargs)
 
             with monkeypatch.context() as patched:
-                patched.setattr("ckptstore.saver.thread_engine.write_job", scribble)
+                patched.setattr("ckptstore.saver.job_writer.write_job", scribble)
                 with pytest.raises(TornStateError):
                     run.save_async(state, step=1).result()
             assert len(run.versions()) == 1

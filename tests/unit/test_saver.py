@@ -473,9 +473,9 @@ def test_cancel(busy: Busy) -> None:
 def _is_cancelled(store: Store, pending: PendingSave) -> bool:
     """Return whether the engine has noted that a save is cancelled."""
     engine: Any = store._saver.dispatcher.start()
-    number = pending._flight.number
+    number = pending._save.number
     if engine.name == "thread":
-        return bool(engine._tasks[number].gate._cancelled)
+        return bool(engine._writer._tasks[number].token._cancelled)
     return bool(engine._jobs[number].answered.is_set())
 
 

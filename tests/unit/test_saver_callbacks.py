@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import ckptstore
+from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.errors import LimitError, OperationCancelledError, SaverDiedError
 from ckptstore.events import Progress, silent
 from ckptstore.saver.arena import Arena
@@ -21,8 +24,9 @@ from ckptstore.saver.channel import Channel
 from ckptstore.saver.messages import Close, Compare, Lend, Setup
 from ckptstore.saver.pending import PendingSave
 from ckptstore.saver.process_engine import ProcessEngine
-from ckptstore.saver.save_job import Job
-from ckptstore.saver.save_state import Flight
+from ckptstore.saver.save_job import SaveJob
+from ckptstore.saver.save_state import BackgroundSave
+from ckptstore.saver.staging import Staging
 from ckptstore.saver.thread_engine import ThreadEngine
 
 ENGINES = ("thread", "process")
@@ -112,7 +116,7 @@ def test_what_a_child_tells_cannot_be_followed(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", [Lend, Job, Compare])
+@pytest.mark.parametrize("kind", [Lend, SaveJob, Compare])
 def test_a_message_that_cannot_be_sent_fails_its_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[object]
 ) -> None:
@@ -183,27 +187,50 @@ def test_several_threads_wait_until_a_state_is_staged(tmp_path: Path) -> None:
     with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
         store.run("gpt").save_async(_state(1), step=1).result(_PATIENCE_S)
         environment = store._repo.environment
-    flight = Flight(
+    save = BackgroundSave(
         number=1,
-        run="gpt",
-        step=2,
+        request=WriteRequest(run="gpt", step=2),
+        retain=False,
         version="",
         began=environment.monotonic(),
         environment=environment,
         on_progress=silent,
     )
-    flight.returned()
+    save.returned()
     with ThreadPoolExecutor(2) as threads:
-        long = threads.submit(flight.wait_staged, _PATIENCE_S)
-        short = [threads.submit(flight.wait_staged, 0.001) for _ in range(3)]
+        long = threads.submit(save.wait_staged, _PATIENCE_S)
+        short = [threads.submit(save.wait_staged, 0.001) for _ in range(3)]
         assert [one.result(_PATIENCE_S) for one in short] == [False] * 3
-        assert flight.numbers()["blocked_s"] >= 0
-        flight.staged()
+        assert save.numbers()["blocked_s"] >= 0
+        save.staged()
         assert long.result(_PATIENCE_S)
-    assert flight.numbers() == flight.numbers()  # nobody waits any more
+    assert save.numbers() == save.numbers()  # nobody waits any more
 
 
 # --- memory that is given up --------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+def test_the_handle_of_a_save_that_ended_keeps_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who keeps it keeps neither the arena, nor the state, nor the job."""
+    stagings: list[weakref.ref[Staging]] = []
+    begin = Staging.begin
+
+    def beginning(staging: Staging) -> None:
+        stagings.append(weakref.ref(staging))
+        begin(staging)
+
+    monkeypatch.setattr(Staging, "begin", beginning)
+    with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
+        pending = store.run("gpt").save_async(_state(1), step=1)
+        pending.result(_PATIENCE_S)
+        save = pending._save
+        assert (save.arena, save.job, save.staging, save.digests) == (None,) * 4
+    gc.collect()  # the store is closed: the thread that took the digests has ended
+    assert [one() for one in stagings] == [None]
+    assert pending.durable
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -223,7 +250,7 @@ def test_a_thread_that_writes_holds_no_arena_while_it_waits(tmp_path: Path) -> N
         store.run("gpt").save_async(_state(1), step=1).result(_PATIENCE_S)
         engine = store._saver.dispatcher.start()
         assert isinstance(engine, ThreadEngine)
-        taken = engine._queue
+        taken = engine._writer._queue
         asked = threading.Event()
 
         class Watched:
@@ -238,6 +265,6 @@ def test_a_thread_that_writes_holds_no_arena_while_it_waits(tmp_path: Path) -> N
             def put(self, task: object) -> None:
                 taken.put(task)  # type: ignore[arg-type]
 
-        engine._queue = Watched()  # type: ignore[assignment]
+        engine._writer._queue = Watched()  # type: ignore[assignment]
         store.run("gpt").save_async(_state(2), step=2).result(_PATIENCE_S)
         assert asked.wait(_PATIENCE_S)

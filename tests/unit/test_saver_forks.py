@@ -73,7 +73,7 @@ def test_a_forked_child_does_not_hear_of_an_error_of_its_parent(tmp_path: Path) 
     with store:
         pending = store.run("gpt").save_async(_state(), step=1)
         pending.result(_PATIENCE_S)
-        store._saver._unheard.append((pending._flight, CkptStoreError("of the parent")))
+        store._saver._unheard.append((pending._save, CkptStoreError("of the parent")))
         assert _in_a_fork(store.close) == 0
         with pytest.raises(CkptStoreError, match="of the parent"):
             store.close()

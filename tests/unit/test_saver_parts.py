@@ -30,8 +30,8 @@ from ckptstore.integrations import receipt_plots
 from ckptstore.integrations.receipt_plots import plot_receipts
 from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 from ckptstore.model import Receipt
-from ckptstore.saver.arena import Arena, Pool
-from ckptstore.saver.cancellation import Gate
+from ckptstore.saver.arena import Arena, ArenaPool
+from ckptstore.saver.cancellation import CancellationToken
 from ckptstore.saver.channel import Channel
 from ckptstore.saver.staged import Digests, StagedTensor, sources_in
 from ckptstore.saver.staging import Staging, lay_out
@@ -46,7 +46,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_pool_never_holds_more_than_its_budget(shared: bool) -> None:
     """What is lent and what is idle count together; too large for ever is an error, else None."""
-    pool = Pool(10 * MIB, arenas_max=3, shared=shared)
+    pool = ArenaPool(10 * MIB, arenas_max=3, shared=shared)
     first = pool.lend(4 * MIB)
     second = pool.lend(5 * MIB + 1)
     assert first is not None
@@ -73,7 +73,7 @@ def test_a_pool_never_holds_more_than_its_budget(shared: bool) -> None:
 
 def test_a_pool_keeps_no_more_arenas_than_it_may() -> None:
     """An idle arena that is too small gives way to a larger one, whatever the budget allows."""
-    pool = Pool(100 * MIB, arenas_max=1, shared=False)
+    pool = ArenaPool(100 * MIB, arenas_max=1, shared=False)
     small = pool.lend(MIB)
     assert small is not None
     pool.give_back(small)
@@ -154,12 +154,12 @@ def test_the_end_of_a_process_is_the_end_of_the_stream() -> None:
 
 def test_of_cancel_and_commit_one_wins() -> None:
     """Whoever comes first decides, once and for all."""
-    cancelled = Gate()
+    cancelled = CancellationToken()
     assert cancelled.cancel()
     for call in (cancelled.check, cancelled.commit):
         with pytest.raises(OperationCancelledError):
             call()
-    committed = Gate()
+    committed = CancellationToken()
     committed.commit()
     assert not committed.cancel()
     committed.check()

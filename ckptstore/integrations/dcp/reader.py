@@ -26,6 +26,7 @@ from ckptstore.model import Version
 from ckptstore.states.load import LoadRequest, load_state
 from ckptstore.store import Run, Store, resume_check
 from ckptstore.tensors.adapters import TypeAdapter
+from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.tensor_bytes import as_elements, dtype_named
 
 __all__ = ["CkptStoreReader"]
@@ -234,7 +235,13 @@ class CkptStoreReader(StorageReader):
         def read() -> None:
             """Read what is in the batch, and hand each tensor to the planner."""
             backend = self._store.repo.backend
-            read_regions(regions, backend=backend, options=options, progress=self._progress)
+            read_regions(
+                regions,
+                backend=backend,
+                options=options,
+                progress=self._progress,
+                rounding=to_bfloat16,
+            )
             regions.clear()
             for item, target, memory in batch:
                 if memory is not target:

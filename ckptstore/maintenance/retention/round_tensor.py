@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore import limits
-from ckptstore.checkpoint.encoded_sources import CodedSource, Codes, Elements, Scales, grid_of
-from ckptstore.checkpoint.encoding_trial import Looked, look, measure
+from ckptstore.checkpoint.encoded_sources import Codes, Elements, Scales, grid_of
+from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
 from ckptstore.checkpoint.stored_sources import StoredSource, row_bytes_of
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
@@ -24,7 +24,7 @@ from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.sources import Payload, Source
+from ckptstore.objects.sources import Payload, PieceSource, Source
 
 __all__ = ["Coding", "round_tensor", "wanted"]
 
@@ -125,7 +125,7 @@ def _records(record: TensorRecord, form: Form) -> tuple[TensorRecord, ...]:
 def _recipe(
     before: Recipe | None,
     form: Form,
-    looked: Looked,
+    looked: TensorFacts,
     encoding: Encoding,
     digest: bytes,
     max_abs: float,
@@ -174,7 +174,7 @@ def _coding(
 ) -> Coding:
     payloads: tuple[Payload, ...] = (Codes(elements, form), Scales(elements, form))
     sources = tuple(
-        CodedSource(
+        PieceSource(
             nbytes=one.nbytes,
             dtype=one.dtype,
             itemsize=ITEM_BYTES[one.dtype],

@@ -16,7 +16,7 @@ import torch
 
 from ckptstore.codecs.codec_table import BaseData, CodecChoice, encode, encode_delta
 from ckptstore.codecs.delta import Sampled, sampled
-from ckptstore.codecs.differences import PLAIN, Form
+from ckptstore.codecs.differences import PLAIN, DeltaForm
 from ckptstore.codecs.plane_layout import Layout
 from ckptstore.format.pack import (
     CHUNK_HEADER_BYTES,
@@ -48,7 +48,7 @@ State = dict[str, dict[str, torch.Tensor]]
 
 RUN: Final = "gpt"
 ELEMENTS: Final = CHUNK_BYTES // 4
-FORM: Final = Form(turn=2)
+FORM: Final = DeltaForm(turn=2)
 _HITS: Final = {2: {"model.a", "model.b"}, 3: {"model.a", "model.b"}}
 
 
@@ -60,7 +60,7 @@ class Kind:
     """Of the store."""
     codes: tuple[int, int] = (0, 0)
     """Codecs of the two chunks, as their headers say."""
-    form: Form | None = None
+    form: DeltaForm | None = None
     """Of deltas."""
     hits: Mapping[int, set[str]]
     """By step, the tensors that are lost by the exchange."""
@@ -229,12 +229,12 @@ def _stored(tensor: torch.Tensor, codec: CodecChoice) -> int:
     return encode(_raw(tensor), Layout.FLOAT32, codec).stored_bytes
 
 
-def _delta_bytes(tensor: torch.Tensor, base: torch.Tensor, form: Form) -> int:
+def _delta_bytes(tensor: torch.Tensor, base: torch.Tensor, form: DeltaForm) -> int:
     data = BaseData(piece_id=bytes(32), data=_raw(base))
     return encode_delta(_raw(tensor), data, Layout.FLOAT32, form).stored_bytes
 
 
-def _sampled(form: Form | None, raw: memoryview, base: memoryview, layout: Layout) -> Sampled:
+def _sampled(form: DeltaForm | None, raw: memoryview, base: memoryview, layout: Layout) -> Sampled:
     """Estimate as a save does, and choose the form of the kind."""
     found = sampled(raw, base, layout)
     return found if form is None else replace(found, form=form)
