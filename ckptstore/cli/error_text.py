@@ -25,7 +25,7 @@ EXIT_CODES: dict[int, str] = {
     errors.IntegrityError.exit_code: "stored data is damaged (verify: any damage was found)",
     errors.FormatError.exit_code: "a format that this version of ckptstore cannot read",
     errors.PolicyError.exit_code: "refused for safety; the hint says how to allow it",
-    errors.StorageError.exit_code: "the storage failed, refused the credentials, or must thaw the data",
+    errors.StorageError.exit_code: "the storage failed, refused the credentials, or needs a thaw",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C; nothing became visible",
     EXIT_PIPE: "the reader of the output closed the pipe",
 }
