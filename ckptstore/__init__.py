@@ -1,7 +1,7 @@
-"""ckptstore: a content-addressed, verified store for the checkpoints of deep-learning training.
+"""ckptstore: a content-addressed, verified checkpoint store for deep learning.
 
-Only names that cost nothing are imported here; the rest is loaded when it is first used, so that
-``import ckptstore`` and the command line stay quick and do not import torch.
+Names are loaded on first use, so that ``import ckptstore`` and the command line start quickly and
+do not import torch.
 """
 
 from __future__ import annotations

@@ -1,54 +1,54 @@
-"""Every error that ckptstore raises, grouped by what the caller does about it.
+"""All errors that ckptstore raises, grouped by the reaction they call for.
 
 ::
 
     CkptStoreError                      catch-all; every instance has .kind and .exit_code
-    |-- InvalidInputError (ValueError)  the call is wrong: mend the arguments
+    |-- InvalidInputError (ValueError)  the arguments are wrong: correct the call
     |   |-- InvalidKeyError             a storage key breaks the key rules
-    |   |-- InvalidRefError             text that is not a ref
-    |   |-- InvalidUrlError             a location that no backend serves
-    |   |-- StateError (TypeError)      the state holds something that cannot be represented
-    |   |-- TornStateError              the state was changed while it was being saved
-    |   |-- EncryptionKeyError          a key that is none, or that nothing here is encrypted with
+    |   |-- InvalidRefError             the text is not a valid ref
+    |   |-- InvalidUrlError             no backend serves the location
+    |   |-- StateError (TypeError)      the state contains an unsupported object
+    |   |-- TornStateError              the state changed while it was being saved
+    |   |-- EncryptionKeyError          the key is invalid, or the store is not encrypted
     |   |   |-- MissingKeyError         the store is encrypted, and no key was given
     |   |   `-- WrongKeyError           the store is encrypted with another key
-    |   `-- TensorIndexError (IndexError)  an index outside a tensor, or of a kind it does not take
-    |-- NotFoundError (LookupError)     what was named is not there
+    |   `-- TensorIndexError (IndexError)  the index is outside the tensor, or unsupported
+    |-- NotFoundError (LookupError)     the named object does not exist
     |   |-- StoreNotFoundError
     |   |-- RunNotFoundError
     |   |-- VersionNotFoundError
     |   |-- TensorNotFoundError
     |   `-- ObjectNotFoundError         a key of the backend
-    |-- ConflictError                   somebody else was there first: look again, decide again
-    |   |-- SaveBusyError               a save in the background is still under way
+    |-- ConflictError                   another process was first: read again, then decide again
+    |   |-- SaveBusyError               a background save is still running
     |   |-- StoreExistsError
-    |   |-- ReplicaChangedError         where a replica was there is another store now
-    |   |-- ObjectExistsError           put-if-absent lost
-    |   `-- CommitConflictError         the log moved and what the commit relied on no longer holds
+    |   |-- ReplicaChangedError         the location of a replica holds another store
+    |   |-- ObjectExistsError           put-if-absent found an existing object
+    |   `-- CommitConflictError         an earlier commit invalidated this one
     |       `-- CondemnedError          a collection condemned an object that the commit relied on
-    |-- IntegrityError                  stored bytes are not what was written: use verify
+    |-- IntegrityError                  stored data is damaged or missing: use verify
     |   |-- CorruptObjectError          an object or record does not match its digest or its limits
-    |   `-- CorruptTensorError          the bytes of a named tensor do not match their chunk id
-    |-- FormatError                     written by a newer ckptstore, or not by ckptstore at all
+    |   `-- CorruptTensorError          the data of a named tensor does not match its chunk id
+    |-- FormatError                     written by a newer ckptstore, or not by ckptstore
     |   `-- UnsupportedFeatureError
-    |-- PolicyError                     refused on purpose
+    |-- PolicyError                     refused for safety
     |   |-- ReadOnlyError
-    |   |-- UnsafeBackendError          the storage cannot do put-if-absent
-    |   |-- UnsafeEncodingError         a lossy form that would spoil the training
-    |   `-- LimitError (ValueError)     a limit of limits.py would be passed
+    |   |-- UnsafeBackendError          the storage does not support put-if-absent
+    |   |-- UnsafeEncodingError         a lossy encoding that would harm the training
+    |   `-- LimitError (ValueError)     the operation would exceed a limit of limits.py
     |-- StorageError (OSError)          the storage failed
-    |   |-- TransientStorageError       trying again may help; raised when retries are used up
+    |   |-- TransientStorageError       a temporary failure that outlasted all retries
     |   |-- StorageFullError            no space, or quota reached
     |   |-- StoragePermissionError      credentials or permissions
     |   |-- AmbiguousWriteError         a conditional write may or may not have happened
-    |   |-- ColdObjectError             it lies in an archive class: restore it first (thaw)
-    |   |-- NotReplicatedError          a replica does not have a version (yet)
-    |   |-- SaverDiedError              the process that saved in the background died
-    |   |-- WorkerDiedError             workers that ran tasks died, or there is none left
+    |   |-- ColdObjectError             the data is in an archive class: restore it first (thaw)
+    |   |-- NotReplicatedError          a replica does not hold a version yet
+    |   |-- SaverDiedError              the process of a background save died
+    |   |-- WorkerDiedError             workers died repeatedly, or none is left
     |   `-- MissingDependencyError      the backend needs a package that is not installed
-    `-- OperationCancelledError         the caller cancelled
+    `-- OperationCancelledError         the caller cancelled the operation
 
-A ``kind`` is a stable, append-only code: programs match on it, never on the message.
+A ``kind`` is a stable, append-only code: match on it, never on the message.
 Foreign exceptions (botocore, gcsfs, OSError, msgspec, zstandard) never leave ckptstore.
 """
 
@@ -106,14 +106,14 @@ __all__ = [
 
 
 class CkptStoreError(Exception):
-    """The root of the tree; catch this to catch everything that ckptstore raises.
+    """Base class of all errors that ckptstore raises.
 
     Attributes
     ----------
     kind
         Stable code of the failure, for programs (``--json`` prints it).
     exit_code
-        What the command line exits with.
+        Exit code of the command line.
     """
 
     kind: ClassVar[str] = "error"
@@ -125,11 +125,11 @@ class CkptStoreError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        """Return what happened and, after a dash, what to do next."""
+        """Return the message and, after a dash, the hint."""
         return f"{self.message} -- {self.hint}" if self.hint else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Survive the trip through a process pool with hint and attributes intact."""
+        """Pickle the error with its hint and attributes, so that process pools can return it."""
         return _rebuild, (type(self), self.message, self.hint), self.__dict__
 
 
@@ -138,7 +138,7 @@ def _rebuild(cls: type[CkptStoreError], message: str, hint: str) -> CkptStoreErr
 
 
 class InvalidInputError(CkptStoreError, ValueError):
-    """The call is wrong; mend the arguments."""
+    """The arguments of the call are wrong."""
 
     kind = "invalid_input"
     exit_code = 2
@@ -151,58 +151,58 @@ class InvalidKeyError(InvalidInputError):
 
 
 class InvalidRefError(InvalidInputError):
-    """Text that does not follow the ref grammar."""
+    """The text is not a valid ref."""
 
     kind = "invalid_ref"
 
 
 class InvalidUrlError(InvalidInputError):
-    """A location that no backend serves."""
+    """No backend serves this location."""
 
     kind = "invalid_url"
 
 
 class StateError(InvalidInputError, TypeError):
-    """The state holds something that cannot be represented; the message names its path."""
+    """The state contains an object of an unsupported type; the message names its path."""
 
     kind = "state"
 
 
 class TornStateError(InvalidInputError):
-    """A tensor was changed between the call and the write; the message names it.
+    """A tensor changed between the call and the write; the message names it.
 
-    Nothing was saved: what would have been is neither the state before nor the one after.
+    Nothing was saved, because the data would mix two states.
     """
 
     kind = "state_torn"
 
 
 class EncryptionKeyError(InvalidInputError):
-    """A key that cannot be read or is none, or one for a store that is not encrypted."""
+    """The key cannot be read or is not valid, or the store is not encrypted."""
 
     kind = "key"
 
 
 class MissingKeyError(EncryptionKeyError):
-    """The store is encrypted, and no key was given; the hint names the ways to give one."""
+    """The store is encrypted and no key was given; the hint lists the ways to give one."""
 
     kind = "key_missing"
 
 
 class WrongKeyError(EncryptionKeyError):
-    """The store is encrypted with another key; nothing but its records of keys was read."""
+    """The store is encrypted with another key; only its key records were read."""
 
     kind = "key_wrong"
 
 
 class TensorIndexError(InvalidInputError, IndexError):
-    """An index outside a stored tensor, or of a kind that it does not take."""
+    """The index is outside a stored tensor, or of an unsupported kind."""
 
     kind = "tensor_index"
 
 
 class NotFoundError(CkptStoreError, LookupError):
-    """What was named is not there."""
+    """The named object does not exist."""
 
     kind = "not_found"
     exit_code = 3
@@ -221,7 +221,7 @@ class RunNotFoundError(NotFoundError):
 
 
 class VersionNotFoundError(NotFoundError):
-    """The ref is well formed, but names no version."""
+    """The ref is valid, but no version matches it."""
 
     kind = "version_not_found"
 
@@ -233,32 +233,32 @@ class TensorNotFoundError(NotFoundError):
 
 
 class ObjectNotFoundError(NotFoundError):
-    """The backend has no object of this key."""
+    """The backend has no object with this key."""
 
     kind = "object_not_found"
 
 
 class ConflictError(CkptStoreError):
-    """Somebody else was there first."""
+    """Another process or call was first."""
 
     kind = "conflict"
     exit_code = 4
 
 
 class SaveBusyError(ConflictError):
-    """A save in the background is still under way, and the caller does not want to wait for it."""
+    """A background save is still running, and the caller asked not to wait for it."""
 
     kind = "save_busy"
 
 
 class StoreExistsError(ConflictError):
-    """A store is already at this location."""
+    """A store already exists at this location."""
 
     kind = "store_exists"
 
 
 class ReplicaChangedError(ConflictError):
-    """At the location of a replica there is another store than the one that was named.
+    """The location of a replica now holds another store.
 
     Nothing was read from it and nothing was written to it.
     """
@@ -267,31 +267,31 @@ class ReplicaChangedError(ConflictError):
 
 
 class ObjectExistsError(ConflictError):
-    """Put-if-absent found the key taken; nothing was written."""
+    """Put-if-absent found an existing object with this key; nothing was written."""
 
     kind = "object_exists"
 
 
 class CommitConflictError(ConflictError):
-    """Other commits came first and what this one relied on no longer holds."""
+    """Another commit came first and invalidated an assumption of this one."""
 
     kind = "commit_conflict"
 
 
 class CondemnedError(CommitConflictError):
-    """A collection condemned an object that the commit relied on; `keys` says which.
+    """A collection condemned an object that the commit relied on; `keys` names it.
 
-    Savers write what it held again under a new name and go on; it is raised to a caller only when
-    that happened again and again.
+    A save handles this by writing the data again to a new object. The error reaches the caller only
+    if that fails repeatedly.
     """
 
     kind = "condemned"
     keys: frozenset[str] = frozenset()
-    """The objects that were condemned."""
+    """Keys of the condemned objects."""
 
 
 class IntegrityError(CkptStoreError):
-    """Stored bytes are not what was written."""
+    """Stored data differs from the written data, or is missing."""
 
     kind = "integrity"
     exit_code = 5
@@ -304,26 +304,26 @@ class CorruptObjectError(IntegrityError):
 
 
 class CorruptTensorError(IntegrityError):
-    """The bytes of a tensor do not match their chunk id; the message names the tensor."""
+    """The data of a tensor does not match its chunk id; the message names the tensor."""
 
     kind = "corrupt_tensor"
 
 
 class FormatError(CkptStoreError):
-    """Not written by ckptstore, or by a version that this one does not understand."""
+    """The data was not written by ckptstore, or by a newer version of it."""
 
     kind = "format"
     exit_code = 6
 
 
 class UnsupportedFeatureError(FormatError):
-    """The store, manifest or commit requires a feature that this version does not have."""
+    """The store, manifest or commit requires a feature that this version of ckptstore lacks."""
 
     kind = "unsupported_feature"
 
 
 class PolicyError(CkptStoreError):
-    """Refused on purpose; the hint says what would make it allowed."""
+    """The operation is refused for safety; the hint says how to allow it."""
 
     kind = "policy"
     exit_code = 7
@@ -336,19 +336,19 @@ class ReadOnlyError(PolicyError):
 
 
 class UnsafeBackendError(PolicyError):
-    """The storage cannot do put-if-absent, so concurrent writers would lose commits."""
+    """The storage does not support put-if-absent, so concurrent writers could lose commits."""
 
     kind = "unsafe_backend"
 
 
 class UnsafeEncodingError(PolicyError):
-    """A rule would store a tensor in a form that spoils what it is for; the message names it."""
+    """A rule would store a tensor too inexactly for its use in training; the message names it."""
 
     kind = "unsafe_encoding"
 
 
 class LimitError(PolicyError, ValueError):
-    """A limit of :mod:`ckptstore.limits` would be passed."""
+    """The operation would exceed a limit of :mod:`ckptstore.limits`."""
 
     kind = "limit"
 
@@ -361,66 +361,66 @@ class StorageError(CkptStoreError, OSError):
 
 
 class TransientStorageError(StorageError):
-    """A failure that may pass (timeout, reset, 503); raised once the retries are used up."""
+    """A temporary failure (timeout, reset, 503) that outlasted all retries."""
 
     kind = "storage_transient"
 
 
 class StorageFullError(StorageError):
-    """No space left, or a quota is reached."""
+    """The storage has no space left, or a quota is reached."""
 
     kind = "storage_full"
 
 
 class StoragePermissionError(StorageError):
-    """The storage refused the credentials or the permissions."""
+    """The storage rejected the credentials or denied permission."""
 
     kind = "storage_permission"
 
 
 class AmbiguousWriteError(StorageError):
-    """A conditional write got no clear answer: it may or may not have happened."""
+    """The result of a conditional write is unknown: it may or may not have happened."""
 
     kind = "storage_ambiguous"
 
 
 class ColdObjectError(StorageError):
-    """What is to be read lies in an archive class of the storage, and must be restored first.
+    """The data is in an archive class of the storage and must be restored before it can be read.
 
-    Trying again does not help: ``ckptstore thaw`` does. A load names the exact command.
+    Retries do not help; ``ckptstore thaw`` does. The error of a load contains the exact command.
     """
 
     kind = "storage_cold"
     version: str = ""
-    """Id of the version that needs it; empty where only the object is known."""
+    """Id of the version that needs the object; empty if unknown."""
 
 
 class NotReplicatedError(StorageError):
-    """Versions are durable here, and a replica that should have them does not have them yet."""
+    """Versions are durable here, but not yet in a replica that should hold them."""
 
     kind = "not_replicated"
 
 
 class SaverDiedError(StorageError):
-    """The process that saved in the background died before it was done; no version appeared."""
+    """The process of a background save died before the commit; no version appeared."""
 
     kind = "saver_died"
 
 
 class WorkerDiedError(StorageError):
-    """Workers that ran tasks died again and again, or none is left; what was done stays done."""
+    """Workers died repeatedly, or none is left; finished tasks keep their effect."""
 
     kind = "worker_died"
 
 
 class MissingDependencyError(StorageError):
-    """The backend needs a package that is not installed; the hint names the extra."""
+    """The backend needs a package that is not installed; the hint names the extra to install."""
 
     kind = "missing_dependency"
 
 
 class OperationCancelledError(CkptStoreError):
-    """The caller cancelled; nothing became visible."""
+    """The caller cancelled the operation; nothing became visible."""
 
     kind = "cancelled"
     exit_code = 130

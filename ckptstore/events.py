@@ -1,8 +1,8 @@
-"""What operations tell about themselves: progress while they run, and events of saves.
+"""Progress of running operations, and events of saves.
 
-Events go to two places: to the functions that :meth:`ckptstore.Store.observe` was given, and to
-the logger ``ckptstore.saves``, whose records carry them as a dict in the attribute ``event``, for
-any formatter that writes JSON.
+Events go to the functions registered with :meth:`ckptstore.Store.observe`, and to the logger
+``ckptstore.saves``. Its records carry the event as a dict in the attribute ``event``, for
+formatters that write JSON.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _log: Final = logging.getLogger("ckptstore.saves")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """One step forward of a long operation."""
+    """Progress of a long operation."""
 
     stage: str
-    """What is being done: ``write``, ``read``, ``verify``, ``probe`` ..."""
+    """The current stage: ``write``, ``read``, ``verify``, ``probe`` ..."""
     done: int
     """Units done so far (bytes, unless `unit` says otherwise)."""
     total: int
-    """Units in all; 0 when not known."""
+    """Total units; 0 if unknown."""
     unit: str = "bytes"
     detail: str = ""
-    """Name of the tensor, object or step, for people."""
+    """Name of the tensor, object or step, for display."""
 
 
 ProgressCallback = Callable[[Progress], None]
@@ -54,30 +54,31 @@ SaveEventKind = Literal["staged", "durable", "replicated", "failed", "cancelled"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveEvent:
-    """Something that became of a save."""
+    """A change in the state of a save."""
 
     kind: SaveEventKind
-    """``staged`` comes before the others, of which each save in the background has one; but for
-    ``replicated``, which comes after ``durable``, once for each replica that is written back to."""
+    """``staged`` comes first. Then each background save has exactly one of the other kinds, except
+    that ``replicated`` can follow ``durable``, once for each write-back replica.
+    """
     store: str
     """Location, without credentials."""
     run: str
     step: int
     version: str
-    """Id of the version; also of one that never appeared."""
+    """Id of the version, also if the version never became visible."""
     at_ms: int
     """Wall clock, in milliseconds since 1970."""
     receipt: Mapping[str, float] = field(default_factory=dict)
-    """Seconds and bytes, as far as they are known; each name ends in its unit."""
+    """The known seconds and bytes; each name ends in its unit."""
     error_kind: str = ""
-    """``kind`` of the error, of ``failed``."""
+    """``kind`` of the error, if `kind` is ``failed``."""
     message: str = ""
-    """The error, for people."""
+    """Text of the error."""
     replica: str = ""
-    """Name of the replica, of ``replicated``."""
+    """Name of the replica, if `kind` is ``replicated``."""
 
     def document(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
+        """Return the event as plain values, for JSON."""
         found: dict[str, Any] = {
             name: getattr(self, name)
             for name in ("kind", "store", "run", "step", "version", "at_ms")
@@ -91,13 +92,13 @@ class SaveEvent:
 
 
 Observer = Callable[[SaveEvent], None]
-"""Called once an event, from any thread; must return quickly. What it raises is logged."""
+"""Called once per event, from any thread; must return quickly. Its exceptions are logged."""
 
 _ENDS: Final = ("durable", "failed", "cancelled", "skipped")
 
 
 class Events:
-    """Passes the events of a store on. Any thread may use it."""
+    """Distributes the events of a store to logger and observers. Thread-safe."""
 
     def __init__(self) -> None:
         self._observers: list[Observer] = []
@@ -105,12 +106,12 @@ class Events:
         self._lock = threading.Lock()
 
     def counts(self) -> dict[str, int]:
-        """Return how many saves came to each end since the store was opened."""
+        """Return the number of saves by outcome since the store was opened."""
         with self._lock:
             return dict(self._counts)
 
     def observe(self, observer: Observer) -> Callable[[], None]:
-        """Call `observer` for each event from now on; return what ends that."""
+        """Call `observer` for each event from now on; return a function that removes it."""
         with self._lock:
             self._observers.append(observer)
 
@@ -122,12 +123,12 @@ class Events:
         return end
 
     def emit(self, event: SaveEvent, *, raised: bool = False) -> None:
-        """Log an event and tell the observers; never raises.
+        """Log an event and call the observers; never raises.
 
         Parameters
         ----------
         raised
-            The caller gets the error anyway, and has no need to see it twice.
+            The caller raises the error anyway, so it is not logged as an error again.
         """
         text = f"{event.run}@{event.step} {event.kind}"
         if event.replica:

@@ -1,4 +1,4 @@
-"""Records that cross layers and that users see; no torch, no I/O."""
+"""Public records that all layers share; no torch, no I/O."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ class RoleBytes:
     """Bytes of one role in one version."""
 
     logical: int
-    """What the tensors take in memory."""
+    """Size of the tensors in memory."""
     new: int
-    """The part that no earlier version had."""
+    """Size of the part that no earlier version had."""
     stored: int
-    """What the new part takes in packs, encoded."""
+    """Encoded size of the new part in packs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Version:
-    """One saved state, as the catalog knows it; immutable, safe to keep and to share.
+    """The catalog's entry of one saved state; immutable and thread-safe.
 
-    Metrics and tags are those at the moment of asking: they may be added to later.
+    Metrics, tags and other facts that can change later are those at the time of the call.
     """
 
     id: str
-    """32 hex digits, never used again."""
+    """32 hex digits, never reused."""
     run: str
     step: int
     metrics: Mapping[str, float]
-    """May hold NaN and infinities."""
+    """May contain NaN and infinities."""
     tags: tuple[str, ...]
     """Sorted."""
     parent: str
     """Id of the version that this one continues; empty for the first."""
     created_at: datetime
-    """When it was committed, by the writer's clock, in UTC."""
+    """Time of the commit by the writer's clock, in UTC."""
     metadata: Mapping[str, Any]
-    """The user's own JSON object."""
+    """The user's JSON object."""
     roles: Mapping[str, RoleBytes]
     """Bytes by role: ``weights``, ``optimizer``, ..."""
     content: str
@@ -68,35 +68,36 @@ class Version:
     manifest_bytes: int
     """Size of the manifest object."""
     receipt: Mapping[str, float]
-    """How the save went: seconds and bytes by stage; each name ends in its unit."""
+    """Seconds and bytes of the save by stage; each name ends in its unit."""
     commit: int
-    """Number of the commit that made it visible."""
+    """Number of the commit that made the version visible."""
     level: Literal["full", "weights", "weights-bf16", "weights-int8", "record"] = "full"
-    """How much of it is kept: everything; the tensors of role ``weights``, as they were saved or
-    rounded to fewer bits; or this record only."""
+    """The part of the version that is kept: everything; the tensors of role ``weights``, exact or
+    rounded to fewer bits; or only this record.
+    """
     abandoned: bool = False
-    """A rollback left it beside the line of its run; it can still be loaded."""
+    """A rollback moved the head of the run to an earlier version; this one can still be loaded."""
     pinned: bool = False
-    """It may not be deleted; see `pinned_for`."""
+    """The version must not be deleted; see `pinned_for`."""
     verified: bool = False
-    """A full verification, recorded in the log, found every byte of it sound."""
+    """A full verification, recorded in the log, found every byte intact."""
     damaged: bool = False
-    """A repair found parts of it lost; what it lost can still come back from a second store."""
+    """A repair found lost parts; a second store can still restore them."""
     deleted: bool = False
-    """It can be undeleted until a collection condemns its objects."""
+    """The version is deleted; undelete works until a collection condemns its objects."""
     origin: str = ""
-    """Id of the store that it was first saved in, if it came from another; else empty."""
+    """Id of the store in which the version was first saved; empty if it was this one."""
     replicas: tuple[str, ...] = ()
-    """Ids of other stores that have it, every byte of it read back there."""
+    """Ids of other stores that hold the version, with every byte read back there."""
     pinned_for: tuple[str, ...] = ()
-    """Ids of the stores that it is pinned for, since they let their content of it go."""
+    """Ids of the stores that evicted the version and rely on this copy."""
 
     @property
     def state(self) -> ReceiptState:
-        """How far it has come: ``durable``, ``replicated`` or ``verified``.
+        """State of the version: ``durable``, ``replicated`` or ``verified``.
 
-        ``durable`` once it is visible, ``replicated`` once another store has it, ``verified`` once
-        all of it was read back here.
+        ``durable`` once it is visible, ``replicated`` once another store holds it, ``verified``
+        once every byte was read back here.
         """
         if self.verified:
             return "verified"
@@ -108,45 +109,46 @@ class Version:
         return f"{self.run}@{self.step} (#{self.id[:8]})"
 
     def __repr__(self) -> str:
-        """Return which it is, with its first metrics: ``<Version gpt@300 #f5f51be0 loss=1>``."""
+        """Return run, step, id and the first metrics: ``<Version gpt@300 #f5f51be0 loss=1>``."""
         metrics = [f" {name}={value:.6g}" for name, value in self.metrics.items()]
         return f"<Version {self.run}@{self.step} #{self.id[:8]}{''.join(metrics[:3])}>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Receipt:
-    """How far a save has come, and what it took. Seconds and bytes are 0 until they are known."""
+    """State and cost of a save. Seconds and bytes are 0 until they are known."""
 
     state: ReceiptState
-    """``waiting`` until it is copied, ``staged``, then ``durable``; later perhaps ``replicated``
-    (another store holds it) or ``verified`` (read back, every byte). Or ``failed``, ``cancelled``,
-    ``skipped``: there is no version then."""
+    """``waiting`` until the state is copied, ``staged``, then ``durable``; later ``replicated``
+    (another store holds the version) or ``verified`` (every byte was read back). Or ``failed``,
+    ``cancelled`` or ``skipped``: then there is no version.
+    """
     blocked_s: float = 0.0
-    """For how long the caller stood still."""
+    """Time for which the save blocked the caller."""
     staging_s: float = 0.0
-    """Copying into host memory, by the clock."""
+    """Elapsed time of the copy into host memory."""
     hashing_s: float = 0.0
-    """Digests, of all worker threads together."""
+    """Time spent on digests, summed over all worker threads."""
     encoding_s: float = 0.0
-    """As above."""
+    """Time spent on encoding and compression, summed over all worker threads."""
     writing_s: float = 0.0
-    """Handing packs to the storage, as above, and waiting until they are durable."""
+    """Time spent on writing packs and waiting until they are durable, summed in the same way."""
     committing_s: float = 0.0
-    """Manifest and commit, by the clock. In the catalog up to the commit that holds it."""
+    """Elapsed time of writing manifest and commit; in the catalog, only up to its own commit."""
     logical_bytes: int = 0
-    """What the tensors take in memory."""
+    """Size of the tensors in memory."""
     new_bytes: int = 0
-    """The part that the version before did not have."""
+    """Size of the part that the previous version did not have."""
     shared_bytes: int = 0
-    """The rest."""
+    """Size of the other part."""
     stored_bytes: int = 0
-    """What the new part takes in packs, encoded."""
+    """Encoded size of the new part in packs."""
     auto: str = ""
-    """What ``codec="auto"`` chose, ``"planes"`` or ``"raw"``; empty where it was another codec."""
+    """The choice of ``codec="auto"``: ``"planes"`` or ``"raw"``; empty for other codecs."""
 
     @classmethod
     def of(cls, numbers: Mapping[str, float], state: ReceiptState) -> Receipt:
-        """Return the receipt that the entries of a catalog's record make."""
+        """Return a receipt from the entries of a catalog record."""
         seconds = {name: numbers.get(name, 0.0) for name in _SECONDS}
         sizes = {name: int(numbers.get(name, 0)) for name in _SIZES}
         auto = auto_choice(numbers)
@@ -154,7 +156,7 @@ class Receipt:
 
 
 def auto_choice(numbers: Mapping[str, float]) -> str:
-    """Return what ``codec="auto"`` chose in a save, from its receipt; empty for other codecs."""
+    """Return the choice of ``codec="auto"`` from a save's receipt; empty for other codecs."""
     if "auto_planes" not in numbers:
         return ""
     return "planes" if numbers["auto_planes"] else "raw"
@@ -166,49 +168,49 @@ _SIZES = ("logical_bytes", "new_bytes", "shared_bytes", "stored_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaInfo:
-    """Another store that a store has a name for, as the catalog knows it."""
+    """The catalog's entry of a named replica."""
 
     name: str
     url: str
-    """Where it is, without credentials."""
+    """Location of the replica, without credentials."""
     store: str
-    """Its id, 32 hex digits; what is found there with another id is refused."""
+    """Id of the replica, 32 hex digits; a store with another id at this location is refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """A named line of training, as the catalog knows it."""
+    """The catalog's entry of a run."""
 
     name: str
     metrics: Mapping[str, Literal["min", "max"]]
-    """Which way each metric gets better, as far as declared."""
+    """Declared direction in which each metric is better."""
     head: str
     """Id of the version that the next save continues; empty before the first save."""
     created_at: datetime
-    """By the writer's clock, in UTC."""
+    """Time of creation by the writer's clock, in UTC."""
     versions_count: int
     tags: Mapping[str, str]
     """Tag to version id."""
     origin: str = ""
-    """Id of the version that it was forked from; empty if it was not."""
+    """Id of the version that the run was forked from; empty if it is not a fork."""
     policy: Mapping[str, Any] | None = None
-    """Its own retention policy; see :mod:`ckptstore.catalog.retention`."""
+    """The run's own retention policy; see :mod:`ckptstore.catalog.retention`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """Text that names a version, parsed; see :mod:`ckptstore.catalog.refs` for the grammar."""
+    """A parsed ref: text that names a version. The grammar is in :mod:`ckptstore.catalog.refs`."""
 
     text: str
-    """As the user wrote it, for messages."""
+    """The ref as the user wrote it, for messages."""
     run: str
-    """Empty for an id."""
+    """Name of the run; empty for an id."""
     kind: RefKind
     value: str = ""
-    """Metric, tag, or the beginning of an id."""
+    """Metric, tag, or a prefix of an id."""
     number: int = 0
-    """Step, or how many versions back."""
+    """Step, or number of versions to go back."""
     step_min: int = 0
-    """Of ``best``: the first step that counts."""
+    """For ``best``: the first step to consider."""
     step_max: int | None = None
-    """Of ``best``: the last step that counts; None: no bound."""
+    """For ``best``: the last step to consider; None for no bound."""

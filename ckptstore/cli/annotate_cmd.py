@@ -1,4 +1,4 @@
-"""``ckptstore annotate``: metrics that arrive after the save."""
+"""``ckptstore annotate``: add metrics to a saved version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["annotate"]
 def annotate(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
     metrics: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE", help="Metrics, such as bleu=31.0.")
+        list[str], typer.Argument(metavar="NAME=VALUE", help="Metrics, for example bleu=31.0.")
     ],
     *,
     options: WriterOptions,

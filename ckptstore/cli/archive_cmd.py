@@ -1,4 +1,4 @@
-"""``ckptstore archive``: move packs to colder storage classes; or run an archival job."""
+"""``ckptstore archive``: move packs to a colder storage class, or run an archival job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _LISTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MoveOptions:
-    """What is moved where."""
+    """Options that select versions and their target storage class."""
 
     storage_class: Annotated[
         str | None,
@@ -46,7 +46,7 @@ class _MoveOptions:
     run: Annotated[
         list[str] | None,
         typer.Option(
-            "--run", metavar="RUN", help="All versions of this run, but its head. Repeatable."
+            "--run", metavar="RUN", help="All versions of this run except its head. Repeatable."
         ),
     ] = None
     keep_hot: Annotated[
@@ -54,42 +54,48 @@ class _MoveOptions:
         typer.Option(
             "--keep-hot",
             metavar="RULES",
-            help="All versions but heads and those that these rules of a retention policy keep: "
-            "'last 5, tagged'. Repeatable.",
+            help="All versions except heads and those that these retention rules keep: 'last "
+            "5, tagged'. Repeatable.",
         ),
     ] = None
     min_age: Annotated[
         str | None,
         typer.Option(
-            "--min-age", metavar="TIME", help="Only what was saved so long ago, such as 30d."
+            "--min-age",
+            metavar="TIME",
+            help="Only versions saved at least this long ago, for example 30d.",
         ),
     ] = None
     lifecycle: Annotated[
         bool,
         typer.Option(
             "--lifecycle",
-            help="Move nothing: print a rule by which the bucket itself moves packs of --min-age.",
+            help="Print a lifecycle rule with which the bucket itself moves packs after "
+            "--min-age; move nothing.",
         ),
     ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobOptions:
-    """What a job goes by, and what becomes of its report."""
+    """Options of an archival job and its report."""
 
     since: Annotated[
         str | None,
         typer.Option(
             "--since",
             metavar="TIME",
-            help="Of a job: only versions saved since then: 2026-03-01T12:00:00Z; or `last`: the "
-            "last run that did all it should, as the file of --report says.",
+            help="With --job: only versions saved since this time, for example "
+            "2026-03-01T12:00:00Z; `last` is the time of the last fully successful run, "
+            "read from the file of --report.",
         ),
     ] = None
     report_file: Annotated[
         Path | None,
         typer.Option(
-            "--report", metavar="FILE", help="Of a job: also write the JSON document to this file."
+            "--report",
+            metavar="FILE",
+            help="With --job: also write the JSON document to this file.",
         ),
     ] = None
     metrics: Annotated[
@@ -97,7 +103,7 @@ class _JobOptions:
         typer.Option(
             "--metrics",
             metavar="FILE",
-            help="Of a job: write figures for Prometheus's node exporter to this .prom file.",
+            help="With --job: write metrics for the Prometheus node exporter to this .prom file.",
         ),
     ] = None
 
@@ -112,20 +118,20 @@ def archive(
         Path | None,
         typer.Option("--job", metavar="FILE", help="Run the archival job of this TOML file."),
     ] = None,
-    dry_run: Annotated[bool, dry_run("Say what would be done; change nothing.")] = False,
+    dry_run: Annotated[bool, dry_run("Print what would be done; change nothing.")] = False,
     reporting: _JobOptions,
     options: WriterOptions,
 ) -> None:
-    """Move what only these versions need to a colder storage class; or run an archival job.
+    """Move data that only these versions need to a colder storage class, or run an archival job.
 
-    Packs that another version needs stay where they are. Run it again to finish what was
-    interrupted. A version in GLACIER or DEEP_ARCHIVE is listed as before, and loads after ckptstore
-    thaw. Exits with 7 if a pack could not be moved.
+    Packs that another version needs stay in place. To finish an interrupted run, run the command
+    again. A version in GLACIER or DEEP_ARCHIVE stays listed, and loads after ckptstore thaw.
+    Exits with 7 if a pack could not be moved.
 
-    With --job: replicate, keep on either side what the file says, tell what is late. For cron,
-    Slurm and Kubernetes; a run that was killed is finished by the next, and two at once do each
-    other no harm. Exits with 0 if all was done, with the code of the first step that failed, or
-    with 7 if a version is not replicated that should be by now.
+    With --job: replicate versions, apply the retention of both stores and report late versions, as
+    the job file says. For cron, Slurm and Kubernetes: the next run finishes a killed one, and two
+    runs at once do no harm. Exits with 0 if everything was done, with the exit code of the first
+    step that failed, or with 7 if a version is late.
     """
     output = options.output("archive")
     _check(refs, move, job, reporting)
@@ -164,7 +170,7 @@ def archive(
 def _check(
     refs: Sequence[str] | None, move: _MoveOptions, job: Path | None, reporting: _JobOptions
 ) -> None:
-    """Refuse a command line that asks for nothing, or for two things."""
+    """Refuse a command line with no selection, or with contradicting ones."""
     msg = hint = ""
     chosen = any((refs, move.run, move.keep_hot, move.min_age))
     if job is not None:
@@ -188,7 +194,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _show_rule(output: Output, store: Store, storage_class: str, age_s: float) -> None:
-    """Print the rule alone, as the provider's own tool takes it."""
+    """Print only the lifecycle rule, in the syntax of the provider's tool."""
     from ckptstore.backends.storage_classes import check_class
     from ckptstore.maintenance.cold.archive import cold_storage_of
 

@@ -1,4 +1,4 @@
-"""``ckptstore diff``: what differs between two versions."""
+"""``ckptstore diff``: compare two versions."""
 
 from __future__ import annotations
 
@@ -28,26 +28,30 @@ _ORDER: Final = ("changed", "added", "removed", "moved", "same")
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="REF", help="The version before.")],
-    second: Annotated[str, typer.Argument(metavar="REF2", help="The version after.")],
+    first: Annotated[str, typer.Argument(metavar="REF", help="The older version.")],
+    second: Annotated[str, typer.Argument(metavar="REF2", help="The newer version.")],
     *,
     values: Annotated[
         bool,
         typer.Option(
             "--values",
-            help="Read what changed: relative L2 and largest absolute difference of each tensor.",
+            help="Read the changed tensors: print the relative L2 and the largest absolute "
+            "difference of each.",
         ),
     ] = False,
     limit: Annotated[
-        int, typer.Option("--limit", "-n", min=0, metavar="N", help="Tensors to list; 0 for all.")
+        int,
+        typer.Option(
+            "--limit", "-n", min=0, metavar="N", help="Number of tensors to list; 0 for all."
+        ),
     ] = _ROWS,
     replica: FromReplica = None,
     source: SourceOptions,
     options: CommonOptions,
 ) -> None:
-    """Compare two versions: tensors added, removed, moved, changed; values that differ.
+    """Compare two versions: tensors added, removed, moved or changed, and values that differ.
 
-    Without --values nothing but the two manifests is read.
+    Without --values only the two manifests are read.
     """
     output = options.output("diff")
     with opened(options) as opening:
@@ -64,7 +68,7 @@ def diff(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """A report, and how it is shown."""
+    """Prints a report as text or JSON."""
 
     report: DiffReport
     errors: Mapping[str, TensorError | None]
@@ -72,7 +76,7 @@ class _View:
     limit: int
 
     def document(self) -> dict[str, Any]:
-        """Return all of it, but tensors that are the same."""
+        """Return the whole report without equal tensors."""
         report = self.report
         return {
             "first": {"id": report.first.id, "run": report.first.run, "step": report.first.step},
@@ -106,7 +110,7 @@ class _View:
         }
 
     def draw(self, screen: Screen) -> None:
-        """Draw the counts, the tensors that differ, and the values that do."""
+        """Draw the counts, the tensors that differ, and the values that differ."""
         report = self.report
         names = [version_text(one) for one in (report.first, report.second)]
         screen.heading(" -> ".join(names))
@@ -171,7 +175,7 @@ class _View:
 
 
 def _was(change: TensorChange) -> str:
-    """Return what is told of the leaf before: its path if it moved, its kind if that changed."""
+    """Return the old path of a moved leaf and the old kind of a changed one, as text."""
     if change.before is None or change.after is None:
         return "-"
     if change.status == "moved":

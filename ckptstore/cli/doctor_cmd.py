@@ -1,4 +1,4 @@
-"""``ckptstore doctor``: what a storage really does, and how fast; needs no store."""
+"""``ckptstore doctor``: probe the guarantees and the speed of a storage; needs no store."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ __all__ = ["doctor"]
 
 def doctor(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Where; else --store or CKPTSTORE_URL.")
+        str | None,
+        typer.Argument(metavar="URL", help="Location; default: --store or CKPTSTORE_URL."),
     ] = None,
     size: Annotated[
         str | None,
         typer.Option(
             "--size",
             metavar="BYTES",
-            help="How much to write and read for the throughput; 0 for none. Default: 64MiB.",
+            help="Bytes to write and read for the throughput; 0 skips this. Default: 64MiB.",
         ),
     ] = None,
     store: StoreUrl = None,
@@ -45,7 +46,7 @@ def doctor(
     json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Try out a storage, with or without a store: what holds there, and how fast it is.
+    """Test a storage: its guarantees and its speed. A store is not needed.
 
     Writes, reads and deletes small objects and one large one below probe/ at the location.
     """

@@ -1,4 +1,4 @@
-"""How versions, runs and the rest are written in JSON documents. Fields are only ever added."""
+"""JSON documents of versions, runs and other records. Fields may be added, never removed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def time_document(moment: datetime) -> str:
 
 
 def metrics_document(metrics: Mapping[str, float]) -> dict[str, float | str]:
-    """Return metrics; what is not finite becomes ``nan``, ``inf`` or ``-inf``, as in the log."""
+    """Return metrics; non-finite values become ``nan``, ``inf`` or ``-inf``, as in the log."""
     return {name: x if math.isfinite(x) else str(x) for name, x in metrics.items()}
 
 
@@ -89,13 +89,13 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
 
 
 def replica_names(version: Version, replicas: Mapping[str, ReplicaInfo]) -> list[str]:
-    """Return what the stores are called here that hold a version; ``store ID`` where no name is."""
+    """Return the names of the stores that hold a version; ``store ID`` if one has no name here."""
     names = {one.store: name for name, one in replicas.items()}
     return [names.get(store, f"store {store[:8]}") for store in version.replicas]
 
 
 def state_marks(version: Version, replicas: Mapping[str, ReplicaInfo]) -> list[str]:
-    """Return in words what is unusual about a version; nothing for most.
+    """Return the unusual states of a version as text; empty for most versions.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""``ckptstore du``: where the bytes went, by run, version and role."""
+"""``ckptstore du``: space used by run, version and role."""
 
 from __future__ import annotations
 
@@ -27,23 +27,25 @@ def du(
     what: Annotated[
         str | None,
         typer.Argument(
-            metavar="RUN|REF", help="One run, version by version; or one version, role by role."
+            metavar="RUN|REF", help="A run, shown by version; or a version, shown by role."
         ),
     ] = None,
     *,
     shared: Annotated[
         bool,
         typer.Option(
-            "--shared", help="Who holds what: alone, and with whom. Reads every manifest."
+            "--shared",
+            help="Show data that each run or version holds alone, and data that it shares. "
+            "Reads every manifest.",
         ),
     ] = False,
     options: CommonOptions,
 ) -> None:
-    """Show the bytes of runs, versions and roles, and of the store's objects.
+    """Show the space used by runs, versions and roles, and by the store's objects.
 
-    SIZE is what the tensors take in memory, NEW the part that the run's previous version did not
-    have, STORED what the new part takes in the store. With --shared, HELD is what is needed to
-    load it, and ALONE the part of that which nothing else needs: what deleting it would free.
+    SIZE is the size of the tensors in memory, NEW the part that the run's previous version did not
+    have, STORED the space of that part in the store. With --shared, HELD is the data needed to load
+    it, and ALONE the part that nothing else needs: deleting the version or run frees ALONE.
     """
     output = options.output("du")
     with opened(options) as opening:
@@ -58,7 +60,7 @@ def du(
 
 
 def _version(store: Store, what: str | None) -> Version | None:
-    """Return the version that is asked for; None where a run or everything is."""
+    """Return the version that was named; None if a run or the whole store was."""
     if what is None or what in {info.name for info in store.runs()}:
         return None
     # A name alone is that of a run, even of one that is not there.
@@ -66,7 +68,7 @@ def _version(store: Store, what: str | None) -> Version | None:
 
 
 def _groups(store: Store, what: str | None, version: Version | None) -> dict[str, list[Version]]:
-    """Return versions by run, also of runs that have none."""
+    """Return versions by run, including runs without versions."""
     if version is not None:
         return {version.run: [version]}
     names = [info.name for info in store.runs() if what in {None, info.name}]
@@ -78,7 +80,7 @@ def _groups(store: Store, what: str | None, version: Version | None) -> dict[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What is shown of runs and their versions."""
+    """Prints the space of runs and their versions."""
 
     groups: dict[str, list[Version]]
     one_run: bool
@@ -92,7 +94,7 @@ class _View:
         return [version for versions in self.groups.values() for version in versions]
 
     def document(self, url: str) -> dict[str, Any]:
-        """Return all of it."""
+        """Return everything as one document."""
         everything = self.everything
         return {
             "store": url,
@@ -104,7 +106,7 @@ class _View:
         }
 
     def draw(self, screen: Screen) -> None:
-        """Draw who holds what, if that was asked for; else runs or versions, roles and objects."""
+        """Draw the holders with ``--shared``; else runs or versions, roles and objects."""
         if self.holding is not None:
             self.holding.draw(screen, self.groups, one_run=self.one_run)
             return
@@ -128,7 +130,7 @@ def _holding(store: Store, output: Output, version: Version | None) -> Holding:
 
 
 def _objects(store: Store) -> dict[str, dict[str, int]]:
-    """Return the store's objects by kind, as listed."""
+    """Return the store's listed objects by kind."""
     return {
         kind: {"count": totals.count, "bytes": totals.size_bytes}
         for kind, totals in store.stats().objects.items()

@@ -1,7 +1,7 @@
-"""Reading on a replica what is not here any more: which one an option is for, and how it is opened.
+"""Options for the replica from which evicted versions are read.
 
-Loads find the replicas by their names alone. What the log does not hold, a key or an endpoint, is
-given for one of them by ``--from``.
+Loads find replicas through the log. ``--from`` passes options that the log does not hold, such as a
+key or an endpoint, for one of them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FromReplica = Annotated[
 
 
 def give(store: Store, named: str | None, source: SourceOptions) -> None:
-    """Have a store open one of its replicas with these options, should it turn to it.
+    """Set the options with which a store opens one of its replicas, if a load needs it.
 
     Raises
     ------
     InvalidInputError
-        No replica is named, but options are; or what is named is none.
+        Options are given without a replica, or the named store is not a replica.
     NotFoundError
         The store has no replica of this name.
     """

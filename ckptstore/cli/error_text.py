@@ -1,4 +1,4 @@
-"""How a command ends when it fails: message, JSON document and exit code."""
+"""Error output of commands: message, JSON document and exit code."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ EXIT_PIPE = 141
 
 EXIT_CODES: dict[int, str] = {
     0: "done",
-    1: "an error that has no code of its own, or a defect in ckptstore",
-    errors.InvalidInputError.exit_code: "wrong arguments: mend the command",
-    errors.NotFoundError.exit_code: "the store, run, version or tensor is not there",
-    errors.ConflictError.exit_code: "somebody else was there first: look, decide again",
-    errors.IntegrityError.exit_code: "stored bytes are damaged (verify: any damage was found)",
-    errors.FormatError.exit_code: "not a format that this version reads",
-    errors.PolicyError.exit_code: "refused on purpose; the hint says what would allow it",
-    errors.StorageError.exit_code: "the storage failed, refused the credentials, or must thaw it",
+    1: "an error without its own code, or a bug in ckptstore",
+    errors.InvalidInputError.exit_code: "wrong arguments: correct the command",
+    errors.NotFoundError.exit_code: "the store, run, version or tensor does not exist",
+    errors.ConflictError.exit_code: "another process was first: read again, then decide again",
+    errors.IntegrityError.exit_code: "stored data is damaged (verify: any damage was found)",
+    errors.FormatError.exit_code: "a format that this version of ckptstore cannot read",
+    errors.PolicyError.exit_code: "refused for safety; the hint says how to allow it",
+    errors.StorageError.exit_code: "the storage failed, refused the credentials, or needs a thaw",
     EXIT_INTERRUPTED: "interrupted by Ctrl-C; nothing became visible",
-    EXIT_PIPE: "the reader of the output went away",
+    EXIT_PIPE: "the reader of the output closed the pipe",
 }
 """Exit code to meaning; the same table is in docs/reference/cli.md."""
 
@@ -45,7 +45,7 @@ def report(error: CkptStoreError, *, as_json: bool) -> int:
 
 
 def unwritable(why: str) -> int:
-    """Say that stdout cannot be written to, and return the exit code."""
+    """Report that stdout cannot be written to, and return the exit code."""
     hint = "free space where it goes; what the command was to do is done"
     write_error(f"the output cannot be written: {why}", hint)
     return errors.StorageError.exit_code

@@ -1,4 +1,4 @@
-"""``ckptstore evict``: keep only the record of versions that a replica has."""
+"""``ckptstore evict``: keep only the record of versions that a replica holds."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _Keep = Annotated[
     typer.Option(
         "--keep",
         metavar="RULES",
-        help="Of the runs, what a retention policy of these rules would keep stays: "
-        "'last 5, best 2 val_loss'. Repeatable.",
+        help="Of the selected runs, keep here the versions that these retention rules "
+        "keep: 'last 5, best 2 val_loss'. Repeatable.",
     ),
 ]
 
@@ -35,31 +35,33 @@ _Keep = Annotated[
 def evict(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Versions; or give --run, --keep."),
+        typer.Argument(metavar="[REF]...", help="Versions to evict; or use --run and --keep."),
     ] = None,
     *,
     to: Annotated[
         str,
-        typer.Option("--replica", metavar="NAME", help="The replica that must have them."),
+        typer.Option("--replica", metavar="NAME", help="The replica that must hold them."),
     ],
     run: Runs = None,
     keep: _Keep = None,
-    dry_run: Annotated[bool, dry_run("Say what would go; change nothing.")] = False,
+    dry_run: Annotated[bool, dry_run("Print what would be evicted; change nothing.")] = False,
     no_pin: Annotated[
         bool,
         typer.Option(
-            "--no-pin", help="Do not pin there what goes: the rules there say how long it is kept."
+            "--no-pin",
+            help="Do not pin evicted versions in the replica: its own retention rules decide "
+            "how long they stay.",
         ),
     ] = False,
     target: TargetOptions,
     options: WriterOptions,
 ) -> None:
-    """Keep but the record of versions that a replica has; loads then read them there.
+    """Reduce versions to their record if a replica holds them; loads then read the replica.
 
-    Only of what the replica has now, read back, and is seen to hold; never of what is tagged or
-    pinned, nor the head of a run. What goes is pinned there, until it comes back or is deleted
-    here. The next ckptstore gc frees the space. Exits with 5 if the replica let a version go at the
-    same moment and it could not be taken back.
+    Evicts only versions that the replica holds now, read back and checked; never tagged or pinned
+    versions, nor the head of a run. An evicted version is pinned in the replica until it comes back
+    or is deleted here. The next ckptstore gc frees the space. Exits with 5 if the replica dropped a
+    version at the same moment and it could not be taken back.
     """
     output = options.output("evict")
     with (
@@ -90,7 +92,7 @@ def evict(
 def _stays(
     here: Store, named: Sequence[Version], report: EvictReport, name: str
 ) -> list[tuple[Version, str]]:
-    """Return of versions that a REF named why they stay, but for what the report says of them."""
+    """Return the reasons why versions named by a REF stay, unless the report already has them."""
     told = {*report.missed, *report.returned, *(one.version for one in report.lost)}
     told |= {one.id for one in report.evicted}
     heads = {info.head for info in here.runs()}

@@ -1,4 +1,4 @@
-"""``ckptstore export``: the tensors of a version as a safetensors file."""
+"""``ckptstore export``: write the tensors of a version to a safetensors file."""
 
 from __future__ import annotations
 
@@ -31,20 +31,18 @@ def export(
         typer.Option(
             "--strip-prefix",
             metavar="TEXT",
-            help="Taken off names that begin with it: 'model.' for weights saved under model.",
+            help="Prefix to remove from tensor names: 'model.' for weights saved under model.",
         ),
     ] = "",
-    force: Annotated[
-        bool, typer.Option("--force", "-f", help="Replace the file if it is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", "-f", help="Replace an existing file.")] = False,
     replica: FromReplica = None,
     source: SourceOptions,
     options: CommonOptions,
 ) -> None:
-    """Write tensors to a safetensors file; every byte is checked on the way.
+    """Write tensors to a safetensors file; every byte is checked.
 
-    The file appears when it is whole and on disk, or not at all. Values that are no tensors are
-    left out, with a note. What is not here any more is read on a replica.
+    The file appears only when it is complete and on disk. Values that are not tensors are skipped,
+    with a note. Evicted data is read from a replica.
     """
     from ckptstore.integrations.safetensors_export import export_safetensors
 

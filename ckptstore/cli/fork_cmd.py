@@ -1,4 +1,4 @@
-"""``ckptstore fork``: begin a run at a version of another, here or in another store."""
+"""``ckptstore fork``: start a run from a version of another run, here or in another store."""
 
 from __future__ import annotations
 
@@ -29,12 +29,14 @@ __all__ = ["fork"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LeafOptions:
-    """Which leaves come along, and where they go."""
+    """Options that select and rename leaves."""
 
     role: Annotated[
         list[str] | None,
         typer.Option(
-            "--role", metavar="ROLE", help="Only leaves of this role: weights, say. Repeatable."
+            "--role",
+            metavar="ROLE",
+            help="Only leaves of this role, for example weights. Repeatable.",
         ),
     ] = None
     rename: Annotated[
@@ -42,31 +44,33 @@ class _LeafOptions:
         typer.Option(
             "--rename",
             metavar="OLD=NEW",
-            help="What lies at or below the path OLD goes to NEW. Repeatable.",
+            help="Move leaves at or below the path OLD to NEW. Repeatable.",
         ),
     ] = None
 
 
 def fork(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version to begin at.")],
+    ref: Annotated[str, typer.Argument(metavar="REF", help="The version to start from.")],
     new_run: Annotated[
-        str, typer.Argument(metavar="NEW_RUN", help="Name of the run; no run may have it.")
+        str, typer.Argument(metavar="NEW_RUN", help="Name of the new run; it must be free.")
     ],
     *,
     paths: PathOptions,
     leaves: _LeafOptions,
     to: Annotated[
         str | None,
-        typer.Option("--to", metavar="URL", help="Another store for the run; or replica:NAME."),
+        typer.Option(
+            "--to", metavar="URL", help="Create the run in this store, a location or replica:NAME."
+        ),
     ] = None,
     target: TargetOptions,
     replica: FromReplica = None,
     source: SourceOptions,
     options: WriterOptions,
 ) -> None:
-    """Begin a run at a version; the new run shares its chunks, and no tensor is copied.
+    """Start a run from a version; the new run shares its chunks, and no tensor is copied.
 
-    With --to, only chunks that the other store does not have travel.
+    With --to, only chunks that the other store lacks are copied.
     """
     output = options.output("fork")
     renames = parse_renames(leaves.rename or ())
@@ -110,7 +114,7 @@ def _draw(screen: Screen, source: Version, version: Version, *, quiet: bool) -> 
 def _target(
     here: Store, url: str | None, target: TargetOptions, options: WriterOptions
 ) -> Iterator[Store | None]:
-    """Open the other store to write to: a place, or ``replica:NAME``; None where there is none."""
+    """Open the target store, a location or ``replica:NAME``; None if none is named."""
     if url is None:
         if target.to_option or target.to_key:
             msg = "--to-option and --to-key are for the store of --to, and none is named"

@@ -1,4 +1,4 @@
-"""``ckptstore gc``: free the space of what no version needs."""
+"""``ckptstore gc``: free the space of data that no version needs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _HOLDERS: Final = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SparingOptions:
-    """What a collection leaves alone."""
+    """Options that limit what a collection deletes."""
 
     grace: Annotated[
         str,
         typer.Option(
             "--grace",
             metavar="TIME",
-            help="How long what is condemned stays for those who are reading it; 0 for not at all.",
+            help="Grace period: how long condemned objects stay for running readers; 0 for none.",
         ),
     ] = _GRACE
     orphan_age: Annotated[
@@ -45,8 +45,8 @@ class _SparingOptions:
         typer.Option(
             "--orphan-age",
             metavar="TIME",
-            help="Objects that no commit names are left alone so long: they may be uploads at "
-            "work.",
+            help="Minimum age at which unreferenced objects are deleted; younger ones may be "
+            "running uploads.",
         ),
     ] = _ORPHAN_AGE
     repack_below: Annotated[
@@ -56,32 +56,31 @@ class _SparingOptions:
             min=0.0,
             max=1.0,
             metavar="SHARE",
-            help="Write packs anew of which less than this share is live.",
+            help="Rewrite packs whose live share is smaller than this.",
         ),
     ] = limits.GC_REPACK_BELOW
-    no_repack: Annotated[
-        bool, typer.Option("--no-repack", help="Leave packs as they are; copy nothing.")
-    ] = False
+    no_repack: Annotated[bool, typer.Option("--no-repack", help="Rewrite no packs.")] = False
 
 
 def gc(
     *,
-    dry_run: Annotated[bool, dry_run("Say what would be freed; change nothing.")] = False,
+    dry_run: Annotated[bool, dry_run("Print what would be freed; change nothing.")] = False,
     spared: _SparingOptions,
     holders: Annotated[
-        bool, typer.Option("--holders", help="Also show which versions hold how many bytes.")
+        bool, typer.Option("--holders", help="Also show how many bytes each version holds.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Collect even if commits seem to be lost.")
+        bool,
+        typer.Option("--force", help="Collect even if commits seem to be missing from the log."),
     ] = False,
     engine: EngineOptions,
     options: WriterOptions,
 ) -> None:
-    """Free the space of what no version needs: condemn it now, delete it after a grace.
+    """Free the space of data that no version needs: condemn it now, delete it after a grace period.
 
-    Safe beside savers, readers and other collections; a run that was interrupted is continued by
-    the next. NOW is what this run frees; LATER what a run after the grace will free; YOUNG what no
-    version needs, but may be an upload at work.
+    Safe while others save, read or collect; the next run continues an interrupted one. NOW is the
+    space that this run frees, LATER the space that a run after the grace period frees, and YOUNG
+    the space of unreferenced objects that may belong to a running upload.
     """
     output = options.output("gc")
     grace_s, orphan_age_s = parse_wait(spared.grace), parse_wait(spared.orphan_age)

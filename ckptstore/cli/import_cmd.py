@@ -1,4 +1,4 @@
-"""``ckptstore import``: a file of weights, or a directory of them, as a new version."""
+"""``ckptstore import``: save a file or folder of weights as a version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def import_(
             "Transformers or of PEFT, or a directory of torch.distributed.checkpoint.",
         ),
     ],
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run; made if it is not there.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run; created if missing.")],
     *,
     step: Annotated[
         int | None,
@@ -37,17 +37,21 @@ def import_(
             "--step",
             min=0,
             metavar="N",
-            help="Step of the version; 0 for a folder of Transformers, else needed.",
+            help="Step of the version; required, except for a folder of Transformers (0).",
         ),
     ] = None,
     metric: MetricValues = None,
     lower: Annotated[
         list[str] | None,
-        typer.Option("--min", metavar="NAME", help="This metric is better low. Repeatable."),
+        typer.Option(
+            "--min", metavar="NAME", help="A lower value of this metric is better. Repeatable."
+        ),
     ] = None,
     higher: Annotated[
         list[str] | None,
-        typer.Option("--max", metavar="NAME", help="This metric is better high. Repeatable."),
+        typer.Option(
+            "--max", metavar="NAME", help="A higher value of this metric is better. Repeatable."
+        ),
     ] = None,
     tag: Annotated[
         list[str] | None, typer.Option("--tag", metavar="TAG", help="A tag. Repeatable.")
@@ -57,19 +61,18 @@ def import_(
         typer.Option(
             "--under",
             metavar="KEY",
-            help="Put the content below this key of the state; 'model' for a folder of "
-            "Transformers.",
+            help="Store the content below this key of the state. Default for a folder of "
+            "Transformers: 'model'.",
         ),
     ] = None,
     options: WriterOptions,
 ) -> None:
-    """Save the content of a file as a version; nothing in it is executed.
+    """Save the content of a file or folder as a version; nothing in it is executed.
 
-    Of a folder with a config.json or adapter_config.json, configuration, tokenizer and the other
-    files beside the weights are kept with them; forks have them too, and export_pretrained
-    writes them again.
+    From a folder with config.json or adapter_config.json, the configuration, tokenizer and other
+    files are stored with the weights. Forks keep them, and export_pretrained writes them again.
 
-    Files of torch.save are read with weights_only=True: one that needs more is refused.
+    Files of torch.save are read with weights_only=True; a file that needs more is refused.
     """
     output = options.output("import")
     metrics = parse_metrics(metric or ())
@@ -94,7 +97,7 @@ def import_(
 
 
 def _directions(lower: Sequence[str], higher: Sequence[str]) -> dict[str, str]:
-    """Return which way each metric is better."""
+    """Return the direction in which each metric is better."""
     both = sorted({*lower} & {*higher})
     if both:
         msg = f"the metric {both[0]!r} is given to both --min and --max"

@@ -1,4 +1,4 @@
-"""``ckptstore init``: create a store, after finding out whether the storage is safe for one."""
+"""``ckptstore init``: create a store, after a check that the storage is safe for one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ __all__ = ["init"]
 
 def init(
     url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="Where; else --store or CKPTSTORE_URL.")
+        str | None,
+        typer.Argument(metavar="URL", help="Location; default: --store or CKPTSTORE_URL."),
     ] = None,
     *,
     chunk_size: Annotated[
@@ -31,7 +32,7 @@ def init(
     ] = "4MiB",
     options: WriterOptions,
 ) -> None:
-    """Create a store; refuses storage where two writers would lose commits."""
+    """Create a store; refuses storage on which two writers could lose commits."""
     output = options.output("init")
     chunk_bytes = parse_bytes(chunk_size)
     with (

@@ -1,4 +1,4 @@
-"""``ckptstore interval``: how often a run should save, after Young and Daly."""
+"""``ckptstore interval``: recommended time between saves, after Young and Daly."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ __all__ = ["interval"]
 
 
 def interval(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="Whose saves were measured.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run whose saves were measured.")],
     *,
     mtbf: Annotated[
         str | None,
         typer.Option(
             metavar="TIME",
-            help="Time between failures, such as 12h, of the whole training: of n machines a "
-            "machine's divided by n. Without it, from the log.",
+            help="Mean time between failures of the whole training, for example 12h; for n "
+            "machines, that of one machine divided by n. Default: estimated from the "
+            "log.",
         ),
     ] = None,
     save: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="What a save takes, such as 30s, instead of receipts."),
+        typer.Option(
+            metavar="TIME", help="Time of a save, for example 30s. Default: from the receipts."
+        ),
     ] = None,
     restart: Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="From a failure until training goes on. 0s without."),
+        typer.Option(
+            metavar="TIME", help="Time from a failure until training continues. Default: 0s."
+        ),
     ] = None,
     options: CommonOptions,
 ) -> None:
-    """Advise how often to save, from what saves take and how often training fails."""
+    """Recommend how often to save, from the cost of saves and the rate of failures."""
     output = options.output("interval")
     with opened(options) as opening:
         catalog = opening.repo.refresh()

@@ -1,4 +1,4 @@
-"""``ckptstore key``: make a key, say which one it is, change the key of an encrypted store."""
+"""``ckptstore key``: create and identify keys, and change the key of an encrypted store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SPEC = "{} file:PATH, env:NAME or command:CMD"
 
 
 class KeyAction(StrEnum):
-    """What to do."""
+    """Action of ``ckptstore key``."""
 
     NEW = "new"
     ID = "id"
@@ -35,36 +35,41 @@ def key(
         KeyAction,
         typer.Argument(
             metavar="ACTION",
-            help="new: make a key in FILE; id: say which key --key is; rotate: have the store "
-            "opened by --new-key from now on; mend: take away records of keys that somebody "
-            "without the key has put there.",
+            help="new: create a key in FILE; id: print the id of --key; rotate: let --new- "
+            "key open the store from now on; mend: remove key records that somebody "
+            "without the key has added.",
         ),
     ],
     file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="Of a new key; never overwritten.")
+        Path | None, typer.Argument(metavar="[FILE]", help="File of a new key; never overwritten.")
     ] = None,
     *,
     new_key: Annotated[
         str | None,
-        typer.Option("--new-key", metavar="SPEC", help="The key to rotate to, as --key."),
+        typer.Option(
+            "--new-key", metavar="SPEC", help="The key to rotate to, in the syntax of --key."
+        ),
     ] = None,
     keep_old: Annotated[
         bool,
         typer.Option(
             "--keep-old",
-            help="The keys that open the store now go on to do so, until a rotation without this.",
+            help="Keys that open the store now stay valid until a rotation without this option.",
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", "-n", help="Of mend: say what would go; change nothing.")
+        bool,
+        typer.Option(
+            "--dry-run", "-n", help="With mend: print what would be removed; change nothing."
+        ),
     ] = False,
     options: WriterOptions,
 ) -> None:
-    """Make a key for encrypted stores, say which key one is, or change the key of a store.
+    """Create a key for encrypted stores, print a key's id, or change the key of a store.
 
-    A rotation rewrites one small object and no version: what it wraps, the data key of the store,
-    stays the same. Mend only if nobody is rotating the key: what --key does not vouch for goes.
-    Keys are never printed.
+    A rotation rewrites one small object and no version: the store's data key, which the key
+    encrypts, stays the same. Use mend only while nobody rotates the key: it removes all key records
+    that --key does not authenticate. Keys are never printed.
     """
     output = options.output("key")
     _check(action, file, new_key, dry_run=dry_run)

@@ -1,4 +1,4 @@
-"""``ckptstore log``: the commits, newest first; the audit trail."""
+"""``ckptstore log``: the commits, newest first, as an audit trail."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ def log(
     ] = None,
     *,
     limit: Annotated[
-        int, typer.Option("--limit", "-n", min=0, metavar="N", help="The newest N; 0 for all.")
+        int, typer.Option("--limit", "-n", min=0, metavar="N", help="Show the newest N; 0 for all.")
     ] = _ROWS,
     metric: Annotated[
         str | None,
-        typer.Option("--metric", metavar="NAME", help="The history of this metric, not commits."),
+        typer.Option(
+            "--metric", metavar="NAME", help="Show the history of this metric instead of commits."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
@@ -51,12 +53,14 @@ def log(
     ] = None,
     graph: Annotated[
         bool,
-        typer.Option("--graph", help="The tree of versions, not commits: runs, forks, rollbacks."),
+        typer.Option(
+            "--graph", help="Show the tree of versions instead of commits: runs, forks, rollbacks."
+        ),
     ] = False,
     utc: Utc = False,
     options: CommonOptions,
 ) -> None:
-    """Show who committed what and when, newest first; or a metric, or the tree of versions."""
+    """Show the commits, newest first; or the history of a metric, or the tree of versions."""
     output = options.output("log")
     if metric and graph:
         msg = "--metric and --graph are two views: choose one"
@@ -98,7 +102,7 @@ def _metric(
     plot: Path | None,
     utc: bool,
 ) -> None:
-    """Show the history of a metric, and draw it to a file if that is wanted."""
+    """Show the history of a metric, and optionally draw it to a file."""
     found = history(store.repo.refresh(), run, metric)
     if plot is not None:
         from ckptstore.integrations.plots import plot_history
@@ -125,7 +129,7 @@ def _show_graph(store: Store, output: Output, run: str | None, limit: int, *, ut
 
 
 def _newest(store: Store, catalog: Catalog, run: str | None, limit: int) -> list[Commit]:
-    """Return commits, newest first; reads no more of the log's end than it needs."""
+    """Return commits, newest first; reads only the needed part of the log's end."""
     window = limit or catalog.number
     while True:
         first = max(1, catalog.number - window + 1)
@@ -140,7 +144,7 @@ def _touches(commit: Commit, catalog: Catalog, run: str) -> bool:
 
 
 def _runs_of(op: Op, catalog: Catalog) -> set[str]:
-    """Return the runs that an operation names, itself or through versions."""
+    """Return the runs that an operation names, directly or through versions."""
     ids = [getattr(op, "version", ""), *getattr(op, "versions", ())]
     runs = {catalog.version(version).run for version in ids if catalog.has_version(version)}
     return runs | {getattr(op, "run", "")}
@@ -151,7 +155,7 @@ def _name(op: Op) -> str:
 
 
 def _op_document(op: Op) -> dict[str, Any]:
-    """Return an operation as the log holds it, its metrics as in every document."""
+    """Return an operation as in the log, with metrics formatted as in other documents."""
     document: dict[str, Any] = {"op": _name(op)}
     for name in op.__struct_fields__:
         value = getattr(op, name)

@@ -44,12 +44,12 @@ def ls(
             "-n",
             min=0,
             metavar="N",
-            help="The newest N versions; 0 for all. Default: 20, with --json all.",
+            help="Show the newest N versions; 0 for all. Default: 20; all with --json.",
         ),
     ] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option("--metric", metavar="NAME", help="A metric to show a column of. Repeatable."),
+        typer.Option("--metric", metavar="NAME", help="A metric to show as a column. Repeatable."),
     ] = None,
     utc: Utc = False,
     options: CommonOptions,
@@ -97,7 +97,7 @@ def _usual_metrics(runs: Sequence[RunInfo], versions: Sequence[Version]) -> list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Listing:
-    """What is listed, and how it is drawn."""
+    """Prints the listing of runs and versions."""
 
     catalog: Catalog
     runs: Sequence[RunInfo]
@@ -112,7 +112,7 @@ class _Listing:
     utc: bool
 
     def document(self, url: str) -> dict[str, Any]:
-        """Return all of it."""
+        """Return everything as one document."""
         return {
             "store": url,
             "runs": [run_document(info) for info in self.runs],
@@ -126,7 +126,7 @@ class _Listing:
         }
 
     def draw(self, screen: Screen) -> None:
-        """Draw the runs, unless one was asked for, and the versions."""
+        """Draw the versions, and the runs unless one was named."""
         if not self.one_run and self.runs:
             self._draw_runs(screen)
             screen.line()

@@ -114,7 +114,7 @@ def _root(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit code; prints everything it has to say.
+    """Run one command line, print its results and errors, and return its exit code.
 
     Parameters
     ----------
@@ -163,7 +163,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _command_first(arguments: Sequence[str]) -> Sequence[str]:
-    """Return a command line whose common options stood before the command with them after it."""
+    """Return a command line with common options moved behind the command."""
     place = 0
     while place < len(arguments) and arguments[place].startswith("-"):
         name = arguments[place]
@@ -179,7 +179,7 @@ def _command_first(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def _usage(error: Exception, command: str, *, as_json: bool) -> int:
-    """Report a command line that cannot be understood, and how its help is had."""
+    """Report an invalid command line, and how to get help."""
     path = f"ckptstore {command}".rstrip()
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     message = " ".join(message.split())  # choices come one a line

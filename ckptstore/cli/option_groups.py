@@ -1,10 +1,10 @@
-"""Options that come together: a frozen dataclass whose fields are options, taken as one parameter.
+"""Groups of options: frozen dataclasses of options that a command takes as one parameter.
 
-A command asks for a group by a parameter of its type, and gets it filled::
+A command declares a parameter of the group's type, and receives an instance::
 
     def pin(refs: ..., *, options: WriterOptions) -> None:
 
-Typer knows parameters alone; :func:`flattened` puts the fields of each group in its place.
+Typer only knows single parameters; :func:`flattened` replaces each group by its fields.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ __all__ = ["flattened"]
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command as Typer wants it: each option a parameter of its own, none a group.
+    """Return a command for Typer: each group is replaced by one parameter per option.
 
     Raises
     ------
     ValueError
         Two groups have an option of the same name.
     TypeError
-        A field has a default factory, where an option has a default.
+        A field of a group has a default factory instead of a default.
     """
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []
@@ -55,12 +55,12 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _paragraphs(text: str) -> str:
-    """Return a docstring with each paragraph in one line, for the help to wrap as wide as it is."""
+    """Return a docstring with each paragraph on one line, so that the help can wrap it."""
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
 
 
 def _name_no_value(parameter: inspect.Parameter) -> None:
-    """Have the help show a flag without a value; Typer writes ``<bool>`` beside it."""
+    """Show a flag without a value in the help, where Typer would write ``<bool>``."""
     kind, *notes = get_args(parameter.annotation) or (None,)
     for note in notes:
         if kind is bool and isinstance(note, OptionInfo) and note.metavar is None:

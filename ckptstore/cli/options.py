@@ -1,6 +1,6 @@
-"""Options that several commands share, declared once, and what their texts mean.
+"""Command-line options shared by several commands, and parsers for their values.
 
-Options that belong together are one parameter: a group of :mod:`ckptstore.cli.option_groups`.
+Related options form one parameter: a group of :mod:`ckptstore.cli.option_groups`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OWN: Final = {
         ["encrypted", "environment", "location", "name", "retry", "self", "source"], "leave it out"
     ),
 }
-"""Names that ckptstore's own functions take: to a hint for who means what they do."""
+"""Names that ``--option`` refuses because they belong to ckptstore, each with its hint."""
 
 StoreUrl = Annotated[
     str | None,
@@ -96,11 +96,15 @@ AsJson = Annotated[
 Quiet = Annotated[
     bool,
     typer.Option(
-        "--quiet", "-q", help="No progress, no notes; only the result.", rich_help_panel=_PANEL
+        "--quiet",
+        "-q",
+        help="Print only the result: no progress, no notes.",
+        rich_help_panel=_PANEL,
     ),
 ]
 Utc = Annotated[
-    bool, typer.Option("--utc", help="Times in UTC instead of local time.", rich_help_panel=_PANEL)
+    bool,
+    typer.Option("--utc", help="Print times in UTC instead of local time.", rich_help_panel=_PANEL),
 ]
 MetricValues = Annotated[
     list[str] | None,
@@ -108,18 +112,18 @@ MetricValues = Annotated[
 ]
 Runs = Annotated[
     list[str] | None,
-    typer.Option("--run", metavar="RUN", help="All versions of this run. Repeatable."),
+    typer.Option("--run", metavar="RUN", help="Select all versions of this run. Repeatable."),
 ]
 
 
 def dry_run(text: str) -> Any:  # noqa: ANN401 - what Typer declares options with is its own
-    """Return ``--dry-run``, whose help says what it does of a command."""
+    """Return the option ``--dry-run`` with the help text of one command."""
     return typer.Option("--dry-run", "-n", help=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonOptions:
-    """What every command has: where the store is, what opens it, how the result is printed."""
+    """Options of every command: location and key of the store, and output format."""
 
     store: StoreUrl = None
     option: StorageOptions = None
@@ -128,7 +132,7 @@ class CommonOptions:
     quiet: Quiet = False
 
     def output(self, command: str) -> Output:
-        """Return where the result of a command goes."""
+        """Return the output that prints the result of a command."""
         return Output(command, as_json=self.json, quiet=self.quiet)
 
     def storage_options(self) -> dict[str, Any]:
@@ -144,28 +148,28 @@ class CommonOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions(CommonOptions):
-    """What every command has that may change the store."""
+    """Options of every command that can change the store."""
 
     single_writer: Annotated[
         bool,
         typer.Option(
             "--single-writer",
-            help="You vouch that no one else writes meanwhile: allows storage that cannot create "
-            "an object only if it is absent.",
+            help="You guarantee that nothing else writes to the store. This allows storage "
+            "that cannot create an object only if it is absent.",
         ),
     ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """How another store is opened: that of ``--to``, ``--replica`` or an argument."""
+    """Options that open a second store: that of ``--to``, ``--replica`` or an argument."""
 
     to_option: Annotated[
         list[str] | None,
         typer.Option(
             "--to-option",
             metavar="KEY=VALUE",
-            help="As --option, for the storage of the other store. Repeatable.",
+            help="Like --option, for the other store. Repeatable.",
         ),
     ] = None
     to_key: Annotated[
@@ -173,7 +177,7 @@ class TargetOptions:
         typer.Option(
             "--to-key",
             metavar="SPEC",
-            help="As --key, for the other store; one that is made then is encrypted.",
+            help="Like --key, for the other store; a store created with it is encrypted.",
         ),
     ] = None
 
@@ -195,19 +199,19 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """How another store is opened that is read: that of ``--from``."""
+    """Options that open the source store of ``--from``."""
 
     from_option: Annotated[
         list[str] | None,
         typer.Option(
             "--from-option",
             metavar="KEY=VALUE",
-            help="As --option, for the store of --from. Repeatable.",
+            help="Like --option, for the store of --from. Repeatable.",
         ),
     ] = None
     from_key: Annotated[
         str | None,
-        typer.Option("--from-key", metavar="SPEC", help="As --key, for the store of --from."),
+        typer.Option("--from-key", metavar="SPEC", help="Like --key, for the store of --from."),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -242,47 +246,50 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Who does the work."""
+    """Options that choose where tasks run."""
 
     engine: Annotated[
         str | None,
         typer.Option(
             "--engine",
             metavar="ENGINE",
-            help="Who does the work: threads of this process (the default), processes, dask:local, "
-            "or the workers of a Dask scheduler, dask://HOST:PORT.",
+            help="Where tasks run: threads of this process (the default), processes, "
+            "dask:local, or the workers of a Dask scheduler, dask://HOST:PORT.",
         ),
     ] = None
     workers: Annotated[
         int | None,
         typer.Option(
-            "--workers", min=1, metavar="N", help="How many tasks run at once; as --engine has it."
+            "--workers",
+            min=1,
+            metavar="N",
+            help="Number of tasks at once; the default depends on --engine.",
         ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOptions:
-    """Which tensors, by their paths."""
+    """Options that select tensors by path."""
 
     include: Annotated[
         list[str] | None,
         typer.Option(
             "--include",
             metavar="PATTERN",
-            help="Only tensors whose path matches, such as 'model.*'. Repeatable.",
+            help="Only tensors whose path matches, for example 'model.*'. Repeatable.",
         ),
     ] = None
     exclude: Annotated[
         list[str] | None,
         typer.Option(
-            "--exclude", metavar="PATTERN", help="Leave out tensors whose path matches. Repeatable."
+            "--exclude", metavar="PATTERN", help="Skip tensors whose path matches. Repeatable."
         ),
     ] = None
 
 
 def secret(key: str | None) -> dict[str, Any]:
-    """Return a key as an option of :func:`ckptstore.open`; nothing where there is none."""
+    """Return a key as an option of :func:`ckptstore.open`; empty if there is none."""
     return {} if key is None else {"encryption_key": key}
 
 

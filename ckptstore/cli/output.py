@@ -33,11 +33,11 @@ _WIDTH_UNBOUNDED = 10_000
 
 
 class Pipe(Exception):
-    """Whoever reads stdout has gone away: not an error, they have seen enough."""
+    """The reader of stdout has closed the pipe; not an error."""
 
 
 class Unwritable(Exception):
-    """What stdout goes to takes no more: a file on a full disk, say."""
+    """stdout cannot be written to, for example because the disk is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Screen:
         """Titles of columns that there was no room for."""
 
     def line(self, text: str = "", style: str = "") -> None:
-        """Print one line; what does not print is escaped."""
+        """Print one line; escape characters that do not print."""
         self.console.print(
             printable(text), style=style or None, soft_wrap=True, markup=False, highlight=False
         )
@@ -73,17 +73,17 @@ class Screen:
             self.line(text)
 
     def heading(self, text: str) -> None:
-        """Print the title of what follows."""
+        """Print the title of a section."""
         self.line(text, "bold")
 
     def fields(self, pairs: Mapping[str, str]) -> None:
-        """Print names and values, one pair a line, values aligned."""
+        """Print names and values, one pair per line, with aligned values."""
         width = max(map(len, pairs), default=0)
         for name, value in pairs.items():
             self.line(f"{name:<{width}}  {value}")
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
-        """Print rows under bold titles; cells of plain text are escaped."""
+        """Print rows under bold titles; escape cells of plain text."""
         from rich.table import Table
         from rich.text import Text
 
@@ -112,7 +112,7 @@ class Screen:
 def _fitting(
     columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int
 ) -> tuple[int, ...]:
-    """Return the places of the columns that are shown in `width` characters."""
+    """Return the indices of the columns that fit into `width` characters."""
     widths = [
         max([len(column.title), *(row[place].cell_len for row in rows)])
         for place, column in enumerate(columns)
@@ -126,7 +126,7 @@ def _fitting(
 
 
 class Output:
-    """Where one command's result goes.
+    """Prints the result of one command.
 
     Parameters
     ----------
@@ -173,7 +173,7 @@ class Output:
             self.note(f"no room for {named}: use a wider terminal, or a pipe")
 
     def tell(self, document: Mapping[str, Any], *lines: str) -> None:
-        """Print the result of what a command did: `document`, or lines; without ``--quiet``.
+        """Print the confirmation of a change: `document`, or lines; with ``--quiet`` no lines.
 
         Raises
         ------
@@ -189,7 +189,7 @@ class Output:
 
 
 def terminal(file: IO[str]) -> Console:
-    """Return a console on `file`; as wide as needed where it is not a terminal."""
+    """Return a console on `file`; as wide as needed if it is not a terminal."""
     from rich.console import Console
 
     return Console(

@@ -1,4 +1,4 @@
-"""``ckptstore pin``: nothing deletes a pinned version, or a part of it."""
+"""``ckptstore pin``: protect versions from deletion."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def pin(
     *,
     delete: Annotated[
         bool,
-        typer.Option("--delete", "-d", help="Take all pins of these versions away, of any store."),
+        typer.Option("--delete", "-d", help="Remove all pins of these versions, from any store."),
     ] = False,
     for_store: Annotated[
         str | None,
         typer.Option(
             "--for",
             metavar="STORE",
-            help="With --delete, in place of versions: the pins that this store has left here with "
-            "evict. Its id, or the beginning of it.",
+            help="With --delete, instead of versions: remove the pins that evictions from "
+            "this store left here. Its id, or a prefix of it.",
         ),
     ] = None,
     options: WriterOptions,
 ) -> None:
-    """Pin versions, so that no rm and no retain takes them or a part of them; or unpin them."""
+    """Pin versions, so that rm and retain neither delete nor reduce them; or unpin them."""
     output = options.output("pin")
     if (for_store is not None) == bool(refs) or (for_store is not None and not delete):
         msg = "name versions; or a store, with --delete --for STORE"

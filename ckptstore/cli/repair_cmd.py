@@ -1,4 +1,4 @@
-"""``ckptstore repair``: bring back what is damaged, and say what is lost."""
+"""``ckptstore repair``: recover damaged data, and report lost data."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _From = Annotated[
     typer.Option(
         "--from",
         metavar="URL",
-        help="A second store that may have what is damaged here: a copy, or any store that "
-        "holds the same tensors; or replica:NAME. It is only read. Repeatable: the next is asked "
-        "for what one has not, or only in an archive class.",
+        help="A second store to recover from: a copy, any store with the same tensors, "
+        "or replica:NAME. It is only read. Repeatable: later stores are asked for "
+        "data that earlier ones lack or hold only in an archive class.",
     ),
 ]
 
@@ -43,16 +43,18 @@ def repair(
         VerifyLevel,
         typer.Option(
             "--level",
-            help="How damage is looked for: full reads every byte; records only records and sizes.",
+            help="How to look for damage: full reads every byte; records reads only records "
+            "and sizes.",
         ),
     ] = VerifyLevel.FULL,
-    dry_run: Annotated[bool, dry_run("Say what would be done; write nothing.")] = False,
+    dry_run: Annotated[bool, dry_run("Print what would be done; write nothing.")] = False,
     options: WriterOptions,
 ) -> None:
-    """Bring back what is damaged; exits with 5 if something is lost, and says exactly what.
+    """Recover damaged data; exits with 5 and lists the lost tensors if something is lost.
 
-    Nothing is deleted and no object is changed: what is brought back is written anew, and a commit
-    makes the versions lie there. Safe beside savers and readers; may be stopped and run again.
+    Nothing is deleted and no object is changed: recovered data is written to new objects, and a
+    commit points the versions to them. Safe beside savers and readers; can be interrupted and run
+    again.
     """
     output = options.output("repair")
     urls = url or []
@@ -91,7 +93,7 @@ def repair(
 def _mend_superblock(
     options: WriterOptions, source: Store | None, *, dry_run: bool
 ) -> SuperblockFinding | None:
-    """Bring back the record that the store is opened by; None where it needs nothing."""
+    """Recover the superblock that opens the store; None if it is intact."""
     with vouching():
         return mend_superblock(
             location(options.store),

@@ -1,4 +1,4 @@
-"""``ckptstore replica``: give other stores names, by which loads, jobs and commands find them."""
+"""``ckptstore replica``: name other stores, so that loads, jobs and commands find them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["replica"]
 
 
 class Action(StrEnum):
-    """What is to be done."""
+    """Action of ``ckptstore replica``."""
 
     ADD = "add"
     LS = "ls"
@@ -35,23 +35,24 @@ def replica(
         Action, typer.Argument(metavar="ACTION", help="add NAME URL, ls, or rm NAME.")
     ],
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="What the replica is called.")
+        str | None, typer.Argument(metavar="[NAME]", help="Name of the replica.")
     ] = None,
     url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="Where it is; with add.")
+        str | None, typer.Argument(metavar="[URL]", help="With add: location of the store.")
     ] = None,
     *,
     create: Annotated[
-        bool, typer.Option("--create", help="With add: make the store where there is none.")
+        bool, typer.Option("--create", help="With add: create the store if it is missing.")
     ] = False,
     target: TargetOptions,
     options: WriterOptions,
 ) -> None:
-    """Name other stores that keep versions of this one: list them, add one, forget one.
+    """List, add or remove names of other stores that hold versions of this one.
 
-    Loads of what is not here any more turn to them, and replica:NAME stands wherever a command or a
-    job names a second store. The log keeps name, place and id; never options, keys or credentials.
-    A store of another id in the place of one is refused. Nothing is copied and nothing is deleted.
+    Loads read data that is missing here from these stores, and commands and jobs accept
+    replica:NAME for a second store. The log holds name, location and store id; never options, keys
+    or credentials. If another store is found at the location, it is refused. Nothing is copied and
+    nothing is deleted.
     """
     output = options.output("replica")
     _check(action, name, url)

@@ -1,4 +1,4 @@
-"""``ckptstore replicate``: make versions of a store versions of another."""
+"""``ckptstore replicate``: copy versions to another store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["replicate"]
 _To = Annotated[
     str,
     typer.Option(
-        "--to", metavar="URL", help="The other store, made if there is none; or replica:NAME."
+        "--to", metavar="URL", help="The other store, created if missing; or replica:NAME."
     ),
 ]
 _Keep = Annotated[
@@ -35,7 +35,7 @@ _Keep = Annotated[
     typer.Option(
         "--keep",
         metavar="RULES",
-        help="Of the runs, what a retention policy of these rules would keep: "
+        help="Of the selected runs, only versions that these retention rules keep: "
         "'tagged, best 2 val_loss'. Repeatable.",
     ),
 ]
@@ -43,13 +43,13 @@ _Keep = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TravelOptions:
-    """How chunks travel, and which again."""
+    """Options of the transfer."""
 
     no_check: Annotated[
         bool,
         typer.Option(
             "--no-check",
-            help="Do not read back what was written; the versions then do not count as replicated.",
+            help="Do not read copies back; the versions then do not count as replicated.",
         ),
     ] = False
     limit_rate: Annotated[
@@ -57,45 +57,45 @@ class _TravelOptions:
         typer.Option(
             "--limit-rate",
             metavar="SIZE",
-            help="Bytes a second, both directions together: 50MiB.",
+            help="Limit of the transfer, in bytes per second for both directions together: 50MiB.",
         ),
     ] = None
     again: Annotated[
         bool,
         typer.Option(
             "--again",
-            help="Also bring what the other store has deleted, or keeps less of; what a REF names "
-            "comes in any case.",
+            help="Also copy versions that the other store has deleted or reduced; versions "
+            "named by a REF are always copied.",
         ),
     ] = False
 
     @property
     def bytes_per_s(self) -> float:
-        """The bandwidth limit; 0 for none."""
+        """Return the bandwidth limit; 0 for none."""
         return 0.0 if self.limit_rate is None else float(parse_bytes(self.limit_rate))
 
 
 def replicate(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Versions; all of the store if nothing is named."),
+        typer.Argument(metavar="[REF]...", help="Versions to copy. Default: the whole store."),
     ] = None,
     *,
     to: _To,
     run: Runs = None,
     keep: _Keep = None,
-    dry_run: Annotated[bool, dry_run("Say what would travel; change nothing.")] = False,
+    dry_run: Annotated[bool, dry_run("Print what would be copied; change nothing.")] = False,
     travel: _TravelOptions,
     engine: EngineOptions,
     target: TargetOptions,
     options: WriterOptions,
 ) -> None:
-    """Make versions of a store versions of another: same ids, metrics, tags and lineage.
+    """Copy versions to another store, with the same ids, metrics, tags and lineage.
 
-    Only chunks that the other store does not have travel, and each is read back there. Run it again
-    to finish what was interrupted, or to bring what is new. Nothing is deleted on either side.
-    Exits with 5 if a version could not be copied since it is damaged, with 8 if since it must be
-    thawed first; the others are.
+    Copies only chunks that the other store lacks, and reads each one back there. Run it again to
+    finish an interrupted run or to copy new versions. Nothing is deleted in either store. Exits
+    with 5 if a version is damaged and was not copied, or with 8 if a version must be thawed first;
+    all other versions are copied.
     """
     output = options.output("replicate")
     rate = travel.bytes_per_s

@@ -25,18 +25,18 @@ __all__ = ["retain"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RuleOptions:
-    """The rules of a policy."""
+    """Options that state a retention policy."""
 
     full: Annotated[
         list[str] | None,
-        typer.Option(metavar="RULES", help="What is kept whole: 'last 3'. Repeatable."),
+        typer.Option(metavar="RULES", help="Versions to keep whole: 'last 3'. Repeatable."),
     ] = None
     weights: Annotated[
         list[str] | None,
         typer.Option(
             metavar="RULES",
-            help="What is kept without optimizer and the like: 'best 5 val_loss, every 1000 "
-            "steps'. Repeatable.",
+            help="Versions to keep as weights only: 'best 5 val_loss, every 1000 steps'. "
+            "Repeatable.",
         ),
     ] = None
     weights_bf16: Annotated[
@@ -44,7 +44,7 @@ class _RuleOptions:
         typer.Option(
             "--weights-bf16",
             metavar="RULES",
-            help="What is kept as weights rounded to bfloat16. Repeatable.",
+            help="Versions to keep as weights rounded to bfloat16. Repeatable.",
         ),
     ] = None
     weights_int8: Annotated[
@@ -52,31 +52,34 @@ class _RuleOptions:
         typer.Option(
             "--weights-int8",
             metavar="RULES",
-            help="What is kept as weights in 8 bits with a scale a block. Repeatable.",
+            help="Versions to keep as weights in 8 bits with one scale per block. Repeatable.",
         ),
     ] = None
     record: Annotated[
         list[str] | None,
-        typer.Option(metavar="RULES", help="What is kept as metrics only: 'all'. Repeatable."),
+        typer.Option(
+            metavar="RULES",
+            help="Versions to keep as a record with metrics only: 'all'. Repeatable.",
+        ),
     ] = None
     lossy: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ENCODING",
-            help="How far these two may go: 'int8:rel_l2=0.02,block=64'. Repeatable.",
+            help="Error bounds of the two rounded levels: 'int8:rel_l2=0.02,block=64'. Repeatable.",
         ),
     ] = None
     encoding: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN=ENCODING",
-            help="With --set: what the saves of the run are stored in: 'role:optimizer=dynamic8'. "
+            help="With --set: encoding of the run's future saves: 'role:optimizer=dynamic8'. "
             "Repeatable.",
         ),
     ] = None
 
     def policy(self) -> Policy | None:
-        """Return the policy of these rules; None where there are none."""
+        """Return the policy of these rules; None if there are none."""
         rules = (self.full, self.weights, self.weights_bf16, self.weights_int8, self.record)
         if not any((*rules, self.lossy, self.encoding)):
             return None
@@ -93,30 +96,31 @@ class _RuleOptions:
 
 def retain(
     run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Only this run; all runs without it.")
+        str | None, typer.Argument(metavar="RUN", help="Only this run. Default: all runs.")
     ] = None,
     *,
     rules: _RuleOptions,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Do it. Without, nothing changes.")
+        bool, typer.Option("--apply", help="Carry out the plan. Without it nothing changes.")
     ] = False,
-    dry_run: Annotated[bool, dry_run("Change nothing, which is so without it, too.")] = False,
+    dry_run: Annotated[bool, dry_run("Change nothing; this is the default.")] = False,
     quick: Annotated[
         bool,
         typer.Option(
             "--quick",
-            help="Estimate what rounding frees, instead of reading and rounding all weights.",
+            help="Estimate the space that rounding frees, instead of reading and rounding "
+            "all weights.",
         ),
     ] = False,
     set_policy: Annotated[
         bool, typer.Option("--set", help="Store the rules as the policy of RUN, or of the store.")
     ] = False,
     clear: Annotated[
-        bool, typer.Option("--clear", help="Take the stored policy of RUN, or of the store, away.")
+        bool, typer.Option("--clear", help="Remove the stored policy of RUN, or of the store.")
     ] = False,
     options: WriterOptions,
 ) -> None:
-    """Say what a retention policy keeps of each version and why; with --apply, do it."""
+    """Show what a retention policy keeps of each version and why; --apply carries it out."""
     output = options.output("retain")
     policy = rules.policy()
     _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)

@@ -1,4 +1,4 @@
-"""``ckptstore rm``: delete versions, or a part of them; undone by undelete until a collection."""
+"""``ckptstore rm``: delete or reduce versions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["rm"]
 
 
 class Keep(StrEnum):
-    """What may stay of a version."""
+    """Level to which ``rm --keep`` reduces a version."""
 
     WEIGHTS = "weights"
     WEIGHTS_BF16 = "weights-bf16"
@@ -53,31 +53,34 @@ def rm(
         Keep | None,
         typer.Option(
             "--keep",
-            help="Delete a part for good: keep the weights, rounded or as they are, or the record "
-            "alone. Not undone by undelete.",
+            help="Reduce versions for good: keep the weights, exact or rounded, or only the "
+            "record. Undelete cannot undo this.",
         ),
     ] = None,
     lossy: Annotated[
         str | None,
         typer.Option(
             metavar="ENCODING",
-            help="With --keep weights-bf16 or weights-int8: how far a tensor may change, as in "
-            "'int8:rel_l2=0.02'. One that would by more is kept at the level above.",
+            help="With --keep weights-bf16 or weights-int8: error bound of each tensor, for "
+            "example 'int8:rel_l2=0.02'. A tensor that would exceed it stays at the "
+            "level above.",
         ),
     ] = None,
     force: Annotated[
         bool,
         typer.Option(
-            "--force", "-f", help="Also tagged ones, heads of runs, and the only verified one."
+            "--force",
+            "-f",
+            help="Also delete tagged versions, heads of runs, and the only verified version.",
         ),
     ] = False,
-    dry_run: Annotated[bool, dry_run("Only say what would be deleted.")] = False,
+    dry_run: Annotated[bool, dry_run("Print what would be deleted; change nothing.")] = False,
     reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Why, for people who read the log.")
+        str, typer.Option("--reason", metavar="TEXT", help="Reason, recorded in the log.")
     ] = "",
     options: WriterOptions,
 ) -> None:
-    """Delete versions, or a part of each; undelete brings back whole ones until gc has run."""
+    """Delete or reduce versions; undelete restores deleted versions until gc has run."""
     output = options.output("rm")
     if lossy is not None and keep not in {Keep.WEIGHTS_BF16, Keep.WEIGHTS_INT8}:
         msg = "--lossy says how far rounded weights may go, and none are kept"
@@ -117,7 +120,7 @@ def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]
 
 
 def _one(store: Store, ref: str) -> Version:
-    """Return the version of a REF; the name of a run alone does not say whether one or all."""
+    """Return the version of a REF; refuse a bare run name, which could mean all versions."""
     version = find_version(store, ref)
     if is_run_name(store, ref):
         msg = f"{ref!r} is a run, not a version"
@@ -139,7 +142,7 @@ def _document(removal: Removal) -> dict[str, Any]:
 
 
 def _summary(found: Sequence[Removal], part: str | None, *, dry_run: bool) -> str:
-    """Return what was done or would be: all of it, or nothing where anything is in the way."""
+    """Return a summary of the deletion, done or planned."""
     kept = sum(1 for removal in found if removal.obstacle)
     what = "deleted" if part is None else f"reduced to {part}"
     if kept:

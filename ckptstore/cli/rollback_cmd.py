@@ -1,4 +1,4 @@
-"""``ckptstore rollback``: the head of a run moves to one of its versions."""
+"""``ckptstore rollback``: move the head of a run to one of its versions."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _NAMED: Final = 10
 
 def rollback(
     ref: Annotated[
-        str, typer.Argument(metavar="REF", help="The version to go back to, or forward again.")
+        str, typer.Argument(metavar="REF", help="The version to move to, back or forward.")
     ],
     *,
     reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Why; kept in the log.")
+        str, typer.Option("--reason", metavar="TEXT", help="Reason, recorded in the log.")
     ] = "",
     options: WriterOptions,
 ) -> None:
-    """Make a version the head of its run again; what came after is abandoned, not deleted.
+    """Move the head of a run to a version; later versions are abandoned, not deleted.
 
-    The next save continues it, and RUN@latest names it.
+    The next save continues this version, and RUN@latest names it.
     """
     from ckptstore.maintenance.retention.rollback import rollback as roll
 

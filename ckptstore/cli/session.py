@@ -132,7 +132,7 @@ def opened_for(store: Store, url: str, given: Mapping[str, Any]) -> Iterator[Sto
 
 @contextmanager
 def vouching() -> Iterator[None]:
-    """Say in the terms of the command line how a refusal of unsafe storage is overruled."""
+    """Rewrite the hint of a refusal of unsafe storage in terms of the command line."""
     try:
         yield
     except UnsafeBackendError as error:
@@ -152,7 +152,7 @@ def full_ref(store: Store, text: str) -> str:
 
 
 def is_run_name(store: Store, text: str) -> bool:
-    """Return whether a command's REF is the name of a run and nothing more."""
+    """Return whether a command's REF is only the name of a run."""
     return "@" not in text and not full_ref(store, text).startswith("#")
 
 

@@ -1,4 +1,4 @@
-"""``ckptstore show``: everything about one version."""
+"""``ckptstore show``: details of one version."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def show(
         typer.Option(
             "--tensors",
             metavar="N|all",
-            help="How many tensors to list; 0 does not read the manifest. Default: 10, with "
-            "--json all.",
+            help="Number of tensors to list; 0 skips reading the manifest. Default: 10; all "
+            "with --json.",
         ),
     ] = None,
     utc: Utc = False,
@@ -87,7 +87,7 @@ def show(
 
 
 def _most(text: str | None, *, default: int | None) -> int | None:
-    """Return how many tensors are asked for; None for all."""
+    """Return the number of tensors to list; None for all."""
     if text is None:
         return default
     if text == "all":
@@ -99,7 +99,7 @@ def _most(text: str | None, *, default: int | None) -> int | None:
 
 
 def _why(receipt: Mapping[str, float]) -> str:
-    """Return how sure ``auto`` was; empty for saves that did not say."""
+    """Return the confidence of the ``auto`` codec; empty for saves that did not record it."""
     if "auto_measured" not in receipt:
         return ""
     how = "both measured" if receipt["auto_measured"] else "not both measured"
@@ -108,7 +108,7 @@ def _why(receipt: Mapping[str, float]) -> str:
 
 
 def _receipt_text(name: str, value: float) -> str:
-    """Return an entry of a receipt in the unit that its name ends in."""
+    """Return an entry of a receipt in the unit given by the end of its name."""
     if not math.isfinite(value):
         return str(value)
     if name.endswith("_bytes_per_s"):
@@ -121,7 +121,7 @@ def _receipt_text(name: str, value: float) -> str:
 
 
 def _tensors(store: Store, version: Version) -> list[TensorInfo]:
-    """Return what the manifest says of each tensor; reads no data and needs no torch."""
+    """Return the manifest's entry of each tensor; reads no data and needs no torch."""
     from ckptstore.checkpoint.content import read_content
 
     return read_content(store.repo.manifests.load(version)).tensors()
@@ -129,7 +129,7 @@ def _tensors(store: Store, version: Version) -> list[TensorInfo]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _View:
-    """What is shown of a version."""
+    """Prints the details of a version."""
 
     catalog: Catalog
     version: Version
@@ -141,7 +141,7 @@ class _View:
     utc: bool
 
     def document(self, url: str) -> dict[str, Any]:
-        """Return all of it."""
+        """Return everything as one document."""
         version = self.version
         head = self.catalog.head_id(version.run) == version.id
         return {
@@ -153,7 +153,7 @@ class _View:
         }
 
     def draw(self, screen: Screen) -> None:
-        """Draw section after section; those with nothing in them are left out."""
+        """Draw all sections that are not empty."""
         version = self.version
         screen.heading(f"{version.run}@{version.step}")
         screen.fields(self._fields())
@@ -243,7 +243,7 @@ class _View:
         screen.table(columns, rows)
 
     def _draw_forms(self, screen: Screen) -> None:
-        """Draw how tensors are stored that are not stored as they are."""
+        """Draw the encodings of tensors that are not stored losslessly as they are."""
         rows = [
             (
                 tensor.path,

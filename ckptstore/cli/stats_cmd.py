@@ -1,4 +1,4 @@
-"""``ckptstore stats``: a store in a dozen numbers."""
+"""``ckptstore stats``: key figures of a store."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def stats(
     *,
     prometheus: Annotated[
         bool,
-        typer.Option("--prometheus", help="Figures of runs and their last saves, for Prometheus."),
+        typer.Option(
+            "--prometheus", help="Print metrics of runs and their last saves for Prometheus."
+        ),
     ] = False,
     plot: Annotated[
         Path | None,
         typer.Option(
             "--plot",
             metavar="PATH",
-            help="Draw what the last saves took to a .svg, .png or .pdf file.",
+            help="Plot times and sizes of the last saves to a .svg, .png or .pdf file.",
         ),
     ] = None,
     run: Annotated[
@@ -42,10 +44,10 @@ def stats(
     ] = None,
     options: CommonOptions,
 ) -> None:
-    """Show what a store holds and what it takes: versions, distinct chunks, sharing, objects.
+    """Show key figures of a store: versions, distinct chunks, sharing, objects and space.
 
-    Reads the manifest of every version, and lists every object; with --prometheus or --plot the
-    catalog alone.
+    Reads the manifest of every version and lists every object; with --prometheus or --plot it reads
+    only the catalog.
     """
     output = options.output("stats")
     if (prometheus and plot is not None) or (run is not None and plot is None):

@@ -1,4 +1,4 @@
-"""``ckptstore tag``: give a version a name in its run, or take the name away."""
+"""``ckptstore tag``: add or remove a name of a version in its run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tag(
     name: Annotated[str, typer.Argument(metavar="TAG", help="The tag; it moves if it exists.")],
     *,
     delete: Annotated[
-        bool, typer.Option("--delete", "-d", help="Take the tag away from the run.")
+        bool, typer.Option("--delete", "-d", help="Remove the tag from the run.")
     ] = False,
     options: WriterOptions,
 ) -> None:

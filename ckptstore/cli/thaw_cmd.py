@@ -1,4 +1,4 @@
-"""``ckptstore thaw``: make a version readable that lies in an archive class."""
+"""``ckptstore thaw``: make a version in an archive class readable."""
 
 from __future__ import annotations
 
@@ -29,37 +29,43 @@ def thaw(
     role: Annotated[
         list[str] | None,
         typer.Option(
-            "--role", metavar="ROLE", help="Only tensors of this role: weights, ... Repeatable."
+            "--role",
+            metavar="ROLE",
+            help="Only tensors of this role, for example weights. Repeatable.",
         ),
     ] = None,
     paths: PathOptions,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Return when everything can be read: minutes to days.")
+        bool, typer.Option("--wait", help="Wait until everything can be read: minutes to days.")
     ] = False,
     days: Annotated[
-        int, typer.Option("--days", metavar="N", help="How long it is to be readable.")
+        int, typer.Option("--days", metavar="N", help="How long the version stays readable.")
     ] = limits.THAW_DAYS,
     tier: Annotated[
         str,
         typer.Option(
             "--tier",
             metavar="NAME",
-            help="How fast and how dear: Expedited, Standard or Bulk, as the class has it.",
+            help="Speed and price of the restore: Expedited, Standard or Bulk, if the "
+            "storage class offers it.",
         ),
     ] = "Standard",
     poll: Annotated[
         str | None,
         typer.Option(
-            "--poll", metavar="TIME", help="How often to look with --wait; by default as fits."
+            "--poll",
+            metavar="TIME",
+            help="With --wait: time between checks. Default: chosen by the expected duration.",
         ),
     ] = None,
-    dry_run: Annotated[bool, dry_run("Say what is cold; ask for nothing.")] = False,
+    dry_run: Annotated[bool, dry_run("Print what is cold; request nothing.")] = False,
     options: CommonOptions,
 ) -> None:
-    """Ask the storage to make readable what a version needs, and say how far that is.
+    """Request the restore of a version from an archive class, and show its progress.
 
-    Only the packs that hold what is asked for. Nothing is asked for twice: run it again to look how
-    far it is, or, with --wait, to go on waiting. Exits with 0 whether or not it can be read yet.
+    Restores only packs that hold the selected tensors. Nothing is requested twice: run it again to
+    see the progress, or, with --wait, to continue waiting. Exits with 0 whether or not the version
+    can be read yet.
     """
     from ckptstore.catalog.retention_rules import parse_duration
 

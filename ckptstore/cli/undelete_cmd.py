@@ -1,4 +1,4 @@
-"""``ckptstore undelete``: deleted versions are there again, if no collection came first."""
+"""``ckptstore undelete``: restore deleted versions that no collection has freed yet."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def undelete(
     ] = None,
     options: WriterOptions,
 ) -> None:
-    """Bring deleted versions back, all that are named or none."""
+    """Restore deleted versions: all that are named, or none."""
     output = options.output("undelete")
     if bool(refs) == (run is not None):
         msg = "name versions, or a run with --run"
@@ -49,7 +49,7 @@ def undelete(
 
 
 def _less(version: Version) -> str:
-    """Return what is not back of a version, since it was gone before."""
+    """Return the parts of a version that were dropped before its deletion and are not restored."""
     if version.level == "full":
         return ""
     return f"; it was reduced to {version.level}, which is for good"

@@ -1,4 +1,4 @@
-"""``ckptstore verify``: whether everything is there, and is what was written."""
+"""``ckptstore verify``: check that stored data is complete and unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["VerifyLevel", "verify"]
 
 
 class VerifyLevel(StrEnum):
-    """How deep to look."""
+    """Depth of a check."""
 
     FULL = "full"
     RECORDS = "records"
@@ -37,12 +37,12 @@ class VerifyLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckOptions:
-    """What is checked, and how deep."""
+    """Options that select the data and the depth of the check."""
 
     level: Annotated[
         VerifyLevel,
         typer.Option(
-            "--level", help="full reads every byte; records only records and sizes of packs."
+            "--level", help="full reads every byte; records reads only records and sizes of packs."
         ),
     ] = VerifyLevel.FULL
     sample: Annotated[
@@ -50,43 +50,48 @@ class _CheckOptions:
         typer.Option(
             "--sample",
             metavar="SHARE",
-            help="Read only a part of the chunks, such as 5%: another part each day, all in turn.",
+            help="Read only this share of the chunks, for example 5%: a different part each "
+            "day, all in turn.",
         ),
     ] = "100%"
     part: Annotated[
         int | None,
         typer.Option(
-            "--part", min=0, metavar="N", help="Which part of a sample; if not given, the day's."
+            "--part",
+            min=0,
+            metavar="N",
+            help="Part of the sample to read. Default: the part of the day.",
         ),
     ] = None
     record: Annotated[
         bool,
-        typer.Option("--record", help="Record in the log which versions were found sound."),
+        typer.Option("--record", help="Record intact versions in the log."),
     ] = False
     unverified: Annotated[
-        bool, typer.Option("--unverified", help="Only versions that are not recorded as sound.")
+        bool, typer.Option("--unverified", help="Only versions that are not recorded as intact.")
     ] = False
     resume: Annotated[
         Path | None,
         typer.Option(
             "--resume",
             metavar="FILE",
-            help="Keep in FILE how far the check has come, and go on where it stopped.",
+            help="Keep the progress in FILE, and continue from there.",
         ),
     ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HealOptions:
-    """The stores that damage is mended from."""
+    """Options of the stores that damage is recovered from."""
 
     heal_from: Annotated[
         list[str] | None,
         typer.Option(
             "--heal-from",
             metavar="URL",
-            help="If anything is damaged, bring it back from this store: replica:NAME, a copy, or "
-            "any that holds the same tensors. Repeatable: the next is asked for what stays lost.",
+            help="Recover damaged data from this store: replica:NAME, a copy, or any store "
+            "with the same tensors. Repeatable: later stores are asked for data that "
+            "stays lost.",
         ),
     ] = None
     heal_option: Annotated[
@@ -94,23 +99,27 @@ class _HealOptions:
         typer.Option(
             "--heal-option",
             metavar="KEY=VALUE",
-            help="As --option, for the stores of --heal-from. Repeatable.",
+            help="Like --option, for the stores of --heal-from. Repeatable.",
         ),
     ] = None
     heal_key: Annotated[
         str | None,
-        typer.Option("--heal-key", metavar="SPEC", help="As --key, for the stores of --heal-from."),
+        typer.Option(
+            "--heal-key", metavar="SPEC", help="Like --key, for the stores of --heal-from."
+        ),
     ] = None
 
     def given(self) -> dict[str, Any]:
-        """Return how they are opened, as :func:`ckptstore.open` takes it."""
+        """Return the options of :func:`ckptstore.open` for these stores."""
         return second_store(self.heal_option, self.heal_key)
 
 
 def verify(
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="REF", help="Versions, runs; without any, all and the log."),
+        typer.Argument(
+            metavar="REF", help="Versions or runs. Default: the whole store with its log."
+        ),
     ] = None,
     *,
     check: _CheckOptions,
@@ -118,9 +127,10 @@ def verify(
     engine: EngineOptions,
     options: WriterOptions,
 ) -> None:
-    """Check versions without changing any; exits with 5 if anything is damaged.
+    """Check versions without changing them; exits with 5 if anything is damaged.
 
-    With --heal-from damage is mended, as by ckptstore repair; exits with 5 if something stays lost.
+    With --heal-from, damage is recovered as by ckptstore repair; exits with 5 if something stays
+    lost.
     """
     output = options.output("verify")
     share = _share(check.sample)
@@ -180,7 +190,7 @@ def _document(report: VerifyReport, url: str) -> dict[str, Any]:
 def _heal(
     store: Store, urls: Sequence[str], given: Mapping[str, Any], output: Output
 ) -> list[tuple[str, RepairReport]]:
-    """Bring back what is damaged from one store after another, until nothing is lost."""
+    """Recover damaged data from one store after another, until nothing is lost."""
     done: list[tuple[str, RepairReport]] = []
     for url in urls:
         with opened_for(store, url, given) as other, progress_bars(output) as progress:
@@ -191,13 +201,13 @@ def _heal(
 
 
 def _named(store: Store, ref: str) -> list[Version]:
-    """Return the version of a REF, or all of a run that is named alone."""
+    """Return the version of a REF, or all versions of a bare run name."""
     one = find_version(store, ref)
     return store.versions(ref) if is_run_name(store, ref) else [one]
 
 
 def _share(text: str) -> float:
-    """Return a share given as 5% or 0.05; its range is checked by whoever uses it."""
+    """Return a share given as 5% or 0.05; the caller checks its range."""
     digits, percent = text.removesuffix("%"), text.endswith("%")
     try:
         return float(digits) / (100 if percent else 1)
