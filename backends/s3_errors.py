@@ -48,7 +48,7 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
     if _not_sent(error):
         return TransientStorageError(msg)
     if isinstance(error, _WRONG_SETTINGS):
-        return StorageError(msg, hint="check the storage options")
+        return StorageError(f"{msg}: {error}", hint="check the storage options")
     return error_for_silence(msg, conditional=conditional)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from ckptstore.format.paths import path_text
@@ -11,6 +12,9 @@ __all__ = ["fitting_rename"]
 
 _CANDIDATES_MAX = 8
 """Renamings that are tried. Source: copies of one model in a state, such as averaged weights."""
+
+_NAMES_MAX = 16
+"""Names of the target that renamings are made from. Source: one name may be of a new layer."""
 
 
 def fitting_rename(sources: Mapping[str, Leaf], targets: Iterable[str]) -> str:
@@ -29,28 +33,28 @@ def fitting_rename(sources: Mapping[str, Leaf], targets: Iterable[str]) -> str:
         Such as ``rename={'model': ''}``. Empty where one prefix in place of another does not make
         half of the target's names fit, or no more than fit already.
     """
-    names = set(targets)
+    names = sorted(targets)
     paths = {path_text(leaf.path) for leaf in sources.values()}
-    best, fits = "", max(len(names & sources.keys()), (len(names) - 1) // 2)
-    for old, new in _candidates(paths, max(names, key=lambda name: name.count("."))):
-        count = len(names & {_renamed(path, old, new) for path in paths})
+    best, fits = "", max(len(sources.keys() & names), (len(names) - 1) // 2)
+    for old, new in _candidates(paths, names[:: len(names) // _NAMES_MAX + 1]):
+        count = len({_renamed(path, old, new) for path in paths}.intersection(names))
         if count > fits:
             best, fits = f"rename={{{old!r}: {new!r}}}", count
     return best
 
 
-def _candidates(paths: Iterable[str], name: str) -> list[tuple[str, str]]:
-    """Return what replaces what in the paths that end most like a name."""
-    wanted = name.split(".")
-    found: dict[tuple[str, str], int] = {}
-    for path in paths:
-        parts = path.split(".")
-        same = 0
-        while same < min(len(parts), len(wanted)) and parts[-1 - same] == wanted[-1 - same]:
-            same += 1
-        if same:
-            old, new = parts[: len(parts) - same], wanted[: len(wanted) - same]
-            found[".".join(old), ".".join(new)] = same
+def _candidates(paths: Iterable[str], names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the prefixes to exchange where a path ends like a name, longest endings first."""
+    wanted = [name.split(".") for name in names]
+    found: Counter[tuple[str, str]] = Counter()
+    for parts in (path.split(".") for path in paths):
+        for name in wanted:
+            same = 0
+            while same < min(len(parts), len(name)) and parts[-1 - same] == name[-1 - same]:
+                same += 1
+            if same:
+                old, new = parts[: len(parts) - same], name[: len(name) - same]
+                found[".".join(old), ".".join(new)] += same
     return sorted(found, key=lambda pair: (-found[pair], pair))[:_CANDIDATES_MAX]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -76,6 +77,7 @@ def write_adapter(
     if merge and len(configs) > 1:
         msg = f"{ref!r} has several adapters ({', '.join(configs)}), and one can be merged"
         raise InvalidInputError(msg, hint="export them, and merge them with PEFT")
+    model = deepcopy(model)  # PEFT puts adapters into it, and merges them, in place
     if isinstance(model, peft.PeftModel):
         model = model.unload()
     if not merge:

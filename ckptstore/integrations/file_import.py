@@ -35,7 +35,7 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.paths import Pattern
 from ckptstore.integrations.pretrained_files import names_digest, read_beside
 from ckptstore.model import Version
-from ckptstore.store import Store
+from ckptstore.store import Store, resume_check
 
 __all__ = ["TORCH_SUFFIXES", "import_file"]
 
@@ -133,8 +133,6 @@ def import_file(
     path = Path(path)
     directory = _holds(path, ".metadata")
     described = not directory and _holds(path, "config.json", "adapter_config.json")
-    if step is None and not described and path.exists():
-        raise InvalidInputError(f"{path} does not say its step", hint="give one: --step N")
     key = under if under is not None else _MODEL if described else ""
     wishes: _Wishes = {
         "step": step or 0,
@@ -145,6 +143,7 @@ def import_file(
         "progress": progress,
     }
     if directory:
+        _check_step(path, step)
         from ckptstore.integrations.dcp.directory import import_directory
 
         return import_directory(
@@ -154,8 +153,16 @@ def import_file(
         state = {key: found.state} if key else found.state
         if described:
             state = _with_files(state, found, path)
+        else:
+            _check_step(path, step)
+        resume_check.chosen(store.repo, run)  # an import goes on with no training
         about = {**_origin(found), **(metadata or {})}
         return store.run(run, metrics=directions).save(state, metadata=about, **wishes)
+
+
+def _check_step(path: Path, step: int | None) -> None:
+    if step is None:
+        raise InvalidInputError(f"{path} does not say its step", hint="give one: --step N")
 
 
 def _holds(folder: Path, *names: str) -> bool:
@@ -199,7 +206,7 @@ def _opened(path: Path) -> Iterator[_Read]:
     except CkptStoreError:
         raise
     except OSError as error:
-        raise translate(error, f"reading {path}") from error
+        raise translate(error, f"reading {error.filename or path}") from error
 
 
 def _main_file(folder: Path) -> Path:
@@ -218,7 +225,10 @@ def _main_file(folder: Path) -> Path:
         raise FormatError(msg, hint="import a checkpoint that was saved before it")
     what = ", ".join(found[:5]) if found else "none"
     msg = f"{folder} must hold one file of weights or one index of shards; there is {what}"
-    raise InvalidInputError(msg, hint="name the file itself")
+    hint = "name the file itself"
+    if "store.json" in names:
+        hint = "it is a store: ckptstore replicate copies its versions"
+    raise InvalidInputError(msg, hint=hint)
 
 
 def _read_shards(index: Path, stack: ExitStack) -> _Read:

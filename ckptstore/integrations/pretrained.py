@@ -118,6 +118,7 @@ def export_pretrained(
     MissingDependencyError
         Transformers, or PEFT for an adapter, is needed and not installed.
     """
+    _check_given(folder, model)
     version = store.resolve(ref)
     state = _weights(store, version.id, ref)
     about = _about(store, version.id)
@@ -141,6 +142,14 @@ def export_pretrained(
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
     return path
+
+
+def _check_given(folder: str | os.PathLike[str], model: object) -> None:
+    if Path(folder).exists() and not Path(folder).is_dir():
+        raise InvalidInputError(f"{os.fspath(folder)} is no folder", hint="name a new folder")
+    if model is not None and (isinstance(model, type) or not hasattr(model, "load_state_dict")):
+        msg = f"model must be an instance of a model, not {model!r:.80}"
+        raise InvalidInputError(msg, hint="model=MyModel(config), or leave it out")
 
 
 def fill(

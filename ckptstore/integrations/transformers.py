@@ -28,6 +28,7 @@ from ckptstore.errors import (
     PolicyError,
     RunNotFoundError,
     StateError,
+    TensorNotFoundError,
     VersionNotFoundError,
 )
 from ckptstore.integrations.arguments import check_run
@@ -124,8 +125,24 @@ class StoreTrainerMixin:
 
     @property
     def has_version(self) -> bool:
-        """Whether the run has a version to resume from; the same on all ranks."""
-        return from_first(lambda: self._run.head is not None)
+        """Whether the run has a version to resume from; the same on all ranks.
+
+        A run that only begins with weights, as a fork of an imported folder does, has none yet:
+        the training begins with the model that it was given.
+        """
+        return from_first(self._has_version)
+
+    def _has_version(self) -> bool:
+        head, store = self._run.head, self._run._store
+        if head is None:
+            return False
+        if head.parent and store.repo.catalog.version(head.parent).run == head.run:
+            return True
+        try:
+            store.load(f"#{head.id}", include=["trainer_state"])
+        except TensorNotFoundError:
+            return False
+        return True
 
     # --- resuming -----------------------------------------------------------------------------
 
@@ -158,7 +175,7 @@ class StoreTrainerMixin:
         self._resumed = self._run._store.load(f"#{one}")
         if not {"trainer_state", "model"} <= self._resumed.keys():
             self._resumed = None
-            msg = f"{ref!r} was not saved by a Trainer: it has no trainer_state"
+            msg = f"{self._run.name}: {ref!r} was not saved by a Trainer: it has no trainer_state"
             raise StateError(msg, hint="to begin with its weights, load them into the model")
         try:
             with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:

@@ -76,7 +76,7 @@ def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
     if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
         where = repr(path_text(leaf.path))
         raise InvalidInputError(
-            f"{where} is {dtype}{list(shape)} in the version, but {target.dtype}"
+            f"{where} is {dtype}{list(shape)} in the version, but {dtype_text(target.dtype)}"
             f"{list(target.shape)} in into",
             hint="leave it out of into, or of the load (exclude=)",
         )

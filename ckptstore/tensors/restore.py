@@ -181,8 +181,13 @@ class Restorer:
                     hint="load it without into, or leave it out of into",
                 )
             if leaf is None:
+                end = f".{path_text(path)}"
+                near = next(filter(lambda text: text.endswith(end), map(path_text, by_path)), "")
                 raise TensorNotFoundError(
-                    f"into has a tensor at {path_text(path)!r}, where the version has none"
+                    f"into has a tensor at {path_text(path)!r}, where the version has none",
+                    hint=f"the version has {near!r}: nest into as the state that was saved"
+                    if near
+                    else "leave it out of into; Store.load_into fills what fits, and lists the rest",
                 )
             record = self._records[leaf.index]
             check_target(leaf, record, target)
@@ -200,7 +205,7 @@ def _device_for(saved: str, map_location: MapLocation) -> torch.device:
         wanted = wanted.get(saved, "cpu")
     elif callable(wanted):
         storage = wanted(torch.empty(0, device=_CPU).untyped_storage(), saved)
-        wanted = "cpu" if storage is None else storage.device
+        wanted = "cpu" if storage is None else getattr(storage, "device", storage)
     if wanted is None:
         return _CPU
     if not isinstance(wanted, str | torch.device):

@@ -163,7 +163,7 @@ def made(*, blank: bool) -> dict[str, Any]:
     return {
         "two": two(a, b),
         "sparse": torch.zeros(3, 3).to_sparse() if blank else dense.to_sparse(),
-        "csr": dense.to_sparse_csr(),
+        "csr": (torch.zeros(3, 3) if blank else dense).to_sparse_csr(),
         "quantized": quantized(1.0 if blank else 0.25),
         "list": [two(b, a), torch.ones(2)],
     }

@@ -147,6 +147,21 @@ def test_a_planner_that_does_not_flatten_is_given_containers(
     assert list(differences(into, state)) == []
 
 
+def test_a_planner_that_forgets_what_it_reads_is_told(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's planner fills a copy, and returns; a state of tensors alone is filled."""
+    run.save(NESTED, step=1)
+    caplog.set_level("WARNING")
+    forgetful = DefaultLoadPlanner(flatten_state_dict=False)
+    loader.load({"a": torch.zeros(3)}, storage_reader=CkptStoreReader(run), planner=forgetful)
+    assert not caplog.records
+    loader.load({"b": {}}, storage_reader=CkptStoreReader(run), planner=forgetful)
+    (warning,) = caplog.messages
+    assert "DefaultLoadPlanner of torch reads 'b', and does not put it into the state" in warning
+    assert "flatten_sharded_tensors=False" in warning
+
+
 def test_containers_are_not_listed(run: Run) -> None:
     """Who lists the names of a version, or flattens, sees its leaves alone."""
     run.save(NESTED, step=1)

@@ -175,6 +175,14 @@ def test_an_adapter_without_its_base_model(
     assert _near(export_pretrained(store, "lora", tmp_path / "named", merge=True), model)
 
     given = AutoModelForCausalLM.from_pretrained(base)
+    for mine in (given, model):
+        before = {name: value.clone() for name, value in mine.state_dict().items()}
+        for merge in (True, False):
+            export_pretrained(store, "lora", tmp_path / f"{merge}", merge=merge, model=mine)
+            after = mine.state_dict()
+            assert before.keys() == after.keys()
+            assert all(torch.equal(value, after[name]) for name, value in before.items())
+    assert given.lm_head.weight.requires_grad
     base.rename(tmp_path / "moved")
     folder = export_pretrained(store, "lora", tmp_path / "given", merge=True, model=given)
     assert _near(folder, model)

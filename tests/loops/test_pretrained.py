@@ -161,7 +161,9 @@ def test_a_trainer_keeps_the_files_of_its_fork(store: Store, base: Path, tmp_pat
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(base)
     trainer = Stored(model, arguments, train_dataset=rows, run=store.fork("llama", "ft"))
-    trainer.train()
+    assert not trainer.has_version  # there are weights, and nothing to resume from
+    trainer.train(resume_from_checkpoint=trainer.has_version)
+    assert trainer.has_version
 
     _check(export_pretrained(store, "ft@1", tmp_path / "exported"), trainer.model, base)
 
@@ -231,3 +233,15 @@ def test_shapes_that_do_not_fit_are_told(store: Store, base: Path, tmp_path: Pat
     store.run("r").save({"model": state, "pretrained": about}, step=1)
     with pytest.raises(StateError, match="size mismatch"):
         export_pretrained(store, "r", tmp_path / "out")
+
+
+def test_an_export_says_what_it_cannot_take(store: Store, base: Path, tmp_path: Path) -> None:
+    """A file in place of a folder, a class or a name in place of a model: told at the call."""
+    import_file(store, base, run="llama")
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidInputError, match="/file is no folder"):
+        export_pretrained(store, "llama", tmp_path / "file")
+    for wrong in (GPT2LMHeadModel, str(base)):
+        with pytest.raises(InvalidInputError, match="model must be an instance of a model, not"):
+            export_pretrained(store, "llama", tmp_path / "out", model=wrong)  # type: ignore[arg-type]
+    assert not (tmp_path / "out").exists()

@@ -36,6 +36,7 @@ from ckptstore.events import Progress
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.integrations.files import export_safetensors, import_file
 from ckptstore.integrations.safetensors_plan import SAFETENSORS_DTYPES
+from ckptstore.store import resume_check
 
 
 @pytest.fixture
@@ -378,6 +379,41 @@ def test_shards_are_one_version(store: ckptstore.Store, tmp_path: Path, suffix: 
     loaded = store.load("r")
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[key], expected[key]) for key in expected)
+
+
+def test_a_shard_that_is_missing_is_named(store: ckptstore.Store, tmp_path: Path) -> None:
+    """The error is of the file that is not there, and not of the index that names it."""
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "one.safetensors"}}')
+    with pytest.raises(ObjectNotFoundError, match=r"/one\.safetensors: ENOENT"):
+        import_file(store, tmp_path, run="r", step=1)
+
+
+def test_what_cannot_be_imported_is_told_before_a_step_is_asked_for(
+    store: ckptstore.Store, tmp_path: Path
+) -> None:
+    """A step that is given next would only meet the other error; a folder of a store is named."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "store.json").write_text("{}")
+    with pytest.raises(InvalidInputError, match=r"config\.json is of no kind"):
+        import_file(store, tmp_path / "config.json", run="r")
+    with pytest.raises(InvalidInputError, match="there is none") as told:
+        import_file(store, tmp_path / "made", run="r")
+    assert told.value.hint == "it is a store: ckptstore replicate copies its versions"
+
+
+def test_an_import_is_no_training_that_was_not_resumed(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Older steps are imported after newer ones without the warning that is for trainings."""
+    with ckptstore.open(tmp_path / "new", create=True) as store:
+        import_file(store, folder, run="r", step=5)
+    resume_check._chosen.clear()  # another process
+    with ckptstore.open(tmp_path / "new") as store:
+        import_file(store, folder, run="r", step=3)
+        assert [version.step for version in store.run("r").versions()] == [5, 3]
+    assert caplog.messages == []
 
 
 def test_folder_with_one_file_is_that_file(store: ckptstore.Store, tmp_path: Path) -> None:

@@ -265,6 +265,14 @@ def test_the_message_names_the_renaming_that_fits(
     assert [value.tolist() for value in target.values()] == [v.tolist() for v in values.values()]
 
 
+def test_new_layers_do_not_hide_the_renaming(store: ckptstore.Store) -> None:
+    """The version has nothing like some of the target's names, the deepest and first among them."""
+    target = {"body": _model(seed=1), "a": {"new": {"layer": {"weight": torch.zeros(1)}}}}
+    with pytest.raises(InvalidInputError, match="nothing that fits") as told:
+        store.load_into("gpt", target, strict=False)
+    assert told.value.hint == "pass rename={'model': 'body'}"
+
+
 def test_a_target_that_is_filled_in_part_is_named_in_one_warning(
     store: ckptstore.Store, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,8 @@ from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.tensor_bytes import as_elements, dtype_named
 
 __all__ = ["CkptStoreReader"]
+
+_log = logging.getLogger("ckptstore")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +204,7 @@ class CkptStoreReader(StorageReader):
                 raise TensorNotFoundError(msg, hint="load it into a state of the same structure")
             direct = item.type is LoadItemType.TENSOR and entry.index is not None
             (tensors if direct else values).append((item, entry))
+        _check_kept(plan, planner)
         self._read_tensors(found, tensors, planner)
         self._read_values(found, values, planner)
         future: Future[None] = Future()
@@ -326,6 +330,19 @@ class CkptStoreReader(StorageReader):
         return StorageMeta(checkpoint_id=f"{version.run}@{version.step}", load_id=version.id)
 
 
+def _check_kept(plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Warn of a planner of torch that puts plain values and dicts into a copy of the state."""
+    flat = getattr(planner, "flatten_state_dict", True)
+    names = [i.dest_index.fqn for i in plan.items if i.type is LoadItemType.BYTE_IO]
+    if names and not flat and getattr(planner, "flatten_sharded_tensors", False):
+        _log.warning(
+            "%s of torch reads %s, and does not put it into the state -- give it "
+            "flatten_sharded_tensors=False too",
+            type(planner).__name__,
+            ", ".join(map(repr, names[:5])),
+        )
+
+
 def _memory(target: torch.Tensor, entry: Entry, item: ReadItem) -> torch.Tensor:
     """Return the host memory to read into: the target's own, or new memory of its shape."""
     if tuple(target.shape) != tuple(item.lengths):
@@ -352,6 +369,8 @@ def _fill(target: torch.Tensor, value: torch.Tensor, item: ReadItem) -> None:
             )
         ]
     with torch.no_grad():
+        if target.layout not in (torch.strided, torch.sparse_coo) and target.layout == value.layout:
+            target.resize_as_sparse_(value)  # copying wants as many elements as there are
         target.copy_(value)
 
 
