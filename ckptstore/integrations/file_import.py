@@ -203,7 +203,7 @@ def _opened(path: Path) -> Iterator[_Read]:
 
 
 def _main_file(folder: Path) -> Path:
-    """Return the main file of a folder: its index or its weights."""
+    """Return the index of shards in a folder, or its one file of weights."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     for suffix in (f"{_SAFETENSORS}{_INDEX}", _SAFETENSORS, f".bin{_INDEX}", ".bin"):
         found = [name for name in names if name.endswith(suffix)]

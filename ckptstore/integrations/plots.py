@@ -242,7 +242,7 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
 
 
 def _draw_rollbacks(axes: Axes, picture: _Picture) -> None:
-    """Draw an arrow from the end of what a rollback abandoned back to where it went."""
+    """Draw an arrow from the end of each abandoned branch back to the rollback's target."""
     drawn = [one for one, point in picture.points.items() if math.isfinite(point.value)]
     continued = {picture.above[one] for one in drawn}
     label = "rollback"

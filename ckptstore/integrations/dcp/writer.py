@@ -168,7 +168,7 @@ class CkptStoreWriter(StorageWriter):
         Raises
         ------
         InvalidInputError
-            A name, metric or step is not accepted; or torch runs the ranks separately.
+            A name, metric or step is not accepted; or ``use_collectives=False`` is given.
         ReadOnlyError, UnsafeBackendError
             The store cannot be written to.
         """
