@@ -97,11 +97,11 @@ class Capabilities:
     """Properties that a backend declares; layers above decide by these, never by its class."""
 
     put_if_absent: PutIfAbsent
-    """The claim; a store trusts only what its probe found."""
+    """The claim; a store trusts only the result of its probe."""
     pack_bytes: int
     """Size at which a pack is closed, in bytes."""
     part_bytes: int
-    """How much of an object a writer holds in memory, in bytes (its buffer; a whole pack where
+    """Bytes of an object that a writer holds in memory (its buffer; a whole pack if
     the storage takes an object in one request)."""
     read_gap_bytes: int
     """Two ranges closer than this are fetched as one, in bytes."""
@@ -112,7 +112,7 @@ class Capabilities:
     scatter_read: bool
     """``read_into`` fills the buffers without a copy in between."""
     lookup_lag_s: float
-    """How long a name may seem absent to one client after another created it, in seconds."""
+    """Seconds that a name may seem absent to one client after another created it."""
     private: bool = False
     """Objects are in the memory of this process, where no other one can reach them."""
     write_bytes_per_s: float = limits.WRITE_BYTES_PER_S_DEFAULT
@@ -198,8 +198,8 @@ class Backend(ABC):
     url: str
     """The location as the user would write it, without credentials."""
     name: str
-    """Which backend this is: ``local``, ``nfs``, ``parallel``, ``s3``, ``gcs``, ``memory``,
-    ``fsspec``; recorded with probe findings."""
+    """Kind of backend: ``local``, ``nfs``, ``parallel``, ``s3``, ``gcs``, ``memory``,
+    ``fsspec``; recorded with probe results."""
 
     @property
     @abstractmethod

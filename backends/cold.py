@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CLASSED_PREFIX: Final = "packs/"
-"""What the keys begin with of the only objects that may be in another class than the standard."""
+"""Prefix of the only keys whose objects may be in a class other than the standard one."""
 
 Access: TypeAlias = Literal["readable", "cold", "restoring", "restored"]
 """``readable``: at any time; ``cold``: a restore must be asked for; ``restoring``: one was;
@@ -43,7 +43,7 @@ class ObjectState:
     """Seconds since 1970 by the storage's clock; a change of the class counts."""
     access: Access
     restored_until: float | None = None
-    """When a restored object is cold again, in seconds since 1970; None where not told."""
+    """Time when a restored object is cold again, in seconds since 1970; None if not reported."""
 
     @property
     def is_readable(self) -> bool:

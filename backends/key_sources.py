@@ -36,7 +36,7 @@ __all__ = ["KEY_HINT", "KeyInput", "hidden", "is_key_spec", "make_key_file", "re
 _log = logging.getLogger("ckptstore")
 
 KeyInput: TypeAlias = "str | bytes | UserKey"
-"""What a caller may give as a key: a spec as above, 32 bytes, or a key that was read."""
+"""A key as a caller may give it: a spec as above, 32 bytes, or a key that was read."""
 
 KEY_HINT: Final = "give file:PATH, env:NAME or command:CMD"
 

@@ -23,7 +23,7 @@ class Meter:
 
     calls: int = 0
     failures: int = 0
-    """Calls that raised, whatever it was."""
+    """Calls that raised any exception."""
     bytes_moved: int = 0
     """Of successful calls: payload written or read; objects listed count nothing."""
     seconds: float = 0.0

@@ -18,11 +18,11 @@ class Mount:
     """One line of the mount table."""
 
     point: str
-    """Where it is mounted, an absolute path."""
+    """Mount point, an absolute path."""
     fs_type: str
     """As the kernel names it: ``ext4``, ``nfs4``, ``lustre``, ``fuse.glusterfs`` ..."""
     source: str
-    """What is mounted: a device, ``server:/export``, ``mfs#host:9421`` ..."""
+    """Mounted source: a device, ``server:/export``, ``mfs#host:9421`` ..."""
 
 
 UNKNOWN = Mount(point="/", fs_type="unknown", source="")

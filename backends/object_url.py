@@ -18,7 +18,7 @@ class BucketLocation:
     """As the user would write it."""
     bucket: str
     prefix: str
-    """What the object name of every key begins with: empty, or ending in ``/``."""
+    """Prefix of the object name of every key: empty, or ending in ``/``."""
 
     def object_name(self, key: str) -> str:
         """Return the object name of `key` within the bucket."""

@@ -43,7 +43,7 @@ class Check:
     name: str
     passed: bool
     detail: str
-    """What was seen, for people."""
+    """Observation, for display."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class ProbeReport:
     """Results of probing a storage; stored in the superblock as JSON."""
 
     backend: str
-    """``Backend.name`` of what was probed."""
+    """``Backend.name`` of the probed backend."""
     put_if_absent: PutIfAbsent
     """``atomic`` only if everything else passed too: a log needs fresh listings as well."""
     checks: tuple[Check, ...]

@@ -122,7 +122,7 @@ class Sealer:
         self._cipher = cipher
         self.key = key
         self.header = MAGIC + salt
-        """What the object begins with."""
+        """First bytes of the object."""
 
     def seal(self, index: int, data: Buffer, *, last: bool) -> bytes:
         """Return a segment, encrypted; each index is sealed once."""

@@ -18,10 +18,10 @@ from ckptstore.limits import KIB
 __all__ = ["CLASSES", "STANDARD", "TIERING", "StorageClass", "check_class", "class_named"]
 
 STANDARD: Final = "STANDARD"
-"""Where everything is unless it was moved; S3, GCS and Ceph call it the same."""
+"""Class of every object that was not moved; S3, GCS and Ceph share the name."""
 
 TIERING: Final = "INTELLIGENT_TIERING"
-"""Where S3 itself moves what is not read."""
+"""Class within which S3 itself moves objects that nobody reads."""
 
 _NAME = re.compile(r"[A-Z][A-Z0-9_-]{0,63}\Z")
 _HOUR: Final = 3600.0
@@ -33,7 +33,7 @@ class StorageClass:
 
     name: str
     min_days: int = 0
-    """Whoever deletes or moves an object before is charged for the rest of these days."""
+    """Least storage duration; deleting or moving an object earlier is charged for the rest."""
     min_bytes: int = 0
     """A smaller object is charged as if it were so large."""
     tiers: Mapping[str, tuple[float, float]] = field(default_factory=dict)

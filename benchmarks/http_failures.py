@@ -45,7 +45,7 @@ _ONE_FILE = {
     "ckptstore": {"path": "/packs/", "times": 0},
 }
 _EVERYTHING = {"DCP": {"times": 0}, "ckptstore": {"times": 0}}
-"""Which requests are hit, by tool."""
+"""Requests to hit, by tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class _Place:
     bucket: Any
     proxy: Any
     fault: Any
-    """What the proxy does to requests from :meth:`break_down` on."""
+    """Fault of the proxy from :meth:`break_down` on."""
 
     @property
     def options(self) -> dict[str, Any]:

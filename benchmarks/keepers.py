@@ -57,7 +57,7 @@ class Keeper:
     note: str = ""
     lossless: bool = True
     backs_up: bool = False
-    """Whether it is a program that takes a second for each version, whatever its size."""
+    """True for a program that takes a second for each version of any size."""
 
 
 def keepers(only: Sequence[str] = ()) -> list[Keeper]:

@@ -30,7 +30,7 @@ __all__ = ["FAILURES", "Case", "Measured", "Result", "run_cases", "run_rounds", 
 # is not decided by a warm-up or by noise, and the other cases have to be done today.
 _LONG_S: Final = 20.0
 FAILURES: Final = (Exception, CheckpointException)
-"""What a peer may raise. DCP's exception is no Exception: ``except Exception`` misses it."""
+"""Exceptions of peers. DCP's is no Exception: ``except Exception`` misses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +39,16 @@ class Case:
 
     name: str
     run: Callable[[Path], object]
-    """Timed; gets the folder; what it returns is handed to `after`."""
+    """Timed; gets the folder; its result is passed to `after`."""
     prepare: Callable[[Path], None] | None = None
     """Runs before the clock starts."""
     after: Callable[[Path, object], Mapping[str, float]] | None = None
     """Runs after the clock stopped; returns further numbers (``stored_bytes`` ...). It raises if
     the result is not right."""
     folder: Path | None = None
-    """A folder that all rounds share, for cases that read or that add to what is there."""
+    """A folder that all rounds share, for cases that read or that add to existing files."""
     writes: bool = True
-    """Whether what earlier cases left to be written must be on the disk before the clock starts."""
+    """True if pending writes of earlier cases must be on the disk before the clock starts."""
     logical_bytes: int = 0
     note: str = ""
 
@@ -65,7 +65,7 @@ class Measured:
     """Of the last round."""
     note: str = ""
     error: str = ""
-    """Why there are no numbers; empty if there are."""
+    """Reason for missing numbers; empty if there are some."""
 
     @property
     def median(self) -> float:

@@ -21,7 +21,7 @@ class Row:
     tool: str
     observed: str
     silent: bool
-    """Whether wrong or missing data was passed off as success, or code was executed."""
+    """True if wrong or missing data passed as success, or code was executed."""
 
 
 def row_of_saves(fault: str, tool: str, outcomes: Counter[str], good: Sequence[str] = _GOOD) -> Row:

@@ -50,7 +50,7 @@ FORMS: Mapping[str, Encodings] = {
     "8-bit moments": _MOMENTS,
     "bf16 weights, 8-bit moments": {**_MOMENTS, **_WEIGHTS},
 }
-"""What is stored how; bounds are those of the errors."""
+"""Encodings by form; bounds are those of the errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class ResumePlan:
     time: int = 64
     batch: int = 8
     warmup: int = 1500
-    """Steps before the save; the learning rate falls from 2e-3 to `lr` meanwhile."""
+    """Steps before the save; over them the learning rate falls from 2e-3 to `lr`."""
     lr: float = 5e-4
     steps: int = 120
     """Of each resumed training."""

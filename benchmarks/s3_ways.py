@@ -52,7 +52,7 @@ class Way:
     load: Callable[[str], object] | None = None
     load_into: Callable[[str, State], object] | None = None
     plain: bool = False
-    """Whether only bytes are moved: what it loads is no state."""
+    """True if only bytes are moved: its loads give no state."""
     note: str = ""
 
 

@@ -46,7 +46,7 @@ class Plan:
     width: int = 256
     layers: int = 3
     warmup: int = 200
-    """Steps before the first version; the learning rate falls from 1e-3 to `lr` meanwhile."""
+    """Steps before the first version; over them the learning rate falls from 1e-3 to `lr`."""
     lr: float = 1e-5
     lr_post: float = 1e-6
     """Of the training that goes on a second time."""
@@ -67,7 +67,7 @@ class Trajectory:
     interval: int
     """Steps from one version to the next."""
     adapter_bytes: int = 0
-    """Of LoRA: what of each version is new, with its moments."""
+    """With LoRA: the new bytes of each version, with moments."""
     generator_bytes: int = 0
     """Of LoRA: the state of the random generator, which is new in each version, too."""
 

@@ -42,9 +42,9 @@ class Workload:
     shapes: Callable[[int], Shapes]
     """Gets a divisor of the widths, 1 for the published size; yields names and shapes."""
     form: Form
-    """``fp32`` and ``mixed``: all is trained. ``adapters``: what is not named ``lora`` is frozen,
+    """``fp32`` and ``mixed``: all is trained. ``adapters``: tensors not named ``lora`` are frozen,
     in bf16. ``experts``: mixed, and a step reaches half of the experts. ``rows``: fp32, and a step
-    reaches 2 % of the rows of what is named ``table``."""
+    reaches 2 % of the rows of tensors named ``table``."""
     every_s: float = 0.0
     """For the models of the paper: seconds from a save to the next."""
 

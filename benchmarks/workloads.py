@@ -299,7 +299,7 @@ class _Timed:
     def __init__(self, size: int) -> None:
         self.rows: dict[str, Measured] = {}
         self.counts = True
-        """Whether this is no warm-up."""
+        """False during the warm-up."""
         self._size = size
 
     def run(self, name: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what `work` returns

@@ -32,7 +32,7 @@ __all__ = [
 
 
 ENGINES: Final = ("auto", "process", "thread")
-"""Who may write saves in the background."""
+"""Engines that write background saves."""
 
 
 class Environment(Protocol):
@@ -167,15 +167,15 @@ class Options:
     codec: str = "auto"
     """One of ``CODEC_CHOICES``."""
     base_bytes: int = limits.BASE_BYTES_DEFAULT
-    """Host memory for what the next save takes differences to, in bytes, with codec ``delta``: kept
-    from one save to the next, so that it is not read again. 0 keeps nothing."""
+    """Host memory for the base pieces of the next save's deltas, in bytes, with codec ``delta``:
+    kept from one save to the next, so that they are not read again. 0 keeps none."""
     read_only: bool = False
     """Refuse every write."""
     single_writer: bool = False
     """The user vouches that no one else writes: allows storage without put-if-absent."""
     engine: str = "auto"
-    """Who writes in the background: ``process``, ``thread``, or ``auto``, which is a process where
-    one can reach the storage."""
+    """Engine that writes background saves: ``process``, ``thread``, or ``auto``, which is a process
+    if one can reach the storage."""
     staging_bytes: int | None = None
     """Host memory for staged states, in bytes; None for a share of the process's memory."""
     in_flight: int = limits.IN_FLIGHT_DEFAULT

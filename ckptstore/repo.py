@@ -123,7 +123,7 @@ class Repo:
         self._closed = False
         self._manifests: Manifests | None = None
         self.pace = Pace(backend.capabilities.write_bytes_per_s)
-        """What saves of this object have taken, for ``codec="auto"``."""
+        """Measured speeds of this object's saves, for ``codec="auto"``."""
         self.log = Log(
             backend, environment, by=writer_identity(), check_writable=self.check_writable
         )

@@ -81,10 +81,10 @@ class _Picture:
     above: Mapping[str, str]
     """Version id to the nearest version before it that has a number for the metric; "" for none."""
     fates: Mapping[str, str]
-    """Version id to what retention makes of it, for those that lose something."""
+    """Version id to retention's decision, for those that lose something."""
     policy: str
     origin: str
-    """What the run was forked from; empty if it was not."""
+    """Version that the run was forked from; empty without one."""
     forks: Sequence[tuple[History, Point | None]] = field(default=())
     """Runs that were forked from this one, and from these, each with the point that its line begins
     at; None where no version before it has a number."""
@@ -238,7 +238,7 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
     "retention would delete": {"color": _LOST, "marker": "x", "s": 34, "zorder": 5},
     "deleted": {"color": _ABANDONED, "marker": "x", "s": 22, "zorder": 3},
 }
-"""How the points are drawn, in the order of the legend."""
+"""Styles of the points, in the order of the legend."""
 
 
 def _draw_rollbacks(axes: Axes, picture: _Picture) -> None:

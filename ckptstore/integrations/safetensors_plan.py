@@ -60,7 +60,7 @@ class FileTensor:
     index: int
     """Its record in the manifest."""
     order: tuple[int, ...] | None = None
-    """How its dimensions lie in the store; None if as in the file."""
+    """Stored order of its dimensions; None if as in the file."""
     view: tuple[int, tuple[int, ...]] | None = None
     """Byte offset and strides in elements, if it is a part of the record."""
     blocks: bool = False

@@ -45,7 +45,7 @@ class TensorError:
     unequal: int
     """Elements that differ at all, NaN from NaN not."""
     nonfinite: int
-    """Elements that differ and of which one is NaN or infinite."""
+    """Elements that differ and have a NaN or an infinite value on either side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

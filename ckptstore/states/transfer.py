@@ -42,7 +42,7 @@ class TransferRequest:
     """Patterns of paths of the version, before renaming."""
     exclude: Sequence[Pattern] | None = None
     rename: Mapping[Pattern, Pattern] | None = None
-    """Prefix of a path of the version to what the target calls it."""
+    """Prefix of a path of the version to the target's name for it."""
     cast: bool = True
     """Convert to the dtype of the target, where torch does that without losing the kind."""
     strict: bool | None = None
@@ -59,8 +59,8 @@ class Mismatch:
     path: str
     """In the version."""
     why: str
-    """``shape``, ``dtype``, ``shared`` (its memory was filled under another name), or what is
-    unusual about a tensor that cannot be filled."""
+    """``shape``, ``dtype``, ``shared`` (its memory was filled under another name), or the
+    unusual property of a tensor that cannot be filled."""
     version_shape: tuple[int, ...]
     version_dtype: str
     target_shape: tuple[int, ...]

@@ -38,14 +38,14 @@ class Occurrence:
     tensor: torch.Tensor
     path: Path
     position: int
-    """How many leaves came before it."""
+    """Number of leaves before it."""
     node: list[Node]
     """Empty until :meth:`Pending.fill`."""
     flags: int
     identity: int
     """id() of the Python object that the leaf stands for."""
     device: str
-    """Where it is; empty for the CPU."""
+    """Its device; empty for the CPU."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -48,7 +48,7 @@ class Missing:
 
 
 MISSING: Final = Missing()
-"""In a list, tuple or deque of which a load took only some elements, the others."""
+"""Stands for the elements that a load of a part left out of a list, tuple or deque."""
 
 _FACTORIES: Final[Mapping[str, type]] = {
     kind.__name__: kind for kind in (int, float, str, bool, bytes, list, dict, set, tuple)

@@ -34,11 +34,11 @@ class SideDoor:
     """
 
     backend_name: ClassVar[str]
-    """``Backend.name`` of what is tested."""
+    """``Backend.name`` of the tested backend."""
     secrets: ClassVar[tuple[str, ...]] = ()
     """Credentials that the fixture gives to the backend; they must not show anywhere."""
     clock_skew_s: ClassVar[float] = 120.0
-    """How far the storage's clock may be from this machine's, in seconds."""
+    """Largest difference of the storage's clock from this machine's, in seconds."""
 
     def raw_read(self, key: str) -> bytes | None:
         """Return the stored bytes of an object, or None."""

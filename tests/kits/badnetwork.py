@@ -19,7 +19,7 @@ KINDS = [
     Fault(kind=Kind.STATUS_AFTER, status=500, code="InternalError"),
 ]
 OFTEN = [fault for fault in KINDS if fault.status != 403]
-"""What a single retry overcomes."""
+"""Faults that a single retry overcomes."""
 SLOW = Fault(kind=Kind.DELAY, seconds=2.0)
 
 

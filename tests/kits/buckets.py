@@ -16,7 +16,7 @@ from local_servers import SECRET
 __all__ = ["PREFIX", "GcsBucket", "S3Bucket"]
 
 PREFIX = "some/Place/"
-"""Where in a bucket the tested store lies; upper case, which keys may not have."""
+"""Prefix of the tested store in a bucket; upper case, which keys may not have."""
 
 
 @cache

@@ -30,9 +30,9 @@ class Row:
     """The version that it was forked from."""
     level: str = "full"
     may_round: bool = False
-    """Its weights were rounded; or those of what it was forked from, by then or just so."""
+    """Its weights were rounded; or those of its fork's origin, before or at the fork."""
     may_lack: bool = False
-    """It was forked from a version of which less than everything was kept, by then or just so."""
+    """It was forked from a version that had been reduced before, or was at the fork."""
     deleted: bool = False
     pinned: bool = False
     needs: frozenset[str] = frozenset()

@@ -27,11 +27,11 @@ class Shelf:
     """Keys whose state was asked for."""
     restored: set[str] = field(default_factory=set)
     after: int = 0
-    """How often a restoring object is looked at before it is restored."""
+    """Number of looks at a restoring object before it is restored."""
     left: dict[str, int] = field(default_factory=dict)
     days: dict[str, int] = field(default_factory=dict)
     until: float | None = None
-    """When restored objects are cold again, as told."""
+    """Time when restored objects are cold again, as reported."""
     before_move: Callable[[str], None] = lambda _key: None
 
     def state(self, info: ObjectInfo) -> ObjectState:

@@ -19,7 +19,7 @@ class Block:
 
     language: str
     reason: str
-    """Why it is not run; empty if it is."""
+    """Reason for not running it; empty if it runs."""
     line: int
     """Of its first line of text, from 1."""
     text: str

@@ -44,14 +44,14 @@ class Fault:
     path: str = ""
     """A part of the path; empty for any."""
     skip: int = 0
-    """How many matching requests go undisturbed first."""
+    """Number of matching requests that pass first."""
     times: int = 1
-    """How many are hit then; 0 for all."""
+    """Number of requests hit after that; 0 for all."""
     every: int = 1
     """Only each so many-th of these."""
     status: int = 503
     code: str = "SlowDown"
-    """Of S3; what it is with GCS does not matter, which knows only the status."""
+    """S3's error code; GCS ignores it, since it knows only the status."""
     seconds: float = 0.0
     seen: int = 0
     hits: int = 0

@@ -12,7 +12,7 @@ __all__ = ["Collector", "Deleter", "Relocator", "Undeleter", "Writer"]
 Steps = Iterator[tuple[Log, Objects, Client]]
 NONE: Objects = frozenset()
 TRIES = 2
-"""How often a writer writes again what was condemned: a bound of the exploration."""
+"""Times that a writer rewrites condemned objects: a bound of the exploration."""
 
 
 class Writer(NamedTuple):
@@ -170,7 +170,7 @@ class Collector(NamedTuple):
     brief: bool = False
     """It is done when it has deleted, without saying so: fewer states, where clients are many."""
     looks_again: bool = True
-    """Rule: what became live since the listing is not condemned."""
+    """Rule: an object that became live since the listing is not condemned."""
     manifests_first: bool = True
     """Rule: manifests of deleted versions are condemned no later than packs, whatever their age."""
     commits_first: bool = True

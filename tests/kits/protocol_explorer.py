@@ -56,7 +56,7 @@ class Catalog:
     pending: Objects
     """Condemned, and not swept."""
     reach: Objects
-    """What live versions need."""
+    """Objects that live versions need."""
 
 
 @cache
@@ -111,7 +111,7 @@ class Found(NamedTuple):
     states: int
     violation: World | None
     trace: tuple[World, ...]
-    """How the violation came about, from the start."""
+    """Worlds from the start to the violation."""
 
 
 def explore(start: World, last: Client | None = None) -> Found:

@@ -27,11 +27,11 @@ __all__ = ["Crash", "Fate", "Late", "SimClient", "trusting"]
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
-"""How long a turn may take before it is taken for a deadlock: only a machine that does nothing at
-all for so long is mistaken for one."""
+"""Seconds of a turn after which it counts as a deadlock: only a machine that stands still for that
+long is mistaken for one."""
 
 Fate = Literal["go", "lose request", "lose answer", "late", "twice", "crash", "crash after"]
-"""What becomes of one call: it is carried out; its request or its answer is lost; its request
+"""Fate of one call: it is carried out; its request or its answer is lost; its request
 arrives much later (the sender has given up); it arrives once more much later; its sender dies
 before or after it."""
 

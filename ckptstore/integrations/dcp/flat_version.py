@@ -38,7 +38,7 @@ from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 __all__ = ["PLANNERS_OWN", "Adapted", "Entry", "entries_of", "metadata_of", "set_version"]
 
 PLANNERS_OWN: Final = "torch.distributed.checkpoint"
-"""Key of a version's metadata below which lies what a planner put into torch's."""
+"""Key of a version's metadata for a planner's own entries in torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

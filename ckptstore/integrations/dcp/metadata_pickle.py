@@ -39,7 +39,7 @@ class Place:
     offset: int
     length: int
     transforms: tuple[str, ...] = ()
-    """What extensions did to the bytes."""
+    """Names of the extensions that transformed the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Described:
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Place]
     paths: Mapping[str, tuple[str | int, ...]]
-    """Where in the state each name belongs."""
+    """Path in the state of each name."""
 
 
 class _Kept:

@@ -27,7 +27,7 @@ class Offers:
 
     marks: bytes
     """8 bytes an item: the beginning of a digest of its name and offsets. Two items of one mark
-    could be taken for one: the rank that is asked for what it has not would refuse, and the save
+    could be mistaken for each other: a rank would refuse an item that it lacks, and the save
     fail."""
 
 

@@ -93,7 +93,7 @@ class CkptStoreReader(StorageReader):
         self._progress = progress
         self._opened: _Opened | None = None
         self.checkpoint_id: str | os.PathLike[str] = ""
-        """What the load was asked for by, if by anything; for torch's log."""
+        """Id that the caller of the load passed, if any; for torch's log."""
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled: another process would need a store of its own."""

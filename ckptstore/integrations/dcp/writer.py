@@ -117,10 +117,10 @@ class CkptStoreWriter(StorageWriter):
         self._progress = progress
         self._began = 0.0
         self.checkpoint_id: str | os.PathLike[str] = ""
-        """What the save was asked for by, if by anything; for torch's log."""
+        """Id that the caller of the save passed, if any; for torch's log."""
         self.version: Version | None = None
-        """The version of the last save, on the coordinator. Every rank finds its id in what
-        ``dcp.save`` returns: ``metadata.storage_meta.save_id``."""
+        """The version of the last save, on the coordinator. Every rank finds its id in the result
+        of ``dcp.save``: ``metadata.storage_meta.save_id``."""
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle for another process (``AsyncCheckpointerType.PROCESS``), which opens the store."""

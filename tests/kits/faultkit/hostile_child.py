@@ -26,7 +26,7 @@ from faultkit.stores import contents, create, memory_with, reopen
 __all__ = ["MEMORY_BYTES", "main"]
 
 MEMORY_BYTES = 1 << 30
-"""What the process may map beyond what it has when it meets a store."""
+"""Bytes that the process may map in addition when it reads a store."""
 
 
 def healthy() -> dict[str, bytes]:

@@ -253,7 +253,7 @@ class Nfs(LabSystem):
 
     script = "nfs.sh"
     mount = "/mnt/a"
-    """Where both clients see the export."""
+    """Mount point of the export on both clients."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         super().__init__(folder, **environment)

@@ -35,9 +35,9 @@ class TwoClientTests:
     """Subclass in a module that has a fixture ``clients``, which returns `Clients`."""
 
     race_rounds = 60
-    """How often both are let loose at the same moment."""
+    """Number of simultaneous starts of both clients."""
     race_keys = 5
-    """How many names they fight for each time."""
+    """Number of names that they race for each time."""
 
     @pytest.fixture
     def folder(self) -> str:

@@ -24,11 +24,11 @@ class Entry:
     """One recorded request."""
 
     sector: int
-    """Where on the disk it went, in 512-byte sectors."""
+    """First sector on the disk, in units of 512 bytes."""
     size_bytes: int
-    """How much; of a discard, how much becomes zeros."""
+    """Bytes written; of a discard, bytes that become zeros."""
     data_at: int
-    """Where in the log its data begin, in bytes; 0 for a discard."""
+    """Offset of its data in the log, in bytes; 0 for a discard."""
     mark: str
     """Text that the workload put into the log here; empty for a write."""
 

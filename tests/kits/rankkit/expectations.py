@@ -57,7 +57,7 @@ PLANS = {
     "tiles": "0 0 4 8 0, 0 8 4 12 1, 4 0 6 8 1, 4 8 6 12 0",
     "ladder": "0 0 4 20 0, 4 0 6 7 1, 4 7 2 13 0, 6 7 4 13 1",
 }
-"""How a tensor of 10 x 20 is cut: row, column, height, width and rank of each part."""
+"""Cuts of a tensor of 10 x 20: row, column, height, width and rank of each part."""
 
 
 def _plan(name: str) -> list[Box]:

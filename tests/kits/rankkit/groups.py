@@ -72,9 +72,9 @@ class Group:
         meeting = f"file://{self._folder.name}/meeting"
         self.world = world
         self.told: list[list[Any]] = [[] for _ in range(world)]
-        """What each rank has told so far."""
+        """Reports of each rank so far."""
         self.ended: list[tuple[str, Any] | None] = [None] * world
-        """How each rank ended: ``done`` and its result, ``failed`` and why, or ``gone``."""
+        """End of each rank: ``done`` and its result, ``failed`` and why, or ``gone``."""
         self._processes = []
         self._pipes: list[Connection] = []
         for rank in range(world):

@@ -30,7 +30,7 @@ from rankkit.groups import Rank
 from rankkit.states import MODELS, blank, differences, mesh_of, sharded, state_of, tensors
 
 Url = str | list[str]
-"""Where the store is; a list where ranks reach it by different ways, in turn."""
+"""URL of the store; a list if ranks reach it in different ways, in turn."""
 
 
 def place(url: Url, me: Rank) -> str:

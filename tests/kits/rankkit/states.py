@@ -56,7 +56,7 @@ PLACEMENTS: Mapping[str, Sequence[Any]] = {
     "large": ROWS,
     "large_columns": COLUMNS,
 }
-"""How each tensor is placed on a mesh of one dimension, or of two. Others are plain tensors."""
+"""Placements of each tensor on a mesh of one dimension, or of two. Others are plain tensors."""
 
 
 def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
