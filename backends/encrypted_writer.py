@@ -90,7 +90,7 @@ class EncryptedWriter(ObjectWriter):
     def _check(self) -> None:
         if self._incomplete:
             msg = f"a part of {self._sealer.key} could not be written"
-            raise StorageError(msg, hint="begin the object anew")
+            raise StorageError(msg, hint="write the object again from its beginning")
         if os.getpid() != self._pid:
-            msg = f"{self._sealer.key} was begun in another process, which alone can go on with it"
+            msg = f"{self._sealer.key} was begun in another process; only that one can continue it"
             raise InvalidInputError(msg, hint="open a writer after the fork")

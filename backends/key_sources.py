@@ -62,7 +62,7 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
     source, _, rest = key.partition(":") if is_key_spec(key) else ("", "", "")
     if not rest:
         # The text itself may be a key, given where its spec belongs.
-        msg = "what was given as a key is not the place of one"
+        msg = "the text given as a key is not the place of one"
         raise EncryptionKeyError(msg, hint=KEY_HINT)
     if source == "file":
         return UserKey(_parse(_from_file(rest), key))
@@ -169,7 +169,7 @@ def _from_command(command: str, environment: Environment) -> bytes:
         )
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        msg = f"the command {name!r}, which is to say the key, cannot be run: {why}"
+        msg = f"the command {name!r}, which prints the key, cannot be run: {why}"
         raise EncryptionKeyError(msg) from error
     with child:
         try:
@@ -179,10 +179,10 @@ def _from_command(command: str, environment: Environment) -> bytes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
                     os.killpg(child.pid, signal.SIGKILL)
     if data is None:
-        msg = f"the command {name!r} said no key within {limits.KEY_COMMAND_S:.0f} s"
+        msg = f"the command {name!r} printed no key within {limits.KEY_COMMAND_S:.0f} s"
         raise EncryptionKeyError(msg)
     if child.returncode and len(data) <= limits.KEY_TEXT_BYTES_MAX:
-        msg = f"the command {name!r}, which is to say the key, failed with {child.returncode}"
+        msg = f"the command {name!r}, which prints the key, failed with {child.returncode}"
         raise EncryptionKeyError(msg, hint="its own message is on stderr")
     return data
 
@@ -224,7 +224,7 @@ def _parse(data: bytes, where: str, *, text: bool = False) -> bytes:
             continue
         if len(found) == KEY_BYTES:
             return found
-    msg = f"{where}: what is there is no key"
+    msg = f"{where}: the content is no key"
     hint = f"a key is {_FORMS}; a passphrase is none. ckptstore key new FILE makes one"
     raise EncryptionKeyError(msg, hint=hint)
 

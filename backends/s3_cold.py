@@ -122,9 +122,9 @@ class S3ColdStorage:
         if after == name:
             return copied
         if not copied:
-            msg = f"{what}: somebody else moved it to {after} meanwhile"
+            msg = f"{what}: another client moved it to {after} at the same time"
             raise TransientStorageError(msg)
-        msg = f"{what}: it is in {after} afterwards"
+        msg = f"{what}: the object is in {after} after the move"
         raise StorageError(msg, hint="does this storage have the class?")
 
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:

@@ -62,7 +62,7 @@ class UserKey:
             msg = f"a key has {KEY_BYTES} bytes, not {len(material)}"
             raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
         if len(set(material)) == 1:
-            msg = "a key whose bytes are all equal is none"
+            msg = "a key must not consist of equal bytes"
             raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
         self._material = bytes(material)
         self.id = _derive(self._material, b"", _ID, 8).hex()
@@ -75,7 +75,7 @@ class UserKey:
         return f"<key {self.id}>"
 
     def __reduce__(self) -> NoReturn:
-        msg = f"{self!r} stays in this process"
+        msg = f"{self!r} cannot be sent to another process"
         raise TypeError(msg)
 
 

@@ -29,7 +29,7 @@ class StoppableBackend(WrapperBackend):
     def check(self) -> None:
         """Raise OperationCancelledError if the backend was stopped."""
         if self._stopped.is_set():
-            msg = f"what was done at {self.url} was stopped"
+            msg = f"the operation on {self.url} was stopped"
             raise OperationCancelledError(msg)
 
     def put(self, key: str, data: Buffer) -> None:

@@ -64,7 +64,7 @@ __all__ = [
     "unlocked",
 ]
 
-MEND_HINT: Final = "ckptstore key mend --key SPEC takes away what your key does not vouch for"
+MEND_HINT: Final = "ckptstore key mend --key SPEC removes records that your key does not confirm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ def unlocked(
         msg = f"{backend.url} is not encrypted, but a key was given"
         hint = (
             "leave the key out (encryption_key=, --key, CKPTSTORE_KEY) if that is the store you "
-            f"mean; if it was encrypted once, somebody has replaced its {STORE_KEY}"
+            f"mean; if it was encrypted once, its {STORE_KEY} has been replaced"
         )
         raise EncryptionKeyError(msg, hint=hint)
     if user_key is None:
@@ -114,7 +114,7 @@ def unlocked(
     record, data_key = open_keys(backend, user_key)
     told = (superblock.store_id, superblock.chunk_bytes, superblock.encryption)
     if told != (record.store_id, record.chunk_bytes, record.encryption):
-        msg = f"{STORE_KEY} and {key_record_key(record.number)} at {backend.url} contradict"
+        msg = f"{STORE_KEY} at {backend.url} contradicts {key_record_key(record.number)}"
         hint = "one of them was changed; remove store.json and run ckptstore repair"
         raise CorruptObjectError(msg, hint=hint)
     return EncryptedBackend(
@@ -294,7 +294,7 @@ def rotate(
     for _ in range(limits.KEY_TRIES_MAX):
         record, data_key = open_keys(backend, old)
         if record.number >= limits.COMMIT_NUMBER_MAX:
-            msg = f"{key_record_key(record.number)} has the last number that there is"
+            msg = f"{key_record_key(record.number)} has the last number possible"
             raise LimitError(msg, hint=f"no rotation wrote it: {MEND_HINT}")
         kept = tuple(slot for slot in record.slots if slot.key != new.id) if keep_old else ()
         follower = msgspec.structs.replace(
@@ -316,7 +316,7 @@ def rotate(
             dropped=tuple(slot.key for slot in record.slots if slot.key not in now),
             deleted=delete_records(backend, wanted, past, environment, conditional=conditional),
         )
-    msg = f"others rotate the keys of {backend.url} all the time"
+    msg = f"other processes keep rotating the keys of {backend.url}"
     raise AmbiguousWriteError(msg, hint="try again")
 
 

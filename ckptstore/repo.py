@@ -179,7 +179,7 @@ class Repo:
         return self._closed
 
     def __reduce__(self) -> NoReturn:
-        msg = f"what reads {self.url} cannot be sent to another process"
+        msg = f"an open repository ({self.url}) cannot be sent to another process"
         raise InvalidInputError(msg, hint="pickle the store, a run, or a lazy version as a whole")
 
     def check_open(self) -> None:
@@ -372,7 +372,7 @@ def create_on(
             msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
             raise StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
         if key is None and has_keys(backend):
-            msg = f"somebody began to create an encrypted store at {backend.url}"
+            msg = f"another process began to create an encrypted store at {backend.url}"
             hint = f"give its key, or remove {KEYS_PREFIX} if nothing is stored there"
             raise StoreExistsError(msg, hint=hint)
         if options.read_only:

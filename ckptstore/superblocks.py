@@ -49,7 +49,7 @@ def read_superblock(backend: Backend) -> Superblock | None:
     try:
         return decode_superblock(data, where=STORE_KEY)
     except CorruptObjectError as error:
-        hint = "ckptstore repair --single-writer, while no one else writes, makes it anew"
+        hint = "ckptstore repair --single-writer, while no one else writes, rewrites it"
         raise CorruptObjectError(error.message, hint=hint) from error
 
 

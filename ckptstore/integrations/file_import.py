@@ -282,7 +282,7 @@ def _read_one(path: Path, stack: ExitStack) -> _Read:
     if path.suffix in TORCH_SUFFIXES or magic == _ZIP:
         return _read_torch(path, zipped=magic == _ZIP)
     known = ", ".join([_SAFETENSORS, *sorted(TORCH_SUFFIXES)])
-    msg = f"{path} is of no kind that is imported"
+    msg = f"{path} is of no kind that can be imported"
     raise InvalidInputError(msg, hint=f"files end in {known}; folders hold shards and their index")
 
 
@@ -330,7 +330,7 @@ def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
     why = text if path.stat().st_size else "it is empty"
     return FormatError(
         f"{path} is not a sound file of torch.save: {why}",
-        hint="it may be cut short, or of another kind: copy it again, or see what wrote it",
+        hint="it may be truncated, or of another format: copy it again, or check its origin",
     )
 
 

@@ -169,7 +169,7 @@ class LoopIO:
         options = dict(storage_options or {})
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
-            msg = f"storage_options has {unknown}; only {', '.join(_OPTIONS)} mean something here"
+            msg = f"storage_options has {unknown}; only {', '.join(_OPTIONS)} are supported"
             raise InvalidInputError(msg)
         name = os.fspath(path)
         about = {"path": name, "epoch": int(checkpoint.get("epoch", 0))}

@@ -298,7 +298,7 @@ class Preemption:
         if newest is None:
             raise failure or SaveBusyError("nothing was saved")
         if failure is not None:
-            _log.warning("%s is durable; what is newer is not: %s", newest, failure)
+            _log.warning("%s is durable, the newer state is not: %s", newest, failure)
         return newest
 
     def _wait(
@@ -328,7 +328,7 @@ def _checked(signals: object) -> tuple[int, ...]:
 
 
 def _not_entered() -> InvalidInputError:
-    msg = "this Preemption hears no signals"
+    msg = "this Preemption does not handle signals yet"
     return InvalidInputError(msg, hint="enter it first: with Preemption(...) as preemption")
 
 

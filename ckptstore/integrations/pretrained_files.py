@@ -102,7 +102,7 @@ def _read(path: Path, left: int) -> bytes:
         raise translate(error, f"reading {path}") from error
     if len(data) > left:
         msg = f"{path} takes the files beside the weights over {limits.PRETRAINED_BYTES_MAX} bytes"
-        raise LimitError(msg, hint="move what the model does not need out of the folder")
+        raise LimitError(msg, hint="move files that the model does not need out of the folder")
     return data
 
 

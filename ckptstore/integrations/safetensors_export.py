@@ -120,10 +120,10 @@ def export_safetensors(
 def _check_name(path: Path) -> None:
     """Refuse a file name that hides the format from readers, ``import`` included."""
     if path.is_dir():
-        msg = f"{path} is a folder, and what is exported is one file"
+        msg = f"{path} is a folder, but an export is one file"
         raise InvalidInputError(msg, hint=f"name the file: {path / ('model' + _SUFFIX)}")
     if path.suffix != _SUFFIX:
-        msg = f"{path} does not end in {_SUFFIX}, which is what is written"
+        msg = f"{path} does not end in {_SUFFIX}, the format of the export"
         name = "NAME" if path.name == "-" or not path.name else path.stem or path.name
         raise InvalidInputError(msg, hint=f"call it {path.with_name(name + _SUFFIX)}")
 

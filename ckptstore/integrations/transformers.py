@@ -345,7 +345,7 @@ def _check_hub(arguments: Any) -> None:  # noqa: ANN401 - TrainingArguments, or 
     strategy = str(getattr(arguments, "hub_strategy", "")).rpartition(".")[2].lower()
     if getattr(arguments, "push_to_hub", False) and strategy != "end":
         msg = "push_to_hub needs a folder at every save"
-        raise InvalidInputError(msg, hint="set hub_strategy='end', or push what was exported")
+        raise InvalidInputError(msg, hint="set hub_strategy='end', or push an exported folder")
 
 
 def _stop_when_asked(preemption: Preemption) -> Any:  # noqa: ANN401 - a TrainerCallback

@@ -195,7 +195,9 @@ def _check_fit(
     rename = fitting_rename(sources, targets)
     if strict or not report.loaded:
         how = "does not fit the target" if report.loaded else "has nothing that fits the target"
-        otherwise = "load what fits with strict=False" if report.loaded else "compare the names"
+        otherwise = (
+            "load the matching tensors with strict=False" if report.loaded else "compare the names"
+        )
         hint = f"pass {rename}" if rename else f"rename, or {otherwise}"
         raise InvalidInputError(f"{shown} {how}: {report}", hint=hint)
     hint = f"{rename} fits more" if rename else "strict=False says that this is meant"

@@ -201,7 +201,9 @@ def _items(described: Described) -> list[_Item]:
     items += [_Item(name=n, place=p, nbytes=p.length) for n, p in described.values.items()]
     for item in items:
         if item.place.transforms:
-            msg = f"{item.name!r} went through {', '.join(item.place.transforms)} of an extension"
+            msg = (
+                f"{item.name!r} was transformed by an extension: {', '.join(item.place.transforms)}"
+            )
             raise FormatError(msg, hint="load it with torch, and save the state")
     return sorted(items, key=lambda item: (item.place.file, item.place.offset))
 

@@ -265,7 +265,8 @@ _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Place]
 def _places(storage: object, where: str) -> _Places:
     if not isinstance(storage, dict):
         raise FormatError(
-            f"{where} does not say where the data is", hint="of one file per rank and name only"
+            f"{where} does not say where the data is",
+            hint="only torch's own file writer is supported",
         )
     found: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for index, info in storage.items():
@@ -282,7 +283,7 @@ def _places(storage: object, where: str) -> _Places:
         start, length = _numbers((info.state["offset"], info.state["length"]))
         transforms = info.state.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list) or len(transforms) > limits.DCP_TRANSFORMS_MAX:
-            raise FormatError(f"{where}: {key[0]!r} went through more than can be listed")
+            raise FormatError(f"{where}: {key[0]!r} has more extensions than allowed")
         found[key] = Place(
             file=file, offset=start, length=length, transforms=tuple(map(_text, transforms))
         )

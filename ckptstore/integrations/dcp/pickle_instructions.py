@@ -74,7 +74,7 @@ def check_instructions(data: bytes) -> None:
         if name == "MEMOIZE" or name in _PUTS:
             place = len(memo) if name == "MEMOIZE" else int(argument or 0)
             if not 0 <= place <= len(memo) or not stack or stack[-1] == _MARK:
-                raise pickle.UnpicklingError(f"what is kept at place {place} of the memo")
+                raise pickle.UnpicklingError(f"a value for place {place} of the memo")
             memo[place : place + 1] = stack[-1:]
         elif name in _GETS:
             place = int(argument or 0)

@@ -169,7 +169,7 @@ class CkptStoreReader(StorageReader):
 
     def _current(self) -> _Opened:
         if self._opened is None:
-            msg = "read_metadata comes before what needs it"
+            msg = "no version is open in this reader: call read_metadata first"
             raise InvalidInputError(msg)
         return self._opened
 

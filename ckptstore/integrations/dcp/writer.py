@@ -177,7 +177,7 @@ class CkptStoreWriter(StorageWriter):
         self._saved_step = self._step if self._asked is None else self._asked
         self._asked = None
         if not kwargs.get("use_collectives", True):
-            msg = "a version needs one commit by one rank: use_collectives=False cannot be"
+            msg = "use_collectives=False is refused: a version needs one commit by one rank"
             raise InvalidInputError(msg)
         self._repo.check_open()
         if self._repo.options.read_only:
@@ -286,7 +286,7 @@ class CkptStoreWriter(StorageWriter):
             if isinstance(result.storage_data, RankPart)
         ]
         if len(parts) != len(results):
-            msg = f"{len(results)} ranks took part, and {len(parts)} say what they wrote"
+            msg = f"{len(results)} ranks took part, and {len(parts)} say that they wrote"
             raise StateError(msg)
         request = self._request()
         own = _planners_own(metadata)
@@ -425,6 +425,6 @@ def _planners_own(metadata: Metadata) -> dict[str, Any]:
         except CkptStoreError:
             kept = False
         if not kept:
-            msg = f"the planner put {name} into the metadata, with what JSON does not keep"
+            msg = f"the planner put {name} into the metadata, which is no plain JSON"
             raise StateError(msg, hint="give it dicts with text as keys, lists, text and numbers")
     return own
