@@ -83,7 +83,7 @@ class GcsColdStorage:
                 break
         after = self.class_of(key)
         if after != name:
-            msg = f"move {key} to {name}: the object is in {after} after the move"
+            msg = f"move {key} to {name}: the object is in {after} afterwards"
             raise StorageError(msg, hint="does this storage have the class?")
         return True
 

@@ -124,7 +124,7 @@ class S3ColdStorage:
         if not copied:
             msg = f"{what}: another client moved it to {after} at the same time"
             raise TransientStorageError(msg)
-        msg = f"{what}: the object is in {after} after the move"
+        msg = f"{what}: the object is in {after} afterwards"
         raise StorageError(msg, hint="does this storage have the class?")
 
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
