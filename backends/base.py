@@ -1,9 +1,9 @@
 """The one interface between ckptstore and any storage: keys and bytes, nothing else.
 
-A backend knows no tensors, packs, digests or versions. Who calls what, in which order:
+A backend knows no tensors, packs, digests or versions. The order of calls:
 
-0.  ``registry.open_backend(url)`` makes one and wraps it (retry, and what the caller asks for).
-1.  ``probe.probe(backend)`` finds out, once per store, whether put-if-absent really holds.
+0.  ``registry.open_backend(url)`` makes a backend and wraps it (retries, and further wrappers).
+1.  ``probe.probe(backend)`` tests, once per store, whether put-if-absent really holds.
 2.  A save calls ``open_writer`` for packs, ``put`` for the manifest, then ``put_if_absent`` for
     the commit, in that order; each has returned only when its object is durable.
 3.  A load calls ``list`` and ``get`` for the log, then ``read_into`` for ranges of packs.
@@ -80,7 +80,7 @@ def check_prefix(prefix: str) -> str:
 
 
 class PutIfAbsent(StrEnum):
-    """What a backend claims, and what a probe finds, about creating a name atomically."""
+    """Atomic creation of a name: claimed by a backend, tested by the probe."""
 
     ATOMIC = "atomic"
     """Of any number of creators exactly one wins and the others are told."""
@@ -94,14 +94,14 @@ class PutIfAbsent(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend declares about itself; layers above decide by this, never by its class."""
+    """Properties that a backend declares; layers above decide by these, never by its class."""
 
     put_if_absent: PutIfAbsent
-    """The claim; a store trusts only what its probe found."""
+    """The claim; a store trusts only the result of its probe."""
     pack_bytes: int
     """Size at which a pack is closed, in bytes."""
     part_bytes: int
-    """How much of an object a writer holds in memory, in bytes (its buffer; a whole pack where
+    """Bytes of an object that a writer holds in memory (its buffer; a whole pack if
     the storage takes an object in one request)."""
     read_gap_bytes: int
     """Two ranges closer than this are fetched as one, in bytes."""
@@ -112,7 +112,7 @@ class Capabilities:
     scatter_read: bool
     """``read_into`` fills the buffers without a copy in between."""
     lookup_lag_s: float
-    """How long a name may seem absent to one client after another created it, in seconds."""
+    """Seconds that a name may seem absent to one client after another created it."""
     private: bool = False
     """Objects are in the memory of this process, where no other one can reach them."""
     write_bytes_per_s: float = limits.WRITE_BYTES_PER_S_DEFAULT
@@ -122,7 +122,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectInfo:
-    """What a listing or ``stat`` tells of one object."""
+    """One object as a listing or ``stat`` reports it."""
 
     key: str
     size_bytes: int
@@ -134,7 +134,7 @@ class ObjectInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftovers:
-    """What writers that died left behind, beside the objects."""
+    """Files left behind by writers that died, beside the objects."""
 
     count: int = 0
     size_bytes: int = 0
@@ -170,7 +170,7 @@ class ObjectWriter(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Drop what was written; never raises for a storage failure; idempotent."""
+        """Drop the bytes written so far; never raises for a storage failure; idempotent."""
 
     def __enter__(self) -> Self:
         """Return the writer itself."""
@@ -187,41 +187,41 @@ class ObjectWriter(ABC):
 
 
 class Backend(ABC):
-    """Keys and bytes in one place. See the module for the order of calls and the thread rules.
+    """Keys and bytes in one place; the module gives the order of calls and the thread rules.
 
     Every method checks its key with :func:`check_key`, and raises only errors of
     :mod:`ckptstore.errors`: ``ObjectNotFoundError``, ``ObjectExistsError``, and the children of
     ``StorageError``. The backend, which knows the storage's codes, decides what is transient;
-    message texts are never looked at. No method here retries: the retry wrapper does.
+    message texts are never examined. No method here retries: the retry wrapper does.
     """
 
     url: str
     """The location as the user would write it, without credentials."""
     name: str
-    """Which backend this is: ``local``, ``nfs``, ``parallel``, ``s3``, ``gcs``, ``memory``,
-    ``fsspec``; recorded with probe findings."""
+    """Kind of backend: ``local``, ``nfs``, ``parallel``, ``s3``, ``gcs``, ``memory``,
+    ``fsspec``; recorded with probe results."""
 
     @property
     @abstractmethod
     def capabilities(self) -> Capabilities:
-        """Return what this backend declares."""
+        """Return the properties that this backend declares."""
 
     @abstractmethod
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object; returns when it is durable and visible to every reader.
 
-        For names that are used once only. The same content again is no error.
+        For names that are used only once. Writing the same content again is no error.
 
         Raises
         ------
         ObjectExistsError
-            The key is taken by other content, which stays. Storage that is not asked for a
-            condition replaces it whole instead: after success the object has these bytes.
+            The key is taken by other content, which stays. Storage that is not sent a condition
+            replaces the content instead: after success the object has these bytes.
         """
 
     @abstractmethod
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create `key` with `data` atomically, or say that it exists; durable on return.
+        """Create `key` with `data` atomically, or raise if it exists; durable on return.
 
         A reader sees the whole object or none of it. This is the only primitive on which
         concurrent writers rely.
@@ -229,8 +229,8 @@ class Backend(ABC):
         Raises
         ------
         ObjectExistsError
-            The key is taken; nothing was written. After a lost reply the one who took it may
-            have been this very call: the caller reads back to find out.
+            The key is taken; nothing was written. After a lost reply this very call may have
+            taken it: the caller reads back to find out.
         AmbiguousWriteError
             No clear answer; the write may have happened, or may still happen.
         UnsafeBackendError
@@ -244,7 +244,7 @@ class Backend(ABC):
 
     @abstractmethod
     def open_writer(self, key: str) -> ObjectWriter:
-        """Return a writer for a large object under a name that is used once only."""
+        """Return a writer for a large object under a name that is used only once."""
 
     @abstractmethod
     def get(self, key: str, *, bytes_max: int) -> bytes:
@@ -255,7 +255,7 @@ class Backend(ABC):
         ObjectNotFoundError
             No such key.
         CorruptObjectError
-            It is larger than `bytes_max`; no more than that is ever held.
+            It is larger than `bytes_max`; at most that many bytes are held.
         """
 
     @abstractmethod
@@ -279,9 +279,9 @@ class Backend(ABC):
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Yield the objects whose key begins with `prefix` and sorts after `after`, ascending.
 
-        Everything that was there when the call began, and was not deleted, is listed: no
-        client-side cache. Objects that do not follow the key rules (temporary files of writers,
-        say) are left out. A missing folder is an empty listing.
+        Lists every object that existed when the call began and was not deleted: no client-side
+        cache. Objects that break the key rules (temporary files of writers, for example) are
+        left out. A missing folder is an empty listing.
         """
 
     @abstractmethod
@@ -299,21 +299,21 @@ class Backend(ABC):
         """Remove one object; an object that is not there is no error."""
 
     def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
-        """Remove what writers that died left behind: temporary files, say. Returns what it was.
+        """Remove files left behind by writers that died, such as temporary files; return them.
 
-        Nothing where the storage keeps no such things, or removes them itself.
+        Does nothing where the storage keeps no such files, or removes them itself.
 
         Parameters
         ----------
         modified_before
-            Seconds since 1970 by the storage's clock; what is younger may be in use.
+            Seconds since 1970 by the storage's clock; younger files may be in use.
         dry_run
             Only count.
         """
         return Leftovers()
 
     def cold_storage(self) -> ColdStorage | None:
-        """Return what reaches this storage's classes; None where there are none."""
+        """Return access to this storage's classes; None where there are none."""
         return None
 
     @abstractmethod

@@ -14,7 +14,7 @@ class Body(io.BytesIO):
     """Bytes to send, which an HTTP library may read but not close: they may be sent again."""
 
     def close(self) -> None:
-        """Do nothing; the memory goes with the last reference."""
+        """Do nothing; the memory is freed with the last reference."""
 
 
 class BufferedWriter(ObjectWriter):
@@ -37,11 +37,11 @@ class BufferedWriter(ObjectWriter):
             self._body.write(part)
 
     def commit(self) -> None:
-        """Send it, and let go of the memory."""
+        """Send the object, and release the memory."""
         if self._body is not None:
             self._send(self._body)
             self._body = None
 
     def abort(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._body = None

@@ -1,6 +1,6 @@
-"""Storage classes: what a backend offers whose storage has some, besides keys and bytes.
+"""Storage classes: an optional service of backends whose storage has some, besides keys and bytes.
 
-Optional: :func:`cold_storage` returns None for a backend without. Only packs are ever moved to
+:func:`cold_storage` returns None for a backend without classes. Only packs are ever moved to
 another class; ``store.json``, commits, manifests and snapshots stay where they were written, so
 that a store opens, lists and verifies its records whatever the class of its packs.
 """
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 CLASSED_PREFIX: Final = "packs/"
-"""What the keys begin with of the only objects that may be in another class than the standard."""
+"""Prefix of the only keys whose objects may be in a class other than the standard one."""
 
 Access: TypeAlias = Literal["readable", "cold", "restoring", "restored"]
 """``readable``: at any time; ``cold``: a restore must be asked for; ``restoring``: one was;
@@ -43,7 +43,7 @@ class ObjectState:
     """Seconds since 1970 by the storage's clock; a change of the class counts."""
     access: Access
     restored_until: float | None = None
-    """When a restored object is cold again, in seconds since 1970; None where not told."""
+    """Time when a restored object is cold again, in seconds since 1970; None if not reported."""
 
     @property
     def is_readable(self) -> bool:
@@ -52,11 +52,11 @@ class ObjectState:
 
 
 class ColdStorage(Protocol):
-    """What reaches the classes of one storage. Any thread may call; errors as of a backend."""
+    """Access to the classes of one storage. Any thread may call; errors as of a backend."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return the names of the provider's own classes; others may be there."""
+        """Return the names of the provider's own classes; there may be others."""
 
     def class_of(self, key: str) -> str:
         """Return the class of an object.
@@ -85,9 +85,9 @@ class ColdStorage(Protocol):
         """
 
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
-        """Ask for an object to be readable for some days; return False if that is under way.
+        """Request that an object be readable for some days; return False if that is under way.
 
-        Of one that is restored already, the days begin anew.
+        If the object is restored already, the days are counted from this request.
 
         Raises
         ------
@@ -111,22 +111,22 @@ class ColdStorage(Protocol):
 
 
 def cold_storage(backend: Backend) -> ColdStorage | None:
-    """Return what reaches the classes of a backend's storage, through all wrappers, or None."""
+    """Return access to the storage classes of a backend, through all wrappers, or None."""
     return backend.cold_storage()
 
 
 def is_classed(key: str) -> bool:
-    """Return whether an object may be in another class than the standard one."""
+    """Return whether an object may be in a class other than the standard one."""
     return key.startswith(CLASSED_PREFIX)
 
 
 def check_pack_class(name: object) -> str:
-    """Return the class that new packs are to be written in, empty for the standard one.
+    """Return the storage class for new packs, empty for the standard one.
 
     Raises
     ------
     InvalidInputError
-        No class is called so; or what is in it must be restored before it can be read.
+        There is no such class; or its objects must be restored before they can be read.
     """
     if name in (None, ""):
         return ""

@@ -1,12 +1,12 @@
-"""Encrypts what is written and decrypts what is read; names, times and counts stay as they are.
+"""Encrypts objects on write and decrypts them on read; names, times and counts stay as they are.
 
 Each object has a key of its own, which follows from the store's key, a random salt in the object,
 and its name; it is cut into segments, each sealed with its number and whether it is the last
 (:mod:`ckptstore.format.segments`). So a range costs the segments that it touches, and an object
-that was changed, moved to another name, cut off or extended does not decrypt. Why so, and what was
-measured: docs/design/0019-encryption.md.
+that was changed, moved to another name, truncated or extended does not decrypt. Reasons and
+measurements: docs/design/0019-encryption.md.
 
-Sizes are those without encryption. ``store.json`` and ``keys/`` pass as they are.
+Sizes reported are those of the plain content. ``store.json`` and ``keys/`` are not encrypted.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ __all__ = ["EncryptedBackend"]
 
 @dataclass(frozen=True, slots=True)
 class _Head:
-    """What must be known of an object before a range of it can be read."""
+    """Facts about an object that a read of one of its ranges needs."""
 
     sealer: Sealer
     plain_bytes: int
 
 
 class EncryptedBackend(WrapperBackend):
-    """Encrypts every object but ``store.json`` and what is below ``keys/``.
+    """Encrypts every object but ``store.json`` and those below ``keys/``.
 
-    It stands above the wrapper that retries: what is tried again are the same encrypted bytes.
+    It wraps the retry wrapper, so that a retry sends the same encrypted bytes.
     Pickled, it carries the store's key to the worker that unpickles it.
 
-    A read in flight holds what it fetched once more, encrypted, beside the buffers that it fills
-    and the byte budget of whoever reads: :attr:`read_memory_bytes` at most, all reads together;
-    further ones wait. A range costs one request more for the first of an object in this process
-    (its size), and one more if it does not begin near the object's beginning (its salt).
+    A read in flight holds the fetched bytes a second time, encrypted, beside the buffers that it
+    fills and the caller's byte budget: :attr:`read_memory_bytes` at most, all reads together;
+    further reads wait. The first range of an object in this process costs one request more (for
+    its size), and one more if it does not begin near the object's beginning (for its salt).
 
     Parameters
     ----------
     key
         The store's.
     segment_bytes
-        The store's, before encryption.
+        The store's, of plain content.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class EncryptedBackend(WrapperBackend):
         self._heads: dict[str, _Head] = {}
         capabilities = inner.capabilities
         sealed = segment_bytes + TAG_BYTES
-        # A read of the most that callers ask for at once touches so much.
+        # A read of the largest range that callers ask for touches this many bytes.
         self._window_bytes = max(capabilities.read_bytes_max // sealed, 1) * sealed + 2 * sealed
         kept = min(capabilities.concurrency, limits.ENCRYPTED_BUFFERS_KEPT)
         each = self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes
         self._pool = BufferPool(buffer_bytes=each, kept_max=kept, kept_bytes=kept * each)
-        self._turns = PerProcess(_turns)  # a fork would inherit those that are taken
+        self._turns = PerProcess(_turns)  # a forked child would inherit turns that are taken
 
     @property
     def read_memory_bytes(self) -> int:
@@ -87,7 +87,7 @@ class EncryptedBackend(WrapperBackend):
         return limits.ENCRYPTED_READS_MAX * each
 
     def put(self, key: str, data: Buffer) -> None:
-        """Write a whole object; the same content again is no error where the inner put is none."""
+        """Write a whole object; the same content again is no error if the inner put allows it."""
         if _is_clear(key):
             self.inner.put(key, data)
             return
@@ -100,10 +100,10 @@ class EncryptedBackend(WrapperBackend):
                 raise
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create an object; who comes first is decided as without encryption.
+        """Create an object; the inner backend decides which of several writers is first.
 
-        As every wrapper, this says that the key is taken even if this very call took it and the
-        reply was lost: the caller reads back, and compares what it reads without encryption.
+        As every wrapper, this raises ObjectExistsError even if this very call took the key and the
+        reply was lost: the caller reads back, and compares the decrypted content.
         """
         if _is_clear(key):
             self.inner.put_if_absent(key, data)
@@ -147,18 +147,18 @@ class EncryptedBackend(WrapperBackend):
             try:
                 self._read(key, known, offset, Scatter(buffers))
             except CorruptObjectError:
-                # It may be another object by now: a repair replaces a damaged commit.
+                # A repair may have replaced the damaged commit by another object.
                 self._heads.pop(key, None)
             else:
                 return
         self._read(key, None, offset, Scatter(buffers))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield objects with their sizes without encryption."""
+        """Yield objects with the sizes of their plain content."""
         return map(self._without, self.inner.list(prefix, after=after))
 
     def stat(self, key: str) -> ObjectInfo:
-        """Return size, without encryption, and time of one object."""
+        """Return the size of the plain content, and the time, of one object."""
         return self._without(self.inner.stat(key))
 
     def delete(self, key: str) -> None:
@@ -167,7 +167,7 @@ class EncryptedBackend(WrapperBackend):
         self.inner.delete(key)
 
     def close(self) -> None:
-        """Close the inner backend, and let go of memory."""
+        """Close the inner backend, and release memory."""
         self._heads.clear()
         self._pool.clear()
         self.inner.close()
@@ -198,7 +198,7 @@ class EncryptedBackend(WrapperBackend):
         )
 
     def _read(self, key: str, head: _Head | None, offset: int, out: Scatter) -> None:
-        """Read a range in windows; the first brings the header along if that is near."""
+        """Read a range in windows; the first includes the header if that is near."""
         layout, size = self._layout, self._layout.segment_bytes
         plain = (
             head.plain_bytes if head else layout.check(self.inner.stat(key).size_bytes, where=key)
@@ -220,7 +220,7 @@ class EncryptedBackend(WrapperBackend):
                 self._open(head, first, memory, at, out)
 
     def _first(self, key: str, plain: int, offset: int, out: Scatter) -> _Head:
-        """Read the header; with what is wanted from the object's beginning, if it is near."""
+        """Read the header; also the wanted bytes from the object's beginning, if they are near."""
         layout, size = self._layout, self._layout.segment_bytes
         near = out.left and offset <= limits.HEADER_READ_BYTES
         stop = HEADER_BYTES
@@ -240,7 +240,7 @@ class EncryptedBackend(WrapperBackend):
         return head
 
     def _open(self, head: _Head, first: int, sealed: memoryview, at: int, out: Scatter) -> None:
-        """Feed `out` with what segments from `first` on hold from plain byte `at` on."""
+        """Feed `out` with the plain content of segments from `first` on, from byte `at` on."""
         step = self._layout.segment_bytes + TAG_BYTES
         last = self._layout.segments(head.plain_bytes) - 1
         skip = at - first * self._layout.segment_bytes
@@ -267,7 +267,7 @@ def _rebuild(inner: Backend, key: DataKey, segment_bytes: int) -> EncryptedBacke
 
 
 def _is_clear(key: str) -> bool:
-    """Return whether an object is stored as it is; every key that may name one comes by here."""
+    """Return whether an object is stored unencrypted; checks every key that may name one."""
     check_key(key)
     return key == STORE_KEY or key.startswith(KEYS_PREFIX)
 
@@ -277,7 +277,7 @@ def _turns() -> threading.BoundedSemaphore:
 
 
 class _Memory:
-    """Memory for the length of one read: from the pool, unless little is needed."""
+    """Memory for the duration of one read: from the pool, unless little is needed."""
 
     def __init__(self, pool: BufferPool, size: int) -> None:
         self._pool = pool

@@ -14,11 +14,11 @@ __all__ = ["EncryptedWriter"]
 
 
 class EncryptedWriter(ObjectWriter):
-    """Seals segments as they become full, and hands them on some at a time.
+    """Seals segments as they become full, and passes them on a few at a time.
 
-    The last segment is sealed as such, so that a full one waits for what comes after it. Each is
-    sealed once: a commit that is tried again sends nothing again. A forked child cannot go on
-    with what its parent has begun, since both would seal different bytes under one nonce.
+    The last segment is sealed as such, so a full one waits for the bytes after it. Each segment is
+    sealed once: a commit that is retried sends nothing again. A forked child cannot continue an
+    object that its parent began, since both would seal different bytes under one nonce.
     """
 
     def __init__(self, inner: ObjectWriter, sealer: Sealer, *, segment_bytes: int) -> None:
@@ -36,7 +36,7 @@ class EncryptedWriter(ObjectWriter):
         """Something that was sealed may not have got to the storage."""
 
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
-        """Append; hands on what fills segments."""
+        """Append; passes on the segments that become full."""
         self._check()
         if self._sealed_last:
             msg = "this writer is finished"
@@ -55,7 +55,7 @@ class EncryptedWriter(ObjectWriter):
         self._inner.commit()
 
     def abort(self) -> None:
-        """Drop what was written."""
+        """Drop the bytes written so far."""
         self._sealed_last = True
         self._held = bytearray()
         self._ready = []
@@ -90,7 +90,7 @@ class EncryptedWriter(ObjectWriter):
     def _check(self) -> None:
         if self._incomplete:
             msg = f"a part of {self._sealer.key} could not be written"
-            raise StorageError(msg, hint="begin the object anew")
+            raise StorageError(msg, hint="write the object again from its beginning")
         if os.getpid() != self._pid:
-            msg = f"{self._sealer.key} was begun in another process, which alone can go on with it"
+            msg = f"{self._sealer.key} was begun in another process; only that one can continue it"
             raise InvalidInputError(msg, hint="open a writer after the fork")

@@ -1,7 +1,7 @@
 """Any other file system that fsspec knows, by fsspec's public methods alone.
 
-What those promise about atomicity and caching varies, so nothing is claimed here: a store on such
-a backend may be shared only where the probe has shown that put-if-absent holds.
+Their promises about atomicity and caching vary, so this backend claims nothing: a store on it
+may be shared only where the probe has shown that put-if-absent holds.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=10.0,
 )
 
-# What separates the parts of a connection string or of a query.
+# Separators of the parts of a connection string or of a query.
 _PARTS: Final = re.compile(r"[;&\s]")
 _SECRET_CHARS_MIN: Final = 4
 _SAID_CHARS_MAX: Final = 300
-# Under what names file systems tell the time of last change in ``info``.
+# Names under which file systems report the modification time in ``info``.
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 
 
@@ -80,7 +80,7 @@ class FsspecBackend(Backend):
     Parameters
     ----------
     url
-        As fsspec takes it, shown to people without credentials.
+        As fsspec takes it; shown to users without credentials.
     options
         For the file system.
     """
@@ -95,7 +95,7 @@ class FsspecBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what may be expected of an unknown file system."""
+        """Return the least that any file system offers."""
         return CAPABILITIES
 
     def put(self, key: str, data: Buffer) -> None:
@@ -107,7 +107,7 @@ class FsspecBackend(Backend):
         self._pipe(check_key(key), bytes(data), conditional=True)
 
     def open_writer(self, key: str) -> ObjectWriter:
-        """Return a writer that collects in memory."""
+        """Return a writer that collects the object in memory."""
         check_key(key)
 
         def send(body: Body) -> None:
@@ -116,7 +116,7 @@ class FsspecBackend(Backend):
         return BufferedWriter(send)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Return a whole object, asking for one byte more than is allowed."""
+        """Return a whole object, requesting one byte more than is allowed."""
         data = self._cat(key, 0, bytes_max + 1)
         if len(data) > bytes_max:
             msg = f"{key} has more than the {bytes_max} bytes allowed"
@@ -140,7 +140,7 @@ class FsspecBackend(Backend):
         folder = check_prefix(prefix).rpartition("/")[0]
 
         def find(fs: Foreign, root: str) -> dict[str, dict[str, object]]:
-            """Return what the folder holds, by key, past caches."""
+            """Return the entries of the folder, by key, bypassing caches."""
             top = f"{root}/{folder}".rstrip("/")
             fs.invalidate_cache()
             skip = len(root.strip("/"))
@@ -156,11 +156,11 @@ class FsspecBackend(Backend):
                 yield self._info(key, infos[key])
 
     def stat(self, key: str) -> ObjectInfo:
-        """Return size and time of one object, past caches."""
+        """Return size and time of one object, bypassing caches."""
         check_key(key)
 
         def info(fs: Foreign, root: str) -> dict[str, object]:
-            """Return what the storage says of the object, past caches."""
+            """Return the storage's record of the object, bypassing caches."""
             fs.invalidate_cache()
             found: dict[str, object] = fs.info(f"{root}/{key}")
             if found.get("type") != "file":
@@ -180,7 +180,7 @@ class FsspecBackend(Backend):
         self._run(f"delete {key}", remove)
 
     def close(self) -> None:
-        """Let go of this process's file system object."""
+        """Release this process's file system object."""
         self._client.take()
 
     def _cat(self, key: str, start: int, end: int) -> bytes:
@@ -195,11 +195,11 @@ class FsspecBackend(Backend):
         mode = {"mode": "create"} if conditional else {}
 
         def pipe(fs: Foreign, root: str) -> None:
-            """Write the object whole, with the folders that it needs."""
+            """Write the whole object, and make its folders."""
             path = f"{root}/{key}"
             try:
                 fs.pipe_file(path, data, **mode)
-            except FileNotFoundError:  # file systems with real folders want them made
+            except FileNotFoundError:  # file systems with real folders need them made first
                 fs.makedirs(path.rpartition("/")[0], exist_ok=True)
                 fs.pipe_file(path, data, **mode)
 
@@ -213,12 +213,12 @@ class FsspecBackend(Backend):
         writing: bool = False,
         conditional: bool = False,
     ) -> T:
-        """Return ``call(fs, root)``, and translate what it raises."""
+        """Return ``call(fs, root)``, translating the errors that it raises."""
         try:
             fs, root = self._client.get()
         except CkptStoreError:
             raise
-        except Exception as error:  # a file system that connects when it is made
+        except Exception as error:  # a file system may connect when it is made
             raise translate(error, f"open {self.url}", writing=True, conditional=False) from error
         try:
             return call(fs, root)
@@ -244,7 +244,7 @@ class FsspecBackend(Backend):
                 return value.timestamp()
             if isinstance(value, int | float):
                 return float(value)
-        # Not known: "now" is the answer that makes nobody delete it for its age.
+        # Not known: "now" keeps everyone from deleting the object for its age.
         return self._environment.now_ms() / 1000
 
     def __repr__(self) -> str:
@@ -259,14 +259,14 @@ class _ClientFactory:
         self._options = options
 
     def __call__(self) -> tuple[Foreign, str]:
-        """Make it.
+        """Return the file system object and the root below which the store lies.
 
         Raises
         ------
         InvalidUrlError
-            The file system does not take the URL or an option.
+            The file system rejects the URL or an option.
         MissingDependencyError
-            It needs a package that is not installed.
+            The file system needs a package that is not installed.
         """
         try:
             fs, root = fsspec.core.url_to_fs(
@@ -281,7 +281,7 @@ class _ClientFactory:
         return fs, root.rstrip("/")
 
     def _without_secrets(self, error: Exception) -> str:
-        """Return what a library says, without any value that the user gave."""
+        """Return a library's message with the user's values removed."""
         text = str(error)
         parts = urlsplit("x://" + self._url.rpartition("://")[2])
         given = {*_texts(self._options), parts.username or "", parts.password or ""}
@@ -294,10 +294,10 @@ class _ClientFactory:
 
 
 def _files(fs: Foreign, top: str) -> dict[str, dict[str, object]]:
-    """Return what lies below a folder; nothing if it is not there.
+    """Return the entries below a folder; none if it is absent.
 
-    fsspec's own ``find``, where a file system has none of its own, leaves out silently whatever it
-    could not list: a server that is down would look like an empty folder.
+    fsspec's generic ``find`` silently leaves out folders that it could not list: a server that is
+    down would look like an empty folder.
     """
     inherited = (fsspec.AbstractFileSystem.find, AsyncFileSystem._find)
     kind = type(fs)
@@ -311,7 +311,7 @@ def _files(fs: Foreign, top: str) -> dict[str, dict[str, object]]:
         try:
             listing = fs.ls(waiting.pop(), detail=True)
         except FileNotFoundError:
-            continue  # not there, or removed meanwhile
+            continue  # absent, or removed since its folder was listed
         for info in listing:
             path = str(info["name"]).rstrip("/")
             if info.get("type") != "directory":
@@ -340,7 +340,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _answer(error: BaseException | None) -> tuple[int, str] | None:
-    """Return HTTP status and code of a library's error or of its cause; None if it has none."""
+    """Return HTTP status and code of a library's error or of its cause, or None without them."""
     for found in (error, getattr(error, "__cause__", None)):
         for holder in (found, getattr(found, "response", None)):
             for name in ("status_code", "status"):
@@ -359,7 +359,7 @@ def _is_key(text: str) -> bool:
 
 
 def without_credentials(url: str) -> str:
-    """Return `url` without user, password, query and fragment, for people to see."""
+    """Return `url` without user, password, query and fragment, for display."""
     scheme, mark, rest = url.rpartition("://")
     parts = urlsplit("x://" + rest)
     host = parts.netloc.rpartition("@")[2]
@@ -368,7 +368,7 @@ def without_credentials(url: str) -> str:
 
 
 def translate(error: Exception, what: str, *, writing: bool, conditional: bool) -> CkptStoreError:
-    """Return the error of our tree for anything that an fsspec file system raised."""
+    """Return the error of ckptstore's tree for an exception from an fsspec file system."""
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, FileExistsError) and conditional:
         return ObjectExistsError(msg)
@@ -401,7 +401,7 @@ def open_fsspec(url: str, **options: object) -> FsspecBackend:
     InvalidUrlError
         fsspec knows no such scheme.
     MissingDependencyError
-        It does, but the package that serves it is not installed.
+        fsspec knows it, but the package that serves it is not installed.
     """
     scheme = url.partition("://")[0].partition("::")[0]
     try:

@@ -1,8 +1,8 @@
 """Google Cloud Storage, through gcsfs: its sessions, credentials and event loop.
 
-Requests are our own plain calls of the JSON API, each tried once. gcsfs's ``pipe_file`` would do,
-but it repeats failed requests up to six times by itself, drops the HTTP status of some errors, and
-ends an upload at the first ``--==0==`` that the data happens to hold.
+Requests are plain calls of the JSON API, each sent once. gcsfs's ``pipe_file`` is not used, since
+it repeats failed requests up to six times by itself, drops the HTTP status of some errors, and
+ends an upload at the first ``--==0==`` in the data.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=0.0,  # strongly consistent, listings too
 )
 
-# Drawn once: a data stream that holds it could only have been made by who can read this process.
+# Drawn once: only code that can read this process could put it into a data stream.
 _BOUNDARY: Final = SYSTEM.random_hex(16)
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
@@ -76,7 +76,7 @@ class GcsBackend(Backend):
     Parameters
     ----------
     location
-        The bucket is never created.
+        Bucket and prefix; the bucket is never created.
     options
         For ``gcsfs.GCSFileSystem``.
     pack_class
@@ -95,7 +95,7 @@ class GcsBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what GCS can do."""
+        """Return the properties of GCS."""
         return CAPABILITIES
 
     def put(self, key: str, data: Buffer) -> None:
@@ -138,7 +138,7 @@ class GcsBackend(Backend):
             return
 
         async def fetch(answer: Foreign) -> None:
-            """Fill the buffers from the body; refuse another range, and one that is cut short."""
+            """Fill the buffers from the body; refuse another range, and one that is truncated."""
             if not answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
                 msg = f"get {key}: the storage ignores ranges"
                 raise StorageError(msg)
@@ -163,7 +163,7 @@ class GcsBackend(Backend):
             "fields": "nextPageToken,items(name,size,updated,storageClass)",
         }
         if after:
-            query["startOffset"] = root + after  # inclusive, unlike ours
+            query["startOffset"] = root + after  # inclusive, unlike `after`
         last = ""
         while True:
             path = f"/storage/v1/b/{self._bucket}/o"
@@ -190,7 +190,7 @@ class GcsBackend(Backend):
         self._send(f"delete {key}", "DELETE", self._object(key), _nothing, absent_ok=True)
 
     def cold_storage(self) -> ColdStorage:
-        """Return what reaches the classes of these objects."""
+        """Return access to the storage classes of these objects."""
         return GcsColdStorage(self._location, self.stat, self._rewrite)
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class GcsBackend(Backend):
             fs._session = None
 
     def _media(self, key: str, use: Foreign, *, span: str = "") -> Foreign:
-        """Return what `use` makes of an object's content, which is never compressed on its way."""
+        """Return ``use(answer)`` for an object's content, which is never compressed in transit."""
         headers = {"Accept-Encoding": "identity", **({"Range": span} if span else {})}
         return self._send(
             f"get {key}", "GET", self._object(key), use, params={"alt": "media"}, headers=headers
@@ -238,7 +238,7 @@ class GcsBackend(Backend):
         tail = f"\r\n--{_BOUNDARY}--\r\n".encode()
         end = body.seek(0, 2)
         with body.getbuffer() as view:
-            # So that a body damaged on its way is refused; not against anybody's malice.
+            # For errors in transit: the server refuses a damaged body. No protection from malice.
             digest = hashlib.md5(view[size:end], usedforsecurity=False).digest()
             view[:size] = _head(name, base64.b64encode(digest).decode(), storage_class)
         body.write(tail)
@@ -258,7 +258,7 @@ class GcsBackend(Backend):
                 data=body,
             )
         finally:
-            body.truncate(end)  # as it came, should it be sent again
+            body.truncate(end)  # as before, in case it is sent again
 
     def _send(
         self,
@@ -271,10 +271,10 @@ class GcsBackend(Backend):
         absent_ok: bool = False,
         **request: object,
     ) -> Foreign:
-        """Return what the coroutine function `use` makes of the answer to one request."""
+        """Return the result of the coroutine function `use` on the answer to one request."""
 
         async def send(fs: Foreign) -> Foreign:
-            """Send the request once, and hand its answer on."""
+            """Send the request once, and pass its answer to `use`."""
             await fs._set_session()
             timeout = aiohttp.ClientTimeout(
                 total=None,
@@ -289,7 +289,7 @@ class GcsBackend(Backend):
                     return await use(answer)
                 if answer.status == 404 and absent_ok:
                     return None
-                # Only a missing bucket makes a request fail so that names no object.
+                # Only a missing bucket makes a request that names no object fail like this.
                 missing = answer.status == 404 and "/o/" not in path
                 code = "NoSuchBucket" if missing else await _code(answer)
                 raise error_for_answer(answer.status, code, what, conditional=conditional)
@@ -319,7 +319,7 @@ class _ClientFactory:
 
 
 def _head(name: str, md5: str, storage_class: str = "") -> bytes:
-    """Return what comes before the data of an upload; its length depends not on `md5`."""
+    """Return the part of an upload before the data; its length does not depend on `md5`."""
     chosen = {"storageClass": storage_class} if storage_class else {}
     meta = json.dumps({"name": name, "md5Hash": md5.ljust(24, "="), **chosen})
     return (
@@ -356,9 +356,9 @@ def _info(key: str, item: Mapping[str, str]) -> ObjectInfo:
 
 
 def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
-    """Return the error of our tree for anything that gcsfs, aiohttp or google.auth raised."""
+    """Return the error of ckptstore's tree for an error of gcsfs, aiohttp or google.auth."""
     if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # fsspec's cover over any timeout
+        error = error.__cause__  # fsspec's wrapper of any timeout
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, google.auth.exceptions.TransportError):
         return TransientStorageError(msg)
@@ -377,14 +377,14 @@ def open_gcs(url: str, *, pack_class: object = None, **options: object) -> GcsBa
     Parameters
     ----------
     pack_class
-        Storage class that new packs are written in, such as ``NEARLINE``; nothing else ever is.
+        Storage class of new packs, such as ``NEARLINE``; other objects are never written in it.
 
     Raises
     ------
     InvalidUrlError
         If the URL names no bucket, or carries credentials.
     InvalidInputError
-        No class that can be read at any time is called `pack_class`.
+        `pack_class` names no class whose objects can always be read.
     """
     name = check_pack_class(pack_class)
     return GcsBackend(parse_bucket_url(url), options, pack_class=name)

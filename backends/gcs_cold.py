@@ -1,7 +1,7 @@
 """Storage classes of GCS: an object is rewritten in place; all can be read at any time.
 
-What the colder ones cost is the reading, and the days that are charged in any case; a restore is
-never needed, so that asking for one does nothing.
+The colder classes charge for reading and for a minimum storage duration. No object ever needs a
+restore, so a request for one does nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Stat(Protocol):
 
 
 class Rewriter(Protocol):
-    """How the backend sends: one request of a rewrite, whose answer is JSON."""
+    """The backend's function for one request of a rewrite, whose answer is JSON."""
 
     def __call__(self, key: str, name: str, token: str) -> Mapping[str, Any]:
-        """Rewrite `key` into the class `name`, or go on where `token` is from."""
+        """Rewrite `key` into the class `name`, or continue the rewrite that gave `token`."""
 
 
 class GcsColdStorage:
@@ -40,11 +40,11 @@ class GcsColdStorage:
     Parameters
     ----------
     location
-        Where they are.
+        Bucket and prefix of the objects.
     stat
-        The backend's own.
+        The backend's ``stat``.
     rewrite
-        The backend's own way to send one request of a rewrite.
+        The backend's function for one request of a rewrite.
     """
 
     def __init__(self, location: BucketLocation, stat: Stat, rewrite: Rewriter) -> None:
@@ -54,7 +54,7 @@ class GcsColdStorage:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return the four of GCS."""
+        """Return the four classes of GCS."""
         return _CLASSES
 
     def class_of(self, key: str) -> str:
@@ -83,16 +83,16 @@ class GcsColdStorage:
                 break
         after = self.class_of(key)
         if after != name:
-            msg = f"move {key} to {name}: it is in {after} afterwards"
+            msg = f"move {key} to {name}: the object is in {after} afterwards"
             raise StorageError(msg, hint="does this storage have the class?")
         return True
 
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
-        """Do nothing: it can be read already."""
+        """Do nothing, since every object can be read already; returns False."""
         return False
 
     def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        """Return what ``gcloud storage buckets update --lifecycle-file`` takes."""
+        """Return the input of ``gcloud storage buckets update --lifecycle-file``."""
         return {
             "rule": [
                 {

@@ -1,4 +1,4 @@
-"""From HTTP answers of object stores to the error tree, by status and code, never by text."""
+"""Translates HTTP answers of object stores to the error tree, by status and code, never by text."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ckptstore.errors import (
 
 __all__ = ["error_for_answer", "error_for_silence"]
 
-# Refused before anything was done: busy, or too many requests.
+# Refused before the server did any work: busy, or too many requests.
 _BUSY = frozenset({429, 503})
-# The server or something before it broke down, perhaps in the middle of the work.
+# The server or a proxy before it failed, perhaps in the middle of the work.
 _BROKEN = frozenset({500, 502, 504})
 _FULL_CODES = frozenset({"QuotaExceeded", "InsufficientCapacity", "XMinioStorageFull"})
 # What S3 answers with status 400 although trying again helps: a body that came too slowly or was
@@ -42,13 +42,13 @@ def error_for_answer(status: int, code: str, what: str, *, conditional: bool) ->
     Parameters
     ----------
     status
-        Of HTTP.
+        The HTTP status.
     code
-        The storage's own, such as ``SlowDown``; empty where there is none.
+        The storage's own, such as ``SlowDown``; empty without one.
     what
-        What was being done, for the message.
+        The operation, for the message.
     conditional
-        Whether the request was to create a name that is not there.
+        Whether the request was to create a name only if it is absent.
     """
     msg = f"{what}: HTTP {status} {code}".rstrip()
     if code in _NO_BUCKET_CODES:
@@ -87,7 +87,7 @@ def _error_for_refusal(status: int, msg: str, *, conditional: bool) -> CkptStore
 
 
 def error_for_silence(msg: str, *, conditional: bool) -> CkptStoreError:
-    """Return the error for a request that was sent and never properly answered."""
+    """Return the error for a request that was sent and got no valid answer."""
     if conditional:
         return AmbiguousWriteError(msg, hint="read the object back to see whether it was written")
     return TransientStorageError(msg)

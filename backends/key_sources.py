@@ -1,13 +1,13 @@
-"""Where a user's key comes from: a file, a variable of the environment, or a command.
+"""Sources of a user's key: a file, a variable of the environment, or a command.
 
 ::
 
     file:/etc/ckptstore/key         32 bytes as they are, or 64 hex digits, or base64 of 32 bytes
     env:CKPTSTORE_SECRET            hex or base64
-    command:vault read -field=k x   what the command prints: as in a file
+    command:vault read -field=k x   the command's output: as in a file
 
-A command is run without a shell (write ``command:sh -c '...'`` for one), gets nothing on stdin,
-and its stderr goes where ours goes. Nothing that is read here is ever part of an error.
+A command is run without a shell (write ``command:sh -c '...'`` for one), with empty stdin; its
+stderr goes to this process's. Nothing that is read here is ever part of an error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["KEY_HINT", "KeyInput", "hidden", "is_key_spec", "make_key_file", "re
 _log = logging.getLogger("ckptstore")
 
 KeyInput: TypeAlias = "str | bytes | UserKey"
-"""What a caller may give as a key: a spec as above, 32 bytes, or a key that was read."""
+"""A key as a caller may give it: a spec as above, 32 bytes, or a key that was read."""
 
 KEY_HINT: Final = "give file:PATH, env:NAME or command:CMD"
 
@@ -50,7 +50,7 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
     Raises
     ------
     EncryptionKeyError
-        It is no spec; or the file, the variable or the command is not there, fails, or says
+        The spec is malformed; or its file, variable or command is missing, fails, or yields
         something that is no key.
     MissingDependencyError
         The package ``cryptography`` is not installed.
@@ -61,8 +61,8 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
         return UserKey(bytes(key))
     source, _, rest = key.partition(":") if is_key_spec(key) else ("", "", "")
     if not rest:
-        # The text itself may be a key that was given where its spec belongs.
-        msg = "what was given as a key is not the place of one"
+        # The text itself may be a key, given where its spec belongs.
+        msg = "the text given as a key is not the place of one"
         raise EncryptionKeyError(msg, hint=KEY_HINT)
     if source == "file":
         return UserKey(_parse(_from_file(rest), key))
@@ -74,8 +74,8 @@ def read_key(key: KeyInput, *, environment: Environment = SYSTEM) -> UserKey:
 def hidden(key: KeyInput | None) -> KeyInput | None:
     """Return a key whose ``repr`` does not show it: bytes as a :class:`UserKey`, others as given.
 
-    Tools that report errors print the local variables of every frame, so a function that is given
-    a key binds this to the parameter before it does anything else.
+    Tools that report errors print the local variables of every frame, so a function that takes a
+    key assigns this to the parameter before it does anything else.
 
     Raises
     ------
@@ -86,19 +86,19 @@ def hidden(key: KeyInput | None) -> KeyInput | None:
 
 
 def is_key_spec(value: object) -> bool:
-    """Return whether something is surely meant as a key: a spec, bytes, or a key that was read."""
+    """Return whether a value is surely meant as a key: a spec, bytes, or a key that was read."""
     if isinstance(value, str):
         return value.startswith(("file:", "env:", "command:"))
     return isinstance(value, bytes | bytearray | UserKey)
 
 
 def make_key_file(path: str | os.PathLike[str]) -> UserKey:
-    """Write a new random key to a file that only its owner can read, as hex; return it.
+    """Write a new random key, as hex, to a file that only its owner can read; return the key.
 
     Raises
     ------
     EncryptionKeyError
-        There is something of this name already, which is never replaced; or it cannot be written.
+        The path exists, and is never replaced; or it cannot be written.
     """
     where = Path(path)
     material = secrets.token_bytes(KEY_BYTES)
@@ -107,7 +107,7 @@ def make_key_file(path: str | os.PathLike[str]) -> UserKey:
         descriptor = os.open(where, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         made = True
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)  # whatever the umask says
+            os.fchmod(descriptor, 0o600)  # regardless of the umask
             file.write(material.hex().encode() + b"\n")
             file.flush()
             os.fsync(descriptor)
@@ -120,7 +120,7 @@ def make_key_file(path: str | os.PathLike[str]) -> UserKey:
         msg = f"{str(where)!r} is there already, and a key is never overwritten"
         raise EncryptionKeyError(msg, hint="name another file") from error
     except OSError as error:
-        if made:  # what is there is no key, and would be in the way of the next try
+        if made:  # the incomplete file holds no key, and would be in the way of the next try
             with contextlib.suppress(OSError):
                 where.unlink()
         msg = f"the key file {str(where)!r} cannot be written: {error.strerror}"
@@ -154,7 +154,7 @@ def _from_variable(name: str) -> bytes:
 
 
 def _name(command: str) -> str:
-    """Return the first word of a command: what comes after it may be a secret."""
+    """Return the first word of a command; the words after it may be a secret."""
     return command.split(maxsplit=1)[0][:80] if command.split() else ""
 
 
@@ -169,20 +169,20 @@ def _from_command(command: str, environment: Environment) -> bytes:
         )
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)
-        msg = f"the command {name!r}, which is to say the key, cannot be run: {why}"
+        msg = f"the command {name!r}, which prints the key, cannot be run: {why}"
         raise EncryptionKeyError(msg) from error
     with child:
         try:
             data = _output(child, environment.monotonic() + limits.KEY_COMMAND_S, environment)
         finally:
-            if child.poll() is None:  # then the group is there: with what the command has started
+            if child.poll() is None:  # then its process group exists: end its children too
                 with contextlib.suppress(ProcessLookupError, PermissionError):  # it has just ended
                     os.killpg(child.pid, signal.SIGKILL)
     if data is None:
-        msg = f"the command {name!r} said no key within {limits.KEY_COMMAND_S:.0f} s"
+        msg = f"the command {name!r} printed no key within {limits.KEY_COMMAND_S:.0f} s"
         raise EncryptionKeyError(msg)
     if child.returncode and len(data) <= limits.KEY_TEXT_BYTES_MAX:
-        msg = f"the command {name!r}, which is to say the key, failed with {child.returncode}"
+        msg = f"the command {name!r}, which prints the key, failed with {child.returncode}"
         raise EncryptionKeyError(msg, hint="its own message is on stderr")
     return data
 
@@ -190,7 +190,7 @@ def _from_command(command: str, environment: Environment) -> bytes:
 def _output(
     child: subprocess.Popen[bytes], deadline: float, environment: Environment
 ) -> bytes | None:
-    """Return what a command prints, bounded; None if it does not end in time."""
+    """Return a command's output, bounded; None if it does not end in time."""
     assert child.stdout is not None  # noqa: S101  # for the type checker
     descriptor, data = child.stdout.fileno(), b""
     while len(data) <= limits.KEY_TEXT_BYTES_MAX:
@@ -209,7 +209,7 @@ def _output(
 
 
 def _parse(data: bytes, where: str, *, text: bool = False) -> bytes:
-    """Return the 32 bytes that were meant."""
+    """Return the 32 bytes of a key written as raw bytes, hex or base64."""
     stripped = data.strip()
     if len(data) > limits.KEY_TEXT_BYTES_MAX or not stripped:
         what = "empty" if not stripped else "too long"
@@ -224,7 +224,7 @@ def _parse(data: bytes, where: str, *, text: bool = False) -> bytes:
             continue
         if len(found) == KEY_BYTES:
             return found
-    msg = f"{where}: what is there is no key"
+    msg = f"{where}: the content is no key"
     hint = f"a key is {_FORMS}; a passphrase is none. ckptstore key new FILE makes one"
     raise EncryptionKeyError(msg, hint=hint)
 

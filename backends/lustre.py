@@ -1,4 +1,4 @@
-"""A hint to Lustre about how to lay out the files of a new store; without it all works too."""
+"""A hint to Lustre about the layout of a new store's files; the store works without it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PATIENCE_S: Final = 10.0
 
 
 def stripe_folder(folder: str, count: int) -> None:
-    """Ask that files below the new `folder` lie on one server up to 4 MiB, on `count` beyond.
+    """Request that files below the new `folder` lie on one server up to 4 MiB, on `count` beyond.
 
     A progressive layout (``lfs-setstripe(1)``, Lustre 2.10): commits and manifests then cost one
     object each, packs get the bandwidth of several servers. Never raises: where the tool is

@@ -56,7 +56,7 @@ class _Space:
         self.keys: list[str] = []
 
     def store(self, key: str, item: _Object, *, absent: bool) -> None:
-        """Write one object; with `absent`, only where there is none."""
+        """Write one object; with `absent`, only if the key is free."""
         with self.lock:
             if key not in self.objects:
                 insort(self.keys, key)
@@ -75,13 +75,13 @@ class _Space:
         return found
 
     def drop(self, key: str) -> None:
-        """Remove one object where there is one."""
+        """Remove an object if it exists."""
         with self.lock:
             if self.objects.pop(key, None) is not None:
                 del self.keys[bisect_left(self.keys, key)]
 
     def infos(self, prefix: str, after: str) -> list[ObjectInfo]:
-        """Return what a listing shows at this moment."""
+        """Return the listing at this moment."""
         with self.lock:
             first = max(bisect_left(self.keys, prefix), bisect_right(self.keys, after))
             # "\x7f" sorts after every character that a key may hold.
@@ -103,7 +103,7 @@ def _space(name: str) -> _Space:
 
 
 def _renew_locks() -> None:
-    """Give a forked child locks of its own: a thread of the parent may have held the old ones."""
+    """Give a forked child new locks: a thread of the parent may have held the old ones."""
     global _spaces_lock
     _spaces_lock = threading.Lock()
     for space in _spaces.values():
@@ -115,7 +115,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class MemoryBackend(Backend):
-    """One named space of objects; every instance of the same name in a process sees the same.
+    """One named space of objects; all instances of one name in a process share it.
 
     A forked child has a copy from the moment of the fork; a spawned one starts empty.
     """
@@ -128,7 +128,7 @@ class MemoryBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what memory can do."""
+        """Return the properties of memory."""
         return CAPABILITIES
 
     def put(self, key: str, data: Buffer) -> None:
@@ -163,7 +163,7 @@ class MemoryBackend(Backend):
             offset += len(buffer)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield the objects of one moment."""
+        """Yield the objects as they were when the call began."""
         check_prefix(prefix)
         yield from self._space.infos(prefix, after)
 
@@ -184,7 +184,7 @@ class MemoryBackend(Backend):
 
     @property
     def objects(self) -> dict[str, _Object]:
-        """Everything in the space, itself and not a copy: for tests that look past the methods."""
+        """The space's own dictionary, not a copy: for tests that bypass the methods."""
         return self._space.objects
 
     def _store(self, key: str, data: bytes, *, absent: bool) -> None:
@@ -218,7 +218,7 @@ def open_memory(url: str, **options: object) -> MemoryBackend:
     Raises
     ------
     InvalidUrlError
-        If the URL names nothing, or options are given: memory has none.
+        If the URL names nothing, or options are given: memory takes none.
     """
     if options:
         msg = f"memory takes no storage options, but got {', '.join(sorted(options))}"

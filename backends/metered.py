@@ -1,4 +1,4 @@
-"""Counts what is asked of a backend: calls, bytes, seconds."""
+"""Counts the requests to a backend: calls, bytes, seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meter:
-    """What one operation has come to."""
+    """Totals of one operation."""
 
     calls: int = 0
     failures: int = 0
-    """Calls that raised, whatever it was."""
+    """Calls that raised any exception."""
     bytes_moved: int = 0
     """Of successful calls: payload written or read; objects listed count nothing."""
     seconds: float = 0.0
@@ -40,7 +40,7 @@ class MeteredBackend(WrapperBackend):
         self._meters: dict[str, Meter] = {}
 
     def snapshot(self) -> Mapping[str, Meter]:
-        """Return the meters of this moment, by operation; operations not used are left out."""
+        """Return the current meters, by operation; operations not used are left out."""
         with self._lock:
             return dict(self._meters)
 

@@ -1,4 +1,4 @@
-"""What file system a path lies on, from the mount table of this process."""
+"""Finds the file system that a path lies on, from the mount table of this process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Mount:
     """One line of the mount table."""
 
     point: str
-    """Where it is mounted, an absolute path."""
+    """Mount point, an absolute path."""
     fs_type: str
     """As the kernel names it: ``ext4``, ``nfs4``, ``lustre``, ``fuse.glusterfs`` ..."""
     source: str
-    """What is mounted: a device, ``server:/export``, ``mfs#host:9421`` ..."""
+    """Mounted source: a device, ``server:/export``, ``mfs#host:9421`` ..."""
 
 
 UNKNOWN = Mount(point="/", fs_type="unknown", source="")
@@ -48,7 +48,7 @@ def _decode(field: str) -> str:
 
 
 def find_mount(path: str, *, table: Path = _TABLE) -> Mount:
-    """Return the mount that `path` lies on, or would lie on once it is created.
+    """Return the mount that `path` lies on, or will lie on once it is created.
 
     Without a readable mount table (not Linux) the type is ``unknown``.
     """
@@ -60,7 +60,7 @@ def find_mount(path: str, *, table: Path = _TABLE) -> Mount:
     found = UNKNOWN
     for mount in parse_mounts(text):
         inside = real == mount.point or real.startswith(mount.point.rstrip("/") + "/")
-        # Of two mounts at one point the later line is the upper, hence >=.
+        # If two mounts share one point, the later line is the upper mount, hence >=.
         if inside and len(mount.point) >= len(found.point):
             found = mount
     return found

@@ -12,20 +12,20 @@ __all__ = ["BucketLocation", "parse_bucket_url"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLocation:
-    """Where in an object store the keys of one store lie."""
+    """Bucket and prefix below which the keys of one store lie."""
 
     url: str
     """As the user would write it."""
     bucket: str
     prefix: str
-    """What the object name of every key begins with: empty, or ending in ``/``."""
+    """Prefix of the object name of every key: empty, or ending in ``/``."""
 
     def object_name(self, key: str) -> str:
         """Return the object name of `key` within the bucket."""
         return self.prefix + check_key(key)
 
     def key_of(self, object_name: str) -> str | None:
-        """Return the key of a listed object, or None where its name follows no key rule."""
+        """Return the key of a listed object, or None if its name breaks the key rules."""
         try:
             return check_key(object_name[len(self.prefix) :])
         except InvalidKeyError:
@@ -38,8 +38,8 @@ def parse_bucket_url(url: str) -> BucketLocation:
     Raises
     ------
     InvalidUrlError
-        Without a bucket, or with something that does not belong into such a URL. A URL with
-        credentials is refused without being repeated.
+        It has no bucket, or parts that such a URL must not have. A URL with credentials is
+        refused without being repeated.
     """
     scheme, _, rest = url.partition("://")
     bucket, _, path = rest.partition("/")

@@ -1,4 +1,4 @@
-"""From the operating system's error numbers to the error tree; texts are never looked at."""
+"""Translates the operating system's error numbers to the error tree; never looks at texts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """There is no such object: no name, a parent that is a file, or a symbolic link."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PERMISSION = frozenset({errno.EACCES, errno.EPERM})
-# What network file systems give while a server restarts or fails over, and what a signal or a
-# full table gives: the same call may succeed a moment later.
+# Errors of network file systems while a server restarts or fails over, and of a signal or a full
+# table: the same call may succeed a moment later.
 _TRANSIENT = frozenset(
     {
         errno.EAGAIN,
@@ -49,13 +49,13 @@ _TRANSIENT = frozenset(
 
 
 def translate(error: OSError, what: str, *, writing: bool = False) -> CkptStoreError:
-    """Return the error of our tree for `error`, which happened while doing `what`.
+    """Return the error of ckptstore's tree for `error`, raised while doing `what`.
 
-    A name that is missing is an object that is not there, except when `writing`: then it is a
-    folder that somebody took away.
+    A missing name is a missing object, except when `writing`: then it is a folder that another
+    process removed.
 
-    ``EEXIST`` is left to the caller: what it means depends on the call. An error of our tree,
-    whose storage errors are ``OSError`` too, comes back as it is.
+    ``EEXIST`` is left to the caller: its meaning depends on the call. An error of ckptstore's tree
+    (its storage errors are ``OSError`` too) is returned unchanged.
     """
     if isinstance(error, CkptStoreError):
         return error

@@ -1,6 +1,6 @@
-"""A client library's object, made when first needed, once in each process.
+"""An object of a client library, made when first needed, once in each process.
 
-Clients hold sockets, threads and event loops, none of which survive a fork or a pickle.
+Clients hold sockets, threads and event loops, none of them valid after a fork or a pickle.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class PerProcess(Generic[T]):
     """Holds one object per process, made by `factory` at the first ``get``.
 
     Safe from any thread, across a fork, and when pickled (if `factory` is; the object is not
-    carried along). What a forked child inherits is kept, untouched: to finalise the parent's
-    client in the child would wait for threads that are not there.
+    pickled). A forked child keeps the inherited object untouched: finalising the parent's
+    client in the child would wait for threads that do not exist there.
     """
 
     def __init__(self, factory: Callable[[], T]) -> None:
@@ -33,7 +33,7 @@ class PerProcess(Generic[T]):
         pid = os.getpid()
         found = self._objects.get(pid)
         if found is None:
-            # One lock per process: a thread of the parent may have held its own at the fork.
+            # One lock per process: a thread of the parent may have held its lock at the fork.
             with self._locks.setdefault(pid, threading.Lock()):
                 found = self._objects.get(pid)
                 if found is None:
@@ -41,7 +41,7 @@ class PerProcess(Generic[T]):
         return found
 
     def take(self) -> T | None:
-        """Return this process's object, if it was made, and forget it: the caller closes it."""
+        """Return this process's object, if it was made, and forget it; the caller closes it."""
         return self._objects.pop(os.getpid(), None)
 
     def __reduce__(self) -> tuple[object, ...]:

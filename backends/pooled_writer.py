@@ -1,4 +1,4 @@
-"""A writer that collects an object in memory which is used again, then sends it.
+"""A writer that collects an object in reused memory, then sends it.
 
 The first write to new memory costs several times the copy into it (measured, docs/design/0014:
 0.6 ms/MB against 0.1, in huge pages 0.3), and each pack would be written to new memory.
@@ -19,7 +19,7 @@ __all__ = ["BufferPool", "Memory", "PooledWriter"]
 
 @dataclass(slots=True)
 class Memory:
-    """Memory of one object; owned by who took it from the pool."""
+    """Memory of one object; owned by the writer that took it from the pool."""
 
     memory: mmap.mmap
     touched: int = 0
@@ -27,16 +27,16 @@ class Memory:
 
 
 class BufferPool:
-    """Buffers that are kept for the next object. Safe from any thread, across forks and pickles.
+    """Buffers kept for reuse. Safe from any thread, across forks and pickles.
 
     Parameters
     ----------
     buffer_bytes
         Size of a new buffer; one that had to grow much beyond it is not kept.
     kept_max
-        How many are kept.
+        Most buffers that are kept.
     kept_bytes
-        How many bytes they may take together.
+        Most bytes that the kept buffers take together.
     """
 
     def __init__(self, *, buffer_bytes: int, kept_max: int, kept_bytes: int) -> None:
@@ -46,7 +46,7 @@ class BufferPool:
         self._free: deque[Memory] = deque(maxlen=kept_max)
 
     def take(self) -> Memory:
-        """Return a buffer that nobody else has, with anything in it: the one used last."""
+        """Return a buffer for the caller alone, with arbitrary contents: the one used last."""
         try:
             return self._free.pop()
         except IndexError:
@@ -60,7 +60,7 @@ class BufferPool:
             self._free.append(buffer)
 
     def clear(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._free.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -74,7 +74,7 @@ def _new_pool(buffer_bytes: int, kept_max: int, kept_bytes: int) -> BufferPool:
 def _new_memory(size: int) -> mmap.mmap:
     buffer = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer
 
@@ -110,7 +110,7 @@ class PooledWriter(ObjectWriter):
             self._buffer.touched = max(self._buffer.touched, end)
 
     def commit(self) -> None:
-        """Send it, and give the memory back."""
+        """Send the object, and return the memory to the pool."""
         if self._finished:
             return
         memory = b"" if self._buffer is None else self._buffer.memory
@@ -119,14 +119,14 @@ class PooledWriter(ObjectWriter):
         self.abort()
 
     def abort(self) -> None:
-        """Give the memory back."""
+        """Return the memory to the pool."""
         buffer, self._buffer = self._buffer, None
         self._finished = True
         if buffer is not None:
             self._pool.give(buffer)
 
     def _grow(self, size: int) -> None:
-        """Go on in a larger buffer; not in place, since an old error may still refer to it."""
+        """Continue in a larger buffer; not in place, since an old error may still refer to it."""
         assert self._buffer is not None  # noqa: S101  # for the type checker
         memory = self._buffer.memory
         larger = _new_memory(max(size, len(memory) * 5 // 4))

@@ -1,7 +1,8 @@
 """Any mounted file system: a local disk, NFS, a parallel file system.
 
-One code for all; what differs is data (:mod:`ckptstore.backends.posix_settings`). What real file
-systems do to readers and writers, and what follows: docs/design/0004-posix-durable-writes.md.
+One code for all; the differences are data (:mod:`ckptstore.backends.posix_settings`). The effects
+of real file systems on readers and writers, and the consequences drawn:
+docs/design/0004-posix-durable-writes.md.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class PosixBackend(Backend):
     root
         Absolute path of the folder.
     settings
-        How this kind of file system is to be treated.
+        Settings for this kind of file system.
     fs_type
-        What the mount table calls it; told to users, decides nothing here.
+        Its type in the mount table; shown to users, decides nothing here.
     """
 
     def __init__(
@@ -84,15 +85,15 @@ class PosixBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what this kind of file system can do."""
+        """Return the properties of this kind of file system."""
         return self._settings.capabilities
 
     def put(self, key: str, data: Buffer) -> None:
-        """Write a whole object; the same content again is no error, another is."""
+        """Write a whole object; the same content again is no error, other content is."""
         try:
             self.put_if_absent(key, data)
         except ObjectExistsError:
-            # An earlier try of the same call may have come through.
+            # An earlier try of the same call may have succeeded.
             if self.get(key, bytes_max=limits.PACK_BYTES_MAX) != data:
                 raise
 
@@ -117,7 +118,7 @@ class PosixBackend(Backend):
         """Return a whole object."""
 
         def read(descriptor: int, size: int) -> bytes:
-            """Return the whole file, as long as it stays within the bound."""
+            """Return the whole file, if it stays within the bound."""
             if size > bytes_max:
                 msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
                 raise CorruptObjectError(msg)
@@ -160,7 +161,7 @@ class PosixBackend(Backend):
         """Do nothing: no file stays open between calls."""
 
     def open_temp(self, key: str, *, flags: int = 0) -> TempFile:
-        """Return a new temporary file in the folder of `key`, which is made where it is missing.
+        """Return a new temporary file in the folder of `key`, making the folder if it is missing.
 
         Raises
         ------
@@ -173,7 +174,7 @@ class PosixBackend(Backend):
             try:
                 self._folders.ensure(folder)
                 return TempFile(folder, unique, flags=flags)
-            except FileNotFoundError:  # somebody removed the folder, or one above it
+            except FileNotFoundError:  # another process removed the folder, or one above it
                 self._folders.forget()
                 self._folders.ensure(folder)
                 return TempFile(folder, unique, flags=flags)
@@ -192,7 +193,7 @@ class PosixBackend(Backend):
         return f"{self._root}/{key}"
 
     def _with_file(self, key: str, use: Callable[[int, int], T]) -> T:
-        """Return ``use(descriptor, size)`` of an object, trying again where caches are stale."""
+        """Return ``use(descriptor, size)`` for an object, retrying where caches are stale."""
         path = self._path(check_key(key))
         for attempt in range(limits.STALE_TRIES):
             if attempt:
@@ -208,7 +209,7 @@ class PosixBackend(Backend):
         raise TransientStorageError(msg)
 
     def _is_absent(self, path: str) -> bool:
-        """Tell whether a name that could not be opened is really not there."""
+        """Return whether a name that could not be opened is really absent."""
         return not (self._settings.relist and is_listed(path))
 
     def __repr__(self) -> str:
@@ -250,12 +251,12 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
     Parameters
     ----------
     kind
-        ``local``, ``nfs`` or ``parallel`` where the mount table does not tell; empty to look.
+        ``local``, ``nfs`` or ``parallel`` if the mount table is wrong; empty to read that.
 
     Raises
     ------
     InvalidUrlError
-        For a URL with a host, a file, an unknown `kind`, or any other option: a path has none.
+        For a URL with a host, a file, an unknown `kind`, or any other option.
     """
     if options:
         msg = f"a path takes no storage options, but got {', '.join(sorted(options))}"

@@ -15,12 +15,12 @@ from ckptstore.errors import InvalidKeyError
 __all__ = ["remove_temp_files"]
 
 _TEMP: Final = re.compile(r"\.tmp-[0-9a-f]{32}\Z")  # as posix_publish.TempFile names them
-# What else may lie below the root of a store is not ours.
+# Other files below the root of a store are not ckptstore's.
 _FOLDERS: Final = ("commits", "snapshots", "manifests", "packs", "probe")
 
 
 def remove_temp_files(root: str, *, modified_before: float, dry_run: bool) -> Leftovers:
-    """Unlink temporary files below `root` that were last written before a time.
+    """Unlink the temporary files below `root` last written before a time; return their count.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ def _temp_files(root: str, base: str) -> Iterator[tuple[str, os.stat_result]]:
                     if _is_name(entry.name) and (base or entry.name in _FOLDERS):
                         folders.append(entry.name)
                 elif _TEMP.match(entry.name):
-                    with suppress(FileNotFoundError):  # its writer lives, and is done
+                    with suppress(FileNotFoundError):  # its writer lives, and has just finished
                         yield entry.path, entry.stat(follow_symlinks=False)
     except OSError as error:
         if error.errno in ABSENT:

@@ -1,8 +1,8 @@
-"""The one recipe by which a file appears: whole, durable, under a name that was free.
+"""The only way to create a file: whole, durable, under a name that was free.
 
 Temporary file in the folder of the final name, write, check the length, fsync, ``link()`` to the
-final name, fsync the folder, unlink the temporary name. Why ``link()`` and neither ``O_EXCL`` nor
-a rename: docs/design/0004-posix-durable-writes.md.
+final name, fsync the folder, unlink the temporary name. Reasons for ``link()`` instead of
+``O_EXCL`` or a rename: docs/design/0004-posix-durable-writes.md.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ckptstore.errors import (
 
 __all__ = ["Folders", "TempFile", "drop_cache", "publish", "sync_folder"]
 
-# What file systems without hard links answer to link(): link(2), and FUSE's ENOSYS.
+# Answers of file systems without hard links to link(): link(2), and FUSE's ENOSYS.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-# Folders that cannot be synced (some FUSE file systems) answer so; they have no such promise to
-# keep, and the file itself was synced.
+# Answers where folders cannot be synced (some FUSE file systems); those promise no durability of
+# names, and the file itself was synced.
 _NO_FOLDER_SYNC = frozenset({errno.EINVAL, errno.ENOTSUP, errno.ENOSYS})
 
 
 class TempFile:
-    """A file that nobody looks at, open for writing, beside the name that it will get.
+    """An unpublished file, open for writing, in the folder of its final name.
 
     Owned by one thread. ``finish`` or ``discard`` closes it.
 
     Attributes
     ----------
     path
-        Its name, ``.tmp-<hex>``: no key may begin with a dot, so that listings leave it out.
+        Its path, ``.tmp-<hex>``: no key begins with a dot, so that listings leave it out.
     descriptor
         Open for writing until ``finish`` or ``discard``; -1 afterwards.
     """
 
     def __init__(self, folder: str, unique: str, *, flags: int = 0) -> None:
         self.path = f"{folder}/.tmp-{unique}"
-        # O_EXCL guards against our own name repeating; nothing else rests on it.
+        # O_EXCL guards against a repeated random name; nothing else relies on it.
         self.descriptor = os.open(
             self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o666
         )
@@ -77,7 +77,7 @@ class TempFile:
 
     def discard(self) -> None:
         """Close and remove; never raises."""
-        with suppress(OSError):  # what could be done about it is to leave the file behind
+        with suppress(OSError):  # the only remedy is to leave the file behind
             self._close()
         with suppress(OSError):
             os.unlink(self.path)  # noqa: PTH108 - plain strings on the hot path
@@ -89,14 +89,14 @@ class TempFile:
 
 
 def drop_cache(descriptor: int, offset: int, count: int) -> None:
-    """Tell the kernel that a range that is on disk will not be read soon; 0 bytes: to the end."""
+    """Advise the kernel to drop a range that is on disk from its cache; 0 bytes: to the end."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError):  # only advice
             os.posix_fadvise(descriptor, offset, count, os.POSIX_FADV_DONTNEED)
 
 
 def _size(descriptor: int, expected_bytes: int) -> int:
-    """Return the size of an open file, giving caches of a smaller one time to expire.
+    """Return the size of an open file, waiting for caches of a smaller one to expire.
 
     A dispersed GlusterFS volume reports size 0 for 1.04 s after a write and fsync, if the same
     client lists the folder in between (measured: 37 of 40 times).
@@ -113,7 +113,7 @@ def _size(descriptor: int, expected_bytes: int) -> int:
 def publish(temp: str, final: str, what: str) -> None:
     """Give the finished file `temp` the name `final` if that is free, and remove `temp`.
 
-    Durable on return. Whatever it raises, `temp` is gone or will never be looked at.
+    Durable on return. After any error `temp` is gone or unused.
 
     Raises
     ------
@@ -122,9 +122,9 @@ def publish(temp: str, final: str, what: str) -> None:
     UnsafeBackendError
         The file system has no hard links.
     AmbiguousWriteError
-        It could not be found out whether the link was made.
+        Whether the link was made could not be determined.
     StorageError
-        The link was not made and cannot appear any more; or it was made, but the folder could
+        The link was not made and cannot appear later; or it was made, but the folder could
         not be synced: then the object is visible and may vanish in a power cut.
     """
     try:
@@ -137,16 +137,16 @@ def publish(temp: str, final: str, what: str) -> None:
         msg = f"{what}: written, but its folder could not be synced ({error.strerror})"
         raise StorageError(msg, hint="it is visible, but may vanish in a power cut") from error
     finally:
-        with suppress(OSError):  # a left-over name is no harm: listings do not show it
+        with suppress(OSError):  # a leftover name does no harm: listings leave it out
             os.unlink(temp)  # noqa: PTH108
 
 
 def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None:
-    """Return if the link was made after all (its reply was lost); raise what is true otherwise."""
+    """Return if the link was made although its reply was lost; otherwise raise the true error."""
     links = _link_count(temp)
     if links == 2:
         return
-    # SFTP has one code for every failure, of which sshfs makes EPERM: also where a name is taken.
+    # SFTP has one code for every failure; sshfs makes it EPERM, even where a name is taken.
     taken = error.errno == errno.EEXIST or (error.errno == errno.EPERM and _link_count(final) > 0)
     if taken and links == 1:
         _remove(temp)
@@ -156,7 +156,7 @@ def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None
         _remove(temp)
         msg = f"{what}: this file system has no hard links"
         raise UnsafeBackendError(msg) from error
-    # Once the temporary name is gone, a request that is still on its way cannot link it.
+    # Once the temporary name is gone, a request still in flight cannot link it.
     if links != 1 or not _remove(temp) or _exists(final) is not False:
         msg = f"{what}: link gave {errno.errorcode.get(error.errno or 0, error.errno)}"
         raise AmbiguousWriteError(msg) from error
@@ -164,7 +164,7 @@ def _after_failed_link(error: OSError, temp: str, final: str, what: str) -> None
 
 
 def _link_count(path: str) -> int:
-    """Return how many names a file has, 0 when that is not known; by open, past stale caches."""
+    """Return the number of a file's names, 0 if unknown; opens the file, bypassing stale caches."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -198,9 +198,9 @@ def _exists(path: str) -> bool | None:
 def sync_folder(path: str) -> None:
     """Make the names in a folder durable; raises OSError.
 
-    The folder is opened once more at the end: if a file system shuts down (a failed disk, a forced
-    shutdown) under the fsync of a folder, XFS may report success for a name that is lost; opening
-    fails from then on. Measured on Linux 6.18: names lost in 5 of 60 shutdowns, in none with this.
+    The folder is opened again at the end: if a file system shuts down (a failed disk, a forced
+    shutdown) during the fsync of a folder, XFS may report success for a name that is lost; opening
+    then fails. Measured on Linux 6.18: names lost in 5 of 60 shutdowns, in none with this.
     """
     path = path or "."
     descriptor = os.open(path, _FOLDER)
@@ -215,10 +215,10 @@ def sync_folder(path: str) -> None:
 
 
 class Folders:
-    """Makes folders durably, and remembers which ones need no more care.
+    """Makes folders durably, and remembers the ones that are done.
 
     Safe from any thread: two threads may make the same folder, which does no harm. `prepare` is
-    called with the root once that was made.
+    called with the root after that was made.
     """
 
     def __init__(self, root: str, prepare: Callable[[str], None] = lambda _root: None) -> None:
@@ -229,7 +229,7 @@ class Folders:
     def ensure(self, folder: str) -> None:
         """Make `folder` and its parents; on return their names are durable. Raises OSError.
 
-        A folder that another process made is synced too: that process may not have come to it.
+        A folder that another process made is synced too: that process may not have done so yet.
         """
         if folder in self._durable:
             return
@@ -244,7 +244,7 @@ class Folders:
         self._durable.add(folder)
 
     def forget(self) -> None:
-        """Forget everything: a folder was found missing that had been there."""
+        """Forget all folders: one of them was found missing."""
         self._durable.clear()
 
     def _ensure_root(self) -> None:

@@ -1,4 +1,4 @@
-"""How the kinds of mounted file system differ: data, so that their code can be one."""
+"""Differences between the kinds of mounted file system, as data, so that they share one code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["SETTINGS", "PosixSettings", "settings_for"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PosixSettings:
-    """What the POSIX backend does differently on one kind of file system."""
+    """Settings of the POSIX backend for one kind of file system."""
 
     name: str
     """The backend's name, as in probe findings: ``local``, ``nfs`` or ``parallel``."""
@@ -33,7 +33,7 @@ _LOCAL = Capabilities(
     part_bytes=0,  # the kernel holds the bytes, at most WRITEBACK_LAG_BYTES of them
     # A disk of 2 GB/s reads 64 KiB in the 30 us that another system call and seek cost.
     read_gap_bytes=64 * KIB,
-    # One raw chunk, or two that are compressed: what was read is hashed and decoded from the
+    # One raw chunk, or two compressed ones: the bytes read are hashed and decoded from the
     # processor's cache. A load is 1.13 times as fast as with 16 MiB (measured: docs/design/0015).
     read_bytes_max=8 * MIB,
     concurrency=4,
@@ -75,7 +75,7 @@ SETTINGS: Final[dict[str, PosixSettings]] = {
     ),
 }
 
-# File system types as the kernel names them. Anything else is a disk or memory of this machine.
+# File system types by the kernel's names. Any other is a disk or memory of this machine.
 _NFS = frozenset({"nfs", "nfs4", "fuse.nfs"})
 _PARALLEL = frozenset(
     {
@@ -102,7 +102,7 @@ _PARALLEL = frozenset(
 
 
 def settings_for(mount: Mount) -> PosixSettings:
-    """Return the settings for what is mounted; every FUSE file system is taken for a remote one."""
+    """Return the settings for a mount; every FUSE file system counts as a remote one."""
     if mount.fs_type in _NFS:
         return SETTINGS["nfs"]
     fuse = mount.fs_type == "fuse" or mount.fs_type.startswith("fuse.")

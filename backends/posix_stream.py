@@ -1,9 +1,9 @@
-"""Streaming a large object into a temporary file, with the disk busy from the first megabytes on.
+"""Streams a large object into a temporary file, keeping the disk busy from the first megabytes on.
 
-Left alone, the kernel collects what is written in memory and writes it out at the final fsync,
-while the caller waits. So the writer asks for write-back of each window as it is complete, waits
-for the one that lies ``WRITEBACK_LAG_BYTES`` back, and gives its pages back: the kernel then uses
-the same few megabytes again and again, and other programs keep their cache. Figures:
+By default the kernel collects written bytes in memory and writes them out at the final fsync,
+while the caller waits. So the writer starts write-back of each window when it is complete, waits
+for the window ``WRITEBACK_LAG_BYTES`` back, and frees its pages: the kernel then reuses the same
+few megabytes, and other programs keep their cache. Figures:
 docs/design/0004-posix-durable-writes.md.
 """
 
@@ -31,7 +31,7 @@ _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 _WAIT_BEFORE: Final = 1
 _START: Final = 2
 _WAIT_AFTER: Final = 4
-# The file system does not know the call; the final fsync does all the work then.
+# The file system does not support the call; then the final fsync does all the work.
 _NOT_THERE: Final = frozenset({errno.ENOSYS, errno.EINVAL, errno.ESPIPE, errno.EOPNOTSUPP})
 
 SyncRange = Callable[[int, int, int, int], int]
@@ -42,8 +42,8 @@ SyncRange = Callable[[int, int, int, int], int]
 def sync_range() -> SyncRange | None:
     """Return Linux's sync_file_range, or None where the C library has none.
 
-    It only moves the work of the final fsync forward, which is still called and decides; but a
-    write error that it reports is reported once only, so that it must not be dropped.
+    The call only starts the work of the final fsync earlier, which still follows and decides; but
+    a write error that it reports is reported only once, so the caller must not drop it.
     """
     import ctypes
 
@@ -66,7 +66,7 @@ def sync_range() -> SyncRange | None:
 
 
 class PosixWriter(ObjectWriter):
-    """Writes to a temporary file as the bytes come; holds none of them itself."""
+    """Writes bytes to a temporary file as they come; holds none of them itself."""
 
     def __init__(self, backend: PosixBackend, key: str) -> None:
         self._backend = backend
@@ -78,7 +78,7 @@ class PosixWriter(ObjectWriter):
         self._temp = backend.open_temp(key)
 
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
-        """Append by as few system calls as it takes."""
+        """Append by as few system calls as possible."""
         parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
         left = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
         first = 0
@@ -96,7 +96,7 @@ class PosixWriter(ObjectWriter):
             raise translate(error, f"write {self._key}", writing=True) from error
 
     def commit(self) -> None:
-        """Make it durable, then visible; what failed here is not worth a second call."""
+        """Make the object durable, then visible; a failed commit cannot be repeated."""
         try:
             self._temp.finish(self._size, drop=self._waited > 0)
             publish(self._temp.path, self._backend.path_of(self._key), f"create {self._key}")
@@ -104,7 +104,7 @@ class PosixWriter(ObjectWriter):
             self._temp.discard()
             found = translate(error, f"write {self._key}", writing=True)
             if isinstance(found, TransientStorageError):
-                # The file is gone, and after a failed fsync it could not be trusted either.
+                # The file is gone, and after a failed fsync its content would be unreliable.
                 raise StorageError(found.message, hint="the save has to be repeated") from error
             if isinstance(error, StorageError):
                 raise
@@ -115,7 +115,7 @@ class PosixWriter(ObjectWriter):
         self._temp.discard()
 
     def _write_back(self) -> None:
-        """Start write-back of whole windows, and wait for those far enough back."""
+        """Start write-back of complete windows, and wait for those far enough back."""
         window = limits.WRITEBACK_WINDOW_BYTES
         whole = self._size // window * window
         if whole > self._started:

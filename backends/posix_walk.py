@@ -18,8 +18,8 @@ __all__ = ["walk"]
 def walk(root: str, prefix: str, after: str, *, relist: bool = False) -> Iterator[ObjectInfo]:
     """Yield the objects under `root` whose key begins with `prefix` and sorts after `after`.
 
-    Each folder is read at once when the walk comes to it. Symbolic links, special files, and
-    names that no key may have are left out; so is what vanishes meanwhile.
+    Each folder is read in one go when the walk reaches it. Symbolic links, special files, names
+    that break the key rules, and entries that vanish during the walk are left out.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def _folder(root: str, base: str, prefix: str, after: str, relist: bool) -> Iter
 
 
 def _fresh_entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:
-    """Return the entries as the server has them now, not as this client remembers them."""
+    """Return the entries that the server has now, not those that this client has cached."""
     for _ in range(limits.STALE_TRIES):
         try:
             forget_listing(path)

@@ -1,7 +1,7 @@
-"""Finds out what a storage really does, by doing it: never trust a claim of put-if-absent.
+"""Tests a storage by using it: never trust a claim of put-if-absent.
 
-Everything happens under names ``probe/<random>-...`` and is removed again. A store is created
-only on what was found here, and ``ckptstore doctor`` prints the same.
+All objects have names ``probe/<random>-...`` and are removed again. A store is created only on
+these results, and ``ckptstore doctor`` prints them.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _OF_CREATING: Final = frozenset({"create twice", "race"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One thing that was tried."""
+    """One test and its outcome."""
 
     name: str
     passed: bool
     detail: str
-    """What was seen, for people."""
+    """Observation, for display."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeReport:
-    """What was found out about a storage; goes into the superblock as JSON."""
+    """Results of probing a storage; stored in the superblock as JSON."""
 
     backend: str
-    """``Backend.name`` of what was probed."""
+    """``Backend.name`` of the probed backend."""
     put_if_absent: PutIfAbsent
     """``atomic`` only if everything else passed too: a log needs fresh listings as well."""
     checks: tuple[Check, ...]
@@ -62,11 +62,11 @@ class ProbeReport:
 
     @property
     def passed(self) -> bool:
-        """Whether a store with many writers can live here."""
+        """True if a store with many writers is safe here."""
         return self.put_if_absent is PutIfAbsent.ATOMIC
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON values."""
+        """Return the report as JSON values."""
         return {
             "backend": self.backend,
             "put_if_absent": self.put_if_absent.value,
@@ -77,12 +77,12 @@ class ProbeReport:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Return the report that ``to_dict`` gave.
+        """Return the report that ``to_dict`` wrote.
 
         Raises
         ------
         FormatError
-            If it is none.
+            `values` is no such report.
         """
         try:
             return cls(
@@ -106,12 +106,12 @@ def probe(
     environment: Environment = SYSTEM,
     progress: ProgressCallback = silent,
 ) -> ProbeReport:
-    """Try out a storage; writes, reads and deletes about a hundred small objects.
+    """Test a storage; writes, reads and deletes about a hundred small objects.
 
     Parameters
     ----------
     backend
-        With its retry wrapper, so that a busy moment is not taken for a finding.
+        With its retry wrapper, so that a busy moment does not count as a result.
 
     Raises
     ------
@@ -140,13 +140,13 @@ def failed_check(report: Mapping[str, Any]) -> str:
 
 
 def offset_text(seconds: float) -> str:
-    """Return the offset of a clock to a tenth of a second; nothing has no sign."""
+    """Return the offset of a clock to a tenth of a second; zero has no sign."""
     text = f"{seconds:+.1f} s"
     return "0.0 s" if text in {"+0.0 s", "-0.0 s"} else text
 
 
 class _Probe:
-    """One probe under way."""
+    """A running probe."""
 
     def __init__(
         self, backend: Backend, environment: Environment, progress: ProgressCallback
@@ -188,7 +188,7 @@ class _Probe:
         )
 
     def clean(self) -> None:
-        """Remove everything; what a failing storage makes impossible is left behind."""
+        """Remove all probe objects; those that a failing storage keeps are left behind."""
         keys = [info.key for info in self._backend.list(self._root)]
         with ThreadPoolExecutor(limits.PROBE_CREATORS) as pool:
             list(pool.map(self._backend.delete, keys))
@@ -222,8 +222,8 @@ class _Probe:
     def _race(self) -> PutIfAbsent:
         """Let several threads create one name at once, over and over.
 
-        Storage that makes no claim is raced for longer: one that looks first and writes then gets
-        most rounds right.
+        Storage that makes no claim is raced for longer: one that checks first and then writes
+        gets most rounds right.
         """
         creators, rounds, unclear = limits.PROBE_CREATORS, 0, 0
         claimed = self._backend.capabilities.put_if_absent is PutIfAbsent.ATOMIC
@@ -251,11 +251,11 @@ class _Probe:
     def _round(
         self, pool: ThreadPoolExecutor, key: str, creators: int
     ) -> tuple[set[int], int | None]:
-        """Return who won or may have won, and whose bytes stand; None if that is nobody's."""
+        """Return the creators that won or may have won, and the one whose bytes stand, or None."""
         gate = threading.Barrier(creators)
 
         def create(who: int) -> bool | None:
-            """Create the object as soon as all can; say whether it won, or None if unclear."""
+            """Create the object once all are ready; return whether it won, or None if unclear."""
             gate.wait(_RACER_S)
             try:
                 self._backend.put_if_absent(key, self._racer_body(who))
@@ -274,7 +274,7 @@ class _Probe:
         winners = {who for who, answer in enumerate(told) if answer}
         if not owners:
             return winners, None
-        # A creator who heard nothing, or heard "exists" from its own second try, may own it.
+        # A creator that got no answer, or "exists" for its own second try, may have won.
         return winners or {owners[0]}, owners[0]
 
     def _racer_body(self, who: int) -> bytes:

@@ -14,7 +14,7 @@ __all__ = ["ReadOnlyBackend"]
 
 
 class ReadOnlyBackend(WrapperBackend):
-    """Passes reads on; raises ``ReadOnlyError`` for writes, before the storage hears of them."""
+    """Passes reads on; raises ``ReadOnlyError`` for writes, before the storage sees them."""
 
     def put(self, key: str, data: Buffer) -> None:
         """Refuse."""
@@ -33,19 +33,19 @@ class ReadOnlyBackend(WrapperBackend):
         raise _refusal(key)
 
     def cold_storage(self) -> ColdStorage | None:
-        """Return what tells the classes of objects, and changes none."""
+        """Return access that reads the classes of objects, and changes none."""
         cold = self.inner.cold_storage()
         return None if cold is None else _ReadOnlyCold(cold)
 
     def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
-        """Count, or refuse."""
+        """Count with `dry_run`, otherwise refuse."""
         if not dry_run:
             raise ReadOnlyError("nothing is removed: opened read-only")
         return self.inner.remove_leftovers(modified_before=modified_before, dry_run=True)
 
 
 class _ReadOnlyCold:
-    """Tells classes and states; moves and restores nothing."""
+    """Reports classes and states; refuses moves and restores."""
 
     def __init__(self, inner: ColdStorage) -> None:
         self._inner = inner

@@ -1,4 +1,4 @@
-"""From a URL or a path to a backend; the only place that knows all of them.
+"""Opens the backend of a URL or a path; the only module that knows all backends.
 
 To add a backend: write its module, add its line to ``FACTORIES``, and give it a suite class in
 tests/conformance. Third parties use the entry-point group ``ckptstore.backends`` instead, with
@@ -40,7 +40,7 @@ _EXTRAS: Final = {"s3": "s3", "gs": "gcs"}
 _FALLBACK: Final = "ckptstore.backends.fsspec_backend:open_fsspec"
 # fsspec has schemes with an underscore, such as arrow_hdfs, which RFC 3986 does not allow.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+._-]*(?:::[A-Za-z0-9+._-]+)*)(?:://|::)")
-# A URL with one slash; a letter alone is a drive of another system.
+# A URL with one slash; a single letter is a drive of another operating system.
 _ONE_SLASH = re.compile(r"([a-z0-9]{2,}):/(?=[^/])")
 
 
@@ -63,9 +63,9 @@ def open_backend(
     environment: Environment = SYSTEM,
     **storage_options: object,
 ) -> Backend:
-    """Return the backend of a location, wrapped so that transient failures are tried again.
+    """Return the backend of a location, wrapped so that transient failures are retried.
 
-    Nothing is sent and nothing is created: a location that does not exist shows at the first
+    Sends nothing and creates nothing: a location that does not exist shows at the first
     call.
 
     Parameters
@@ -73,17 +73,17 @@ def open_backend(
     location
         A path, or any URL that fsspec knows.
     retry
-        False for the bare backend, whose transient failures come through.
+        False for the bare backend, which raises transient failures.
     storage_options
-        For the backend: what fsspec takes (credentials, ``endpoint_url`` ...). They are never
-        part of the URL, of a ``repr`` or of an error.
+        Options of the backend, as fsspec takes them (credentials, ``endpoint_url`` ...). They
+        are never part of the URL, of a ``repr`` or of an error.
 
     Raises
     ------
     InvalidUrlError
-        No backend serves this location, or it is none.
+        No backend serves this location, or it is no location.
     MissingDependencyError
-        One does, but needs a package that is not installed; the hint names it.
+        A backend serves it, but needs a package that is not installed; the hint names it.
     """
     text = _location_text(location)
     scheme = scheme_of(text)
@@ -92,7 +92,7 @@ def open_backend(
 
 
 def _location_text(location: object) -> str:
-    """Return a location as text; refuse what was surely meant to be something else."""
+    """Return a location as text; refuse values that were surely meant as another argument."""
     text = os.fspath(location) if isinstance(location, os.PathLike) else location
     if not isinstance(text, str):
         msg = f"a location must be a URL or a path, not {text!r:.60}"
@@ -117,7 +117,7 @@ def _factory(scheme: str) -> Factory:
     kind = _ALIASES.get(scheme, scheme)
     target = FACTORIES.get(kind)
     if target is None:
-        # Slow to import, and of use to third parties' schemes only.
+        # Slow to import, and needed for third parties' schemes only.
         from importlib.metadata import entry_points
 
         for point in entry_points(group=ENTRY_POINTS, name=scheme):

@@ -1,4 +1,4 @@
-"""Tries again what the backend calls transient, later and later, at random moments."""
+"""Retries failures that the backend calls transient, with exponential back-off and full jitter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Retries:
-    """How often to try, and how long to wait in between: full jitter over a doubling bound."""
+    """Number of tries and the waits in between: full jitter over a doubling bound."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class Retries:
         Raises
         ------
         TransientStorageError
-            Of the last try, once all are used up.
+            The last try failed too.
         """
         for failed in range(self._tries - 1):
             try:
@@ -61,9 +61,9 @@ class Retries:
 class RetryingBackend(WrapperBackend):
     """Retries every call.
 
-    A ``put_if_absent`` that failed transiently may have come through all the same, and its
-    second try then finds its own object: it raises ``ObjectExistsError``, as the contract says,
-    and the caller reads back to find out whose it is. ``AmbiguousWriteError`` is not retried.
+    A ``put_if_absent`` that failed transiently may have succeeded all the same; the second try
+    then finds the object of the first and raises ``ObjectExistsError``, as the contract says: the
+    caller reads back to find out whose it is. ``AmbiguousWriteError`` is not retried.
     """
 
     def __init__(
@@ -96,11 +96,11 @@ class RetryingBackend(WrapperBackend):
         return self._retries.call(lambda: self.inner.get(key, bytes_max=bytes_max))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers`; a new try begins with the first of them again."""
+        """Fill `buffers`; a retry begins with the first of them again."""
         self._retries.call(lambda: self.inner.read_into(key, offset, buffers))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield objects; a new try goes on after the last one that was yielded."""
+        """Yield objects; a retry continues after the last one that was yielded."""
         pages = _Listing(self.inner, prefix, after)
         while True:
             info = self._retries.call(pages.next)
@@ -117,13 +117,13 @@ class RetryingBackend(WrapperBackend):
         self._retries.call(lambda: self.inner.delete(key))
 
     def cold_storage(self) -> ColdStorage | None:
-        """Return what reaches the storage's classes, each call of it retried."""
+        """Return access to the storage's classes, each call of it retried."""
         cold = self.inner.cold_storage()
         return None if cold is None else _RetryingCold(cold, self._retries)
 
 
 class _Listing:
-    """A listing that can go on after a failure."""
+    """A listing that continues after a failure."""
 
     def __init__(self, inner: Backend, prefix: str, after: str) -> None:
         self._inner = inner
@@ -155,7 +155,7 @@ class _RetryingWriter(WrapperWriter):
 
 
 class _RetryingCold:
-    """Retries every call; each may be made twice with the same outcome."""
+    """Retries every call; each may be repeated with the same outcome."""
 
     def __init__(self, inner: ColdStorage, retries: Retries) -> None:
         self._inner = inner

@@ -1,8 +1,8 @@
-"""S3 and what speaks its protocol.
+"""S3 and storage that speaks its protocol.
 
-Every request is one plain call of the S3 API, tried once, since retries belong to the retry
+Every request is one plain call of the S3 API, sent once, since retries belong to the retry
 wrapper. Two clients can send it: botocore alone (``s3_direct``), which moves a byte for half of
-the processor time, and s3fs (``s3_fsspec``), which knows every option that s3fs knows.
+the processor time, and s3fs (``s3_fsspec``), which knows every option of s3fs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ T = TypeVar("T")
 _CLIENTS: Final = ("auto", "direct", "s3fs")
 
 CAPABILITIES: Final = Capabilities(
-    # What AWS has done since August 2024; others ignore or refuse it: only the probe knows.
+    # AWS's behaviour since August 2024; others ignore or refuse the condition: the probe decides.
     put_if_absent=PutIfAbsent.UNKNOWN,
     pack_bytes=64 * MIB,  # one PUT, held in memory; AWS advises multipart above 100 MB
     part_bytes=64 * MIB,
@@ -60,8 +60,8 @@ CAPABILITIES: Final = Capabilities(
     lookup_lag_s=0.0,  # strongly consistent since December 2020
 )
 
-# A pack and the chunk that closes it. An open store keeps some: of those that a write fills and
-# sends, few are free at any moment, and what is kept is there beside what a load may hold.
+# A pack and the chunk that closes it. An open store keeps some buffers: while a write fills and
+# sends them few are free, and kept ones take memory besides that of a load.
 _BUFFER_BYTES: Final = CAPABILITIES.pack_bytes + limits.CHUNK_BYTES_DEFAULT + limits.MIB
 _KEPT_BYTES: Final = limits.HOST_BYTES_DEFAULT // 4
 _BUFFERS_KEPT: Final = _KEPT_BYTES // limits.PACK_BYTES_MIN
@@ -73,11 +73,11 @@ class S3Backend(Backend):
     Parameters
     ----------
     location
-        The bucket is never created.
+        Bucket and prefix; the bucket is never created.
     factory
         Makes the client of a process; picklable.
     scatter_read
-        Whether it receives into the buffers themselves.
+        Whether the client receives straight into the caller's buffers.
     pack_class
         Storage class of new packs; empty for the bucket's own.
     """
@@ -104,7 +104,7 @@ class S3Backend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what S3 can do."""
+        """Return the properties of S3."""
         return self._capabilities
 
     def put(self, key: str, data: Buffer) -> None:
@@ -125,7 +125,7 @@ class S3Backend(Backend):
         """Return a whole object."""
 
         def accept(answer: Mapping[str, Any]) -> None:
-            """Refuse what is too large before any of it is received."""
+            """Refuse an object that is too large before receiving any of it."""
             size: int = answer["ContentLength"]
             if size > bytes_max:
                 msg = f"{key} has {size} bytes, more than the {bytes_max} allowed"
@@ -142,7 +142,7 @@ class S3Backend(Backend):
             return
 
         def accept(answer: Mapping[str, Any]) -> None:
-            """Refuse an answer that is not the range."""
+            """Refuse an answer with another range."""
             if not answer.get("ContentRange", "").startswith(f"bytes {offset}-"):
                 msg = f"get {key}: the storage ignores ranges"
                 raise StorageError(msg)
@@ -198,15 +198,15 @@ class S3Backend(Backend):
         )
 
     def delete(self, key: str) -> None:
-        """Delete an object; S3 does not mind if there is none."""
+        """Delete an object; S3 accepts a missing one."""
         self._call(f"delete {key}", "delete_object", self._object(key))
 
     def cold_storage(self) -> ColdStorage:
-        """Return what reaches the classes of these objects."""
+        """Return access to the storage classes of these objects."""
         return S3ColdStorage(self._location, self._run)
 
     def close(self) -> None:
-        """Close this process's connections, and let go of its buffers."""
+        """Close this process's connections, and release its buffers."""
         self._pool.clear()
         calls = self._client.take()
         if calls is not None:
@@ -231,7 +231,7 @@ class S3Backend(Backend):
         return self._run(what, lambda calls: calls.call(method, request))
 
     def _run(self, what: str, work: Callable[[S3Calls], T], *, conditional: bool = False) -> T:
-        """Return ``work(client)``, and translate what it raises."""
+        """Return ``work(client)``, translating the errors that it raises."""
         try:
             return work(self._client.get())
         except CkptStoreError:
@@ -251,9 +251,9 @@ def open_s3(
     Parameters
     ----------
     client
-        ``direct``: botocore alone; ``s3fs``; ``auto``: direct wherever it knows all options.
+        ``direct``: botocore alone; ``s3fs``; ``auto``: direct if it knows all options.
     pack_class
-        Storage class that new packs are written in, such as ``STANDARD_IA``; nothing else ever is.
+        Storage class of new packs, such as ``STANDARD_IA``; other objects are never written in it.
     options
         Those of ``s3fs.S3FileSystem``.
 
@@ -262,7 +262,7 @@ def open_s3(
     InvalidUrlError
         If the URL names no bucket, or carries credentials; or for another `client`.
     InvalidInputError
-        No class that can be read at any time is called `pack_class`.
+        `pack_class` names no class whose objects can always be read.
     MissingDependencyError
         s3fs is needed, and is not installed.
     """

@@ -1,4 +1,4 @@
-"""What the S3 backend asks of a client library, and the body that a client sends.
+"""The calls that the S3 backend makes of a client library, and the body that a client sends.
 
 Two clients serve it: ``s3_direct`` (botocore, without an event loop) and ``s3_fsspec`` (s3fs).
 """
@@ -21,21 +21,21 @@ Accept = Callable[[Mapping[str, Any]], None]
 class S3Calls(Protocol):
     """One client in one process; every method may be called from any thread.
 
-    Each sends one request, once, and raises what its library raises: ``s3_errors.translate``
-    knows all of that.
+    Each call sends one request, once, and raises its library's errors: ``s3_errors.translate``
+    knows them all.
     """
 
     def call(self, method: str, request: Request) -> Foreign:
-        """Return the answer of a call that moves no body, by its name in snake case."""
+        """Return the answer of a call without a body; `method` is its name in snake case."""
 
     def put(self, request: Request, body: memoryview) -> None:
-        """Send an object; done with `body` when it returns or raises."""
+        """Send an object; `body` is free again when this returns or raises."""
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""
 
     def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
-        """Fill `buffers` from the body; return how many bytes of them are still missing."""
+        """Fill `buffers` from the body; return the number of bytes that are missing."""
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,7 +1,7 @@
-"""Storage classes of S3: HeadObject tells, CopyObject onto itself moves, RestoreObject thaws.
+"""Storage classes of S3, by HeadObject (class), CopyObject (change) and RestoreObject (restore).
 
-Whatever client the backend has sends these: fsspec has no calls for them, but s3fs passes any call
-of the S3 API on.
+The backend's client sends these calls: fsspec has none for them, but s3fs passes on any call
+of the S3 API.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _RESTORE = re.compile(r'ongoing-request="(true|false)"(?:,\s*expiry-date="([^"]*
 
 
 class Sender(Protocol):
-    """How the backend sends: ``send(what, work)`` returns ``work(client)``, errors translated."""
+    """The backend's way to send: ``send(what, work)`` is ``work(client)``, errors translated."""
 
     def __call__(self, what: str, work: Callable[[S3Calls], T]) -> T:
-        """Return what `work` returns."""
+        """Return ``work(client)``."""
 
 
 class S3ColdStorage:
@@ -54,9 +54,9 @@ class S3ColdStorage:
     Parameters
     ----------
     location
-        Where they are.
+        Bucket and prefix of the objects.
     send
-        The backend's own way to send a request.
+        The backend's function for one request.
     """
 
     def __init__(self, location: BucketLocation, send: Sender) -> None:
@@ -65,7 +65,7 @@ class S3ColdStorage:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Return those of AWS; an administrator of Ceph may have made others."""
+        """Return the classes of AWS; an administrator of Ceph may have made others."""
         return _CLASSES
 
     def class_of(self, key: str) -> str:
@@ -79,10 +79,10 @@ class S3ColdStorage:
     def set_class(self, key: str, name: str) -> bool:
         """Copy an object onto itself, into another class.
 
-        Only if it is as it was when it was looked at: whoever comes second, or asks again since an
-        answer was lost, must not copy it within one class. (Some releases of Ceph then delete what
-        they copied: https://tracker.ceph.com/issues/70746) Of two at once both may copy it from
-        the class where it was, and the later one stands.
+        Only if it has not changed since its class was read: a second caller, or a retry after a
+        lost answer, must not copy it within one class. (Some releases of Ceph then delete the
+        copy: https://tracker.ceph.com/issues/70746) Two concurrent callers may both copy it from
+        its old class; the later copy stands.
         """
         head = self._head(key)
         before = _state(head)
@@ -104,7 +104,7 @@ class S3ColdStorage:
         what = f"move {key} to {name}"
 
         def copy(calls: S3Calls) -> bool:
-            """Return False if the object was replaced since it was looked at."""
+            """Return False if the object was replaced since its class was read."""
             try:
                 calls.call("copy_object", request)
             except Exception as error:
@@ -122,20 +122,20 @@ class S3ColdStorage:
         if after == name:
             return copied
         if not copied:
-            msg = f"{what}: somebody else moved it to {after} meanwhile"
+            msg = f"{what}: another client moved it to {after} at the same time"
             raise TransientStorageError(msg)
-        msg = f"{what}: it is in {after} afterwards"
+        msg = f"{what}: the object is in {after} afterwards"
         raise StorageError(msg, hint="does this storage have the class?")
 
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
         """Send a RestoreObject."""
         wanted: dict[str, Any] = {"GlacierJobParameters": {"Tier": tier}, "Days": days}
-        if self.class_of(key) == TIERING:  # comes back for good, and takes no days
+        if self.class_of(key) == TIERING:  # restored for good, without a number of days
             del wanted["Days"]
         request = self._object(key) | {"RestoreRequest": wanted}
 
         def ask(calls: S3Calls) -> bool:
-            """Return False if it is on its way already."""
+            """Return False if a restore is under way already."""
             try:
                 calls.call("restore_object", request)
             except Exception as error:
@@ -151,7 +151,7 @@ class S3ColdStorage:
         return self._send(f"restore {key}", ask)
 
     def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        """Return what ``aws s3api put-bucket-lifecycle-configuration`` takes."""
+        """Return the input of ``aws s3api put-bucket-lifecycle-configuration``."""
         if days < _LATE.get(storage_class, 0):
             msg = (
                 f"S3 moves nothing to {storage_class} before it is {_LATE[storage_class]} days old"
@@ -176,7 +176,7 @@ class S3ColdStorage:
 
 
 def _state(head: Mapping[str, Any]) -> ObjectState:
-    """Return what a HEAD says."""
+    """Return class and state from the answer to a HEAD."""
     name = head.get("StorageClass") or STANDARD
     access, until = _access(name, head)
     return ObjectState(

@@ -2,8 +2,8 @@
 
 A server that leaves Nagle's algorithm on (RFC 896; Ceph's gateway does, unless ``tcp_nodelay=1``)
 holds the body of a small answer back until its headers are acknowledged, and a client that delays
-acknowledgements (RFC 1122, 4.2.3.2) sends that 40 ms later: each listing, and each commit that is
-read, takes 45 ms instead of 5. Linux can be asked not to delay, for each answer anew.
+acknowledgements (RFC 1122, 4.2.3.2) sends that 40 ms later: each listing, and each read of a
+commit, takes 45 ms instead of 5. Linux can be told not to delay, once for each answer.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 
 
 def acknowledge_at_once(client: Any) -> bool:  # noqa: ANN401 - of botocore, which has no types
-    """Make the connections of a client of botocore so; before its first request.
+    """Make a botocore client acknowledge at once; call it before the client's first request.
 
     Returns
     -------
     bool
-        Whether they are: not on systems other than Linux, nor should a later botocore keep its
-        connections elsewhere. All works without, slower.
+        Whether that worked: not on systems other than Linux, nor if a later botocore keeps its
+        connections elsewhere. The client works without, slower.
     """
     manager = getattr(getattr(client._endpoint, "http_session", None), "_manager", None)
     kinds = getattr(manager, "pool_classes_by_scheme", None)
@@ -43,7 +43,7 @@ def acknowledge_at_once(client: Any) -> bool:  # noqa: ANN401 - of botocore, whi
 
 
 def _ask(connection: Any) -> None:  # noqa: ANN401 - a connection of urllib3
-    """Have what is received next on a connection acknowledged at once."""
+    """Acknowledge the next bytes received on a connection at once."""
     sock = connection.sock
     if sock is not None and _QUICKACK is not None:
         sock.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)

@@ -1,8 +1,8 @@
-"""S3 through botocore alone: the thread that asks moves the bytes, between its memory and a socket.
+"""S3 through botocore alone: the calling thread moves the bytes between its memory and a socket.
 
-A processor that runs the training spends on a byte of a pack what the kernel's copy costs, and
-little else: a body is sent from the pack's buffer, and an answer is received into the buffers that
-asked for it. Measured against other clients: docs/design/0014-s3-clients.md.
+The processor that runs the training spends little more on each byte of a pack than the kernel's
+copy: a body is sent from the pack's buffer, and an answer is received into the caller's buffers.
+Measured against other clients: docs/design/0014-s3-clients.md.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["DirectCalls", "DirectFactory"]
 
 
 class DirectCalls:
-    """Calls of a botocore client. No thread and no loop of its own: a fork carries nothing over.
+    """Calls of a botocore client. It has no thread and no loop, so that a fork is safe.
 
     Parameters
     ----------
     client
         Of botocore, for S3.
     request
-        Goes with every request.
+        Parameters of every request.
     """
 
     def __init__(self, client: Foreign, request: Request) -> None:
@@ -51,7 +51,7 @@ class DirectCalls:
         return getattr(self._client, method)(**self._request, **request)
 
     def put(self, request: Request, body: memoryview) -> None:
-        """Send an object: a small one signed with its SHA-256, a large one as ``_seal`` says."""
+        """Send an object: a small one signed with its SHA-256, a large one as by ``_seal``."""
         if len(body) < limits.SIGNED_BODY_BYTES_MAX:
             self.call("put_object", request | {"Body": bytes(body)})
             return
@@ -59,7 +59,7 @@ class DirectCalls:
         try:
             self.call("put_object", request | {"Body": sending})
         finally:
-            sending.release()  # an error's traceback may hold on to it
+            sending.release()  # an error's traceback may keep a reference to it
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""
@@ -124,12 +124,12 @@ class DirectFactory:
 
 @cache
 def _shared_loader(data_path: str | None) -> Foreign:
-    """Return botocore's reader of API descriptions, which takes 0.1 s anew for each client."""
+    """Return botocore's reader of API descriptions, shared: making one takes 0.1 s."""
     return botocore.loaders.create_loader(data_path)
 
 
 class _Sending(io.RawIOBase):
-    """A large body, which is read from where it lies.
+    """A large body, read in place.
 
     HTTP libraries ask for 16 KiB at a time, which would cost thousands of system calls: they get
     more than they ask for, which they pass on to the socket as it is.
@@ -147,13 +147,13 @@ class _Sending(io.RawIOBase):
         return part  # type: ignore[return-value]  # bytes by all that is done with it
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go elsewhere: botocore measures the length, and may send again after a redirect."""
+        """Move: botocore measures the length, and may send again after a redirect."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
         self._at = base + offset
         return self._at
 
     def tell(self) -> int:
-        """Return where the next read begins."""
+        """Return the offset of the next read."""
         return self._at
 
     def seekable(self) -> bool:
@@ -165,21 +165,21 @@ class _Sending(io.RawIOBase):
         return True
 
     def crc32(self) -> str:
-        """Return the checksum of all of it as S3 writes it."""
+        """Return the checksum of the whole body in S3's notation."""
         return base64.b64encode(zlib.crc32(self._view).to_bytes(4, "big")).decode()
 
     def release(self) -> None:
-        """Let go of the memory; nothing can be read any more."""
+        """Release the memory; later reads fail."""
         self._view = memoryview(b"")
 
 
 def _seal(params: dict[str, Any], **_: object) -> None:
-    """Decide, before a request is signed, how its body is protected on its way.
+    """Choose, before a request is signed, the protection of its body in transit.
 
-    To sign a body costs a SHA-256 here and another one at the server. A pack needs none where
-    nothing can happen to it on the way: under TLS, which also gets a checksum that servers compare
-    if they know it, and on the loopback interface, which is this machine's memory. What is in a
-    pack is named by digests in the manifest, which is small enough to be always signed.
+    Signing a body costs a SHA-256 here and another one at the server. A pack needs none where
+    nothing can change it in transit: under TLS, which also gets a checksum that servers compare
+    if they know it, and on the loopback interface, which is this machine's memory. The manifest
+    holds digests of a pack's contents, and is small enough to be always signed.
     """
     body = params["body"]
     if not isinstance(body, _Sending):
@@ -196,14 +196,14 @@ def _seal(params: dict[str, Any], **_: object) -> None:
 
 
 def _hold_whole(operation_model: Foreign, response_dict: Mapping[str, Any], **_: object) -> None:
-    """Refuse an answer whose body was cut off.
+    """Refuse an answer whose body was truncated.
 
-    botocore would go by the status alone where it cannot parse the body of an error, and so take a
+    Where botocore cannot parse the body of an error it uses the status alone, and so mistakes a
     pack that is cold, or a server that is too busy, for missing rights.
     """
     body, status = response_dict["body"], response_dict["status_code"]
     if not isinstance(body, bytes) or operation_model.http.get("method") == "HEAD":
-        return  # it is received elsewhere, or is none
+        return  # it is received elsewhere, or empty
     said = response_dict["headers"].get("content-length", "")
     if status not in {204, 304} and said.isdigit() and len(body) < int(said):
         raise IncompleteReadError(actual_bytes=len(body), expected_bytes=int(said))
@@ -219,7 +219,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _fill(buffer: memoryview, readinto: Callable[[memoryview], int]) -> int:
-    """Fill one buffer; return how much of it is missing because the stream ended."""
+    """Fill one buffer; return the number of bytes missing because the stream ended."""
     at = 0
     while at < len(buffer):
         count = readinto(buffer[at:])
@@ -230,10 +230,10 @@ def _fill(buffer: memoryview, readinto: Callable[[memoryview], int]) -> int:
 
 
 def _receiver(body: Foreign) -> tuple[Callable[[memoryview], int], Callable[[], bool]]:
-    """Return how to receive into memory, and how to tell that nothing is left to receive.
+    """Return a function that receives into memory, and one that checks for the end of the body.
 
-    urllib3's own ``readinto`` makes two copies. Below it is Python's HTTP client, which makes none;
-    should a later urllib3 keep it elsewhere, its own way is taken.
+    urllib3's own ``readinto`` makes two copies, that of Python's HTTP client below it none; if a
+    later urllib3 keeps that elsewhere, urllib3's is used.
     """
     raw = body._raw_stream
     answer: Final = getattr(raw, "_fp", None)

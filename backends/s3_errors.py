@@ -1,4 +1,4 @@
-"""From what botocore, s3fs and urllib3 raise to the error tree, by type, status and code."""
+"""Translates errors of botocore, s3fs and urllib3 to the error tree, by type, status and code."""
 
 from __future__ import annotations
 
@@ -31,17 +31,16 @@ _WRONG_SETTINGS: Final = (boto.ParamValidationError, TypeError, ValueError, Impo
 
 
 def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
-    """Return the error of our tree for anything that a client of S3 raised.
+    """Return the error of ckptstore's tree for an error of an S3 client.
 
-    s3fs turns botocore's errors into Python's and loses their status; it is found again in the
-    cause.
+    s3fs turns botocore's errors into Python's and loses their status; the cause still has it.
     """
     for cause in (error, error.__cause__):
         if isinstance(cause, boto.ClientError):
             status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
             return error_for_answer(status, code_of(cause), what, conditional=conditional)
     if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # fsspec's cover over any timeout
+        error = error.__cause__  # fsspec's wrapper of any timeout
     msg = f"{what}: {type(error).__name__}"
     if isinstance(error, _NO_CREDENTIALS):
         return StoragePermissionError(msg, hint="no usable credentials were found")
@@ -53,24 +52,24 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
 
 
 def code_of(error: Exception) -> str:
-    """Return S3's code of an answer that is no success; empty where there is none."""
+    """Return S3's code in an answer that is no success; empty without one."""
     for cause in (error, error.__cause__):
         if isinstance(cause, boto.ClientError):
             code = str(cause.response.get("Error", {}).get("Code", ""))
-            # A HEAD has no body, and botocore gives the status for a code.
+            # A HEAD has no body, and botocore uses the status as the code.
             return "" if code.isdigit() else code
     return ""
 
 
 def _not_sent(error: Exception) -> bool:
-    """Tell whether no connection was made, so that the outcome is not even ambiguous.
+    """Return whether no connection was made, so that the outcome is not even ambiguous.
 
-    aiobotocore calls any broken connection an ``EndpointConnectionError``; what the library below
-    it said is inside.
+    aiobotocore calls any broken connection an ``EndpointConnectionError``; its cause is the
+    error of the library below.
     """
     if isinstance(error, boto.EndpointConnectionError):
         inner = error.kwargs.get("error")
-        aiohttp = sys.modules.get("aiohttp")  # s3fs brings it in, and nobody else
+        aiohttp = sys.modules.get("aiohttp")  # imported by s3fs, and nobody else
         theirs = (aiohttp.ClientConnectorError,) if aiohttp is not None else ()
         return isinstance(inner, (NewConnectionError, socket.gaierror, *theirs))
     return isinstance(error, boto.ConnectTimeoutError | boto.ProxyConnectionError)

@@ -22,8 +22,8 @@ __all__ = ["S3fsCalls", "S3fsFactory"]
 class S3fsCalls:
     """Plain calls of the S3 API by an ``S3FileSystem``.
 
-    Below it, aiohttp sends a request again when a kept-alive connection turns out to be broken: a
-    create whose answer was lost then finds its own object and is told that it exists, which the
+    Below it, aiohttp sends a request again when a kept-alive connection proves broken: a create
+    whose answer was lost then finds its own object and is told that it exists, which the
     contract of backends allows.
     """
 
@@ -39,7 +39,7 @@ class S3fsCalls:
         return sync(self._fs.loop, call)
 
     def put(self, request: Request, body: memoryview) -> None:
-        """Send an object with the MD5 of its body; not against anybody's malice."""
+        """Send an object with the MD5 of its body; no protection from malice."""
         digest = hashlib.md5(body, usedforsecurity=False).digest()
         # A copy: after a timeout the event loop may still be sending.
         sealed = {"Body": Body(body), "ContentMD5": base64.b64encode(digest).decode()}

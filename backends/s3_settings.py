@@ -1,4 +1,4 @@
-"""Storage options of S3, which are those of s3fs: what they mean to botocore."""
+"""Translates the storage options of S3, which are those of s3fs, to botocore's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptstore import limits
 
 __all__ = ["Settings", "base_config", "read_settings"]
 
-# Of s3fs's own files, listings and transfers, which are not used here.
+# s3fs's options for files, listings and transfers, which are not used here.
 _WITHOUT_EFFECT: Final = frozenset(
     {
         *("default_block_size", "default_fill_cache", "default_cache_type", "fixed_upload_size"),
@@ -34,7 +34,7 @@ _TEXTS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What botocore is told; never shown, since it may hold credentials."""
+    """Parameters for botocore; never shown, since they may hold credentials."""
 
     profile: str | None = field(default=None, repr=False)
     client: Mapping[str, Any] = field(default_factory=dict, repr=False)
@@ -48,13 +48,13 @@ class Settings:
 
 
 class _OfS3:
-    """Stands for s3fs where fsspec asks whose configuration is meant."""
+    """Stands in for s3fs where fsspec looks up the configuration of a class."""
 
     protocol: Final = ("s3", "s3a")
 
 
 def base_config(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of botocore's configuration: ours, then what the user gave."""
+    """Return the parameters of botocore's configuration: defaults, then the user's."""
     config: dict[str, Any] = {
         "connect_timeout": limits.CONNECT_TIMEOUT_S,
         "read_timeout": limits.READ_TIMEOUT_S,
@@ -69,7 +69,7 @@ def base_config(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_settings(options: Mapping[str, object]) -> Settings | None:
-    """Return what the options mean to botocore, or None where only s3fs knows.
+    """Return the options as botocore's parameters, or None if only s3fs knows one of them.
 
     fsspec's own configuration (files, ``FSSPEC_S3_...``) counts, as it does for s3fs.
     """

@@ -1,4 +1,4 @@
-"""Filling several buffers from one stream of bytes."""
+"""Fills several buffers from one stream of bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["Scatter", "wanted_bytes"]
 
 
 def wanted_bytes(buffers: Sequence[memoryview]) -> int:
-    """Return how many bytes `buffers` take."""
+    """Return the number of bytes that `buffers` hold."""
     return sum(buffer.nbytes for buffer in buffers)
 
 
 class Scatter:
-    """Fills `buffers` one after another with what it is fed; more than they take is dropped."""
+    """Fills `buffers` one after another with the bytes fed to it; drops bytes beyond their end."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
         self._buffers = [buffer for buffer in buffers if buffer.nbytes]
@@ -23,9 +23,9 @@ class Scatter:
         """Bytes still missing."""
 
     def take(self, count: int) -> memoryview | None:
-        """Return where the next `count` bytes go, for the caller to fill, if that is one place.
+        """Return the place of the next `count` bytes, for the caller to fill, if it is one buffer.
 
-        None where they would go to more than one buffer, or are more than are missing.
+        None if they span more than one buffer, or exceed the bytes that are missing.
         """
         if not 0 < count <= self.left:
             return None
@@ -41,7 +41,7 @@ class Scatter:
         return place
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Take the next bytes of the stream."""
+        """Copy the next bytes of the stream into the buffers."""
         rest = memoryview(data)[: self.left]
         self.left -= len(rest)
         while rest:

@@ -1,7 +1,7 @@
-r"""The cryptography of encrypted stores: what follows from which key, and sealed segments.
+r"""The cryptography of encrypted stores: derivation of keys, and sealed segments.
 
-Everything is made of HKDF-SHA256 and AES-256-GCM of the package ``cryptography``, which is imported
-when the first key is used. Keys are held by objects that show none of it: not in a ``repr``, not
+Everything is built on HKDF-SHA256 and AES-256-GCM of the package ``cryptography``, imported
+when the first key is used. Keys are held by objects that do not show them: not in a ``repr``, not
 in an error. A user's key cannot be pickled; a store's data key can, since workers need it.
 
 ::
@@ -62,20 +62,20 @@ class UserKey:
             msg = f"a key has {KEY_BYTES} bytes, not {len(material)}"
             raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
         if len(set(material)) == 1:
-            msg = "a key whose bytes are all equal is none"
+            msg = "a key must not consist of equal bytes"
             raise EncryptionKeyError(msg, hint="ckptstore key new FILE makes one")
         self._material = bytes(material)
         self.id = _derive(self._material, b"", _ID, 8).hex()
 
     def wrapping(self, salt: bytes) -> AESGCM:
-        """Return what wraps a data key in the slot of this salt."""
+        """Return the cipher that wraps a data key in the slot of this salt."""
         return _cipher(_derive(self._material, salt, _WRAP, KEY_BYTES))
 
     def __repr__(self) -> str:
         return f"<key {self.id}>"
 
     def __reduce__(self) -> NoReturn:
-        msg = f"{self!r} stays in this process"
+        msg = f"{self!r} cannot be sent to another process"
         raise TypeError(msg)
 
 
@@ -88,16 +88,16 @@ class DataKey:
         self._material = bytes(material)
 
     def check(self, store_id: str) -> str:
-        """Return what the superblock of a store says of its key."""
+        """Return the key's check value, which the superblock of a store holds."""
         return _derive(self._material, bytes.fromhex(store_id), _CHECK, 16).hex()
 
     def seal_of(self, record: KeyRecord) -> str:
-        """Return the seal of a record of keys, whatever it has in its place."""
+        """Return the seal of a record of keys; ignores the seal that it holds."""
         salt = bytes.fromhex(record.store_id)
         return _derive(self._material, salt, sealed_text(record), _SEAL_BYTES).hex()
 
     def sealer(self, key: str, salt: bytes) -> Sealer:
-        """Return what seals and opens the segments of one object."""
+        """Return the sealer of one object's segments."""
         return Sealer(
             _cipher(_derive(self._material, salt, _OBJECT + key.encode(), KEY_BYTES)), key, salt
         )
@@ -122,10 +122,10 @@ class Sealer:
         self._cipher = cipher
         self.key = key
         self.header = MAGIC + salt
-        """What the object begins with."""
+        """First bytes of the object."""
 
     def seal(self, index: int, data: Buffer, *, last: bool) -> bytes:
-        """Return a segment, encrypted; each is sealed once."""
+        """Return a segment, encrypted; each index is sealed once."""
         return self._cipher.encrypt(nonce(index, last=last), data, None)
 
     def open(self, index: int, data: Buffer, *, last: bool) -> bytes:
@@ -134,7 +134,7 @@ class Sealer:
         Raises
         ------
         CorruptObjectError
-            It is not what was sealed as this segment of this object.
+            The bytes were not sealed as this segment of this object.
         """
         from cryptography.exceptions import InvalidTag
 
@@ -144,7 +144,7 @@ class Sealer:
             raise self._refusal(index) from None
 
     def open_into(self, index: int, data: Buffer, out: memoryview, *, last: bool) -> None:
-        """Decrypt a segment to where its bytes are wanted, which hold anything after an error.
+        """Decrypt a segment into `out`, whose contents are undefined after an error.
 
         Raises
         ------
@@ -176,7 +176,7 @@ def salt_of(header: bytes | bytearray | memoryview, *, where: str) -> bytes:
     Raises
     ------
     CorruptObjectError
-        It is no header.
+        `header` is no header of an encrypted object.
     """
     found = bytes(header)
     if len(found) != len(MAGIC) + SALT_BYTES or not found.startswith(MAGIC):
@@ -186,7 +186,7 @@ def salt_of(header: bytes | bytearray | memoryview, *, where: str) -> bytes:
 
 
 def wrap(record: KeyRecord, data_key: DataKey, user_key: UserKey, salt: bytes) -> KeySlot:
-    """Return the slot by which a user's key opens what a record describes.
+    """Return a slot by which a user's key opens the data key of a record.
 
     Parameters
     ----------
@@ -206,10 +206,10 @@ def unwrap(
     Raises
     ------
     WrongKeyError
-        No slot is of this key.
+        No slot belongs to this key.
     CorruptObjectError
-        A slot is, but does not open; or something else comes out than the record says; or its seal
-        is of another record, such as one with another number.
+        A slot does but does not open; or the key in it is not the record's; or the record's seal
+        belongs to another record, such as one with another number.
     """
     from cryptography.exceptions import InvalidTag
 
@@ -222,7 +222,7 @@ def unwrap(
         cipher = user_key.wrapping(bytes.fromhex(slot.salt))
         context = wrapping_context(record, user_key.id, sealed=slot.sealed)
         try:
-            # No local variable holds the bytes: tools that report errors print those.
+            # No local variable holds the bytes: tools that report errors print local variables.
             found = DataKey(cipher.decrypt(_WRAP_NONCE, bytes.fromhex(slot.wrapped), context))
         except InvalidTag:
             continue

@@ -1,4 +1,4 @@
-"""How fast a storage is, for ``ckptstore doctor``; decides nothing."""
+"""Measures the speed of a storage, for ``ckptstore doctor``; decides nothing."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def measure(
     size_bytes: int = limits.MEASURE_BYTES,
     progress: ProgressCallback = silent,
 ) -> Speed:
-    """Write and read one object of `size_bytes` incompressible bytes, and remove it.
+    """Write and read an object of `size_bytes` incompressible bytes, remove it, return the speeds.
 
     Raises
     ------
     InvalidInputError
-        It is more than ``MEASURE_BYTES_MAX``.
+        `size_bytes` is more than ``MEASURE_BYTES_MAX``.
     StorageError
         The storage failed.
     """

@@ -1,4 +1,4 @@
-"""Stops what goes on in threads: from a moment on, every call is refused."""
+"""A backend that can be stopped: from then on it refuses every call."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ __all__ = ["StoppableBackend"]
 class StoppableBackend(WrapperBackend):
     """Passes calls on until it is stopped; then each raises OperationCancelledError.
 
-    A call that is under way is not interrupted: what stops is what would come after it. Any thread
-    may stop it.
+    Calls under way are not interrupted; later ones are refused. Any thread may stop it.
     """
 
     def __init__(self, inner: Backend) -> None:
@@ -24,13 +23,13 @@ class StoppableBackend(WrapperBackend):
         self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Refuse every call from now on, but for deleting, aborting and closing."""
+        """Refuse every call from now on, except deleting, aborting and closing."""
         self._stopped.set()
 
     def check(self) -> None:
-        """Raise OperationCancelledError if it was stopped."""
+        """Raise OperationCancelledError if the backend was stopped."""
         if self._stopped.is_set():
-            msg = f"what was done at {self.url} was stopped"
+            msg = f"the operation on {self.url} was stopped"
             raise OperationCancelledError(msg)
 
     def put(self, key: str, data: Buffer) -> None:

@@ -1,8 +1,8 @@
-"""What is known of storage classes: what leaving one early costs, and how long a restore takes.
+"""Table of storage classes: fees for early deletion, and duration of a restore.
 
-The table is for warnings and for the time that a restore is expected to take; prices are nobody's
-business here. A class that is not in it (an administrator of Ceph names classes as he likes) is
-taken for one that can be read at any time and that costs nothing to leave.
+It serves warnings and estimates of the time that a restore takes; prices are out of its scope. A
+class that is not in it (an administrator of Ceph may choose any name) counts as one that can be
+read at any time and costs nothing to leave.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ckptstore.limits import KIB
 __all__ = ["CLASSES", "STANDARD", "TIERING", "StorageClass", "check_class", "class_named"]
 
 STANDARD: Final = "STANDARD"
-"""Where everything is unless it was moved; S3, GCS and Ceph call it the same."""
+"""Class of every object that was not moved; S3, GCS and Ceph share the name."""
 
 TIERING: Final = "INTELLIGENT_TIERING"
-"""Where S3 itself moves what is not read."""
+"""Class within which S3 itself moves objects that nobody reads."""
 
 _NAME = re.compile(r"[A-Z][A-Z0-9_-]{0,63}\Z")
 _HOUR: Final = 3600.0
@@ -33,7 +33,7 @@ class StorageClass:
 
     name: str
     min_days: int = 0
-    """Whoever deletes or moves an object before is charged for the rest of these days."""
+    """Least storage duration; deleting or moving an object earlier is charged for the rest."""
     min_bytes: int = 0
     """A smaller object is charged as if it were so large."""
     tiers: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class StorageClass:
 
     @property
     def may_be_cold(self) -> bool:
-        """Return whether only a look at an object tells if it can be read.
+        """Return whether only the object itself tells if it can be read.
 
         Intelligent tiering has archive tiers of its own, where a bucket's owner activated them.
         """
@@ -86,12 +86,12 @@ CLASSES: Final[Mapping[str, StorageClass]] = {
 
 
 def check_class(name: object) -> str:
-    """Return `name` if a class may be called so.
+    """Return `name` if it may be the name of a class.
 
     Raises
     ------
     InvalidInputError
-        It may not.
+        It may not be one.
     """
     if not isinstance(name, str) or not _NAME.match(name):
         msg = f"no storage class is called {name!r:.80}"
@@ -100,6 +100,6 @@ def check_class(name: object) -> str:
 
 
 def class_named(name: str) -> StorageClass:
-    """Return what is known of a class; empty names and ``STANDARD`` mean the same."""
+    """Return the table's entry of a class; empty names and ``STANDARD`` mean the same."""
     known = CLASSES.get(name or STANDARD)
     return StorageClass(name=name) if known is None else known

@@ -1,4 +1,4 @@
-"""Slows a backend down: so many bytes a second, and a latency for each call."""
+"""Slows a backend down to a bandwidth in bytes a second, and a latency for each call."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ThrottledBackend(WrapperBackend):
     Parameters
     ----------
     bytes_per_s
-        0 for no limit.
+        Bandwidth; 0 for no limit.
     latency_s
-        Waited before each call, in each thread on its own.
+        Wait before each call, in each thread separately.
 
     Raises
     ------
@@ -64,7 +64,7 @@ class ThrottledBackend(WrapperBackend):
         return _ThrottledWriter(self.inner.open_writer(key), self)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Pass on, then wait for as long as the bytes would have taken."""
+        """Pass on, then wait for the time that the bytes take at the bandwidth."""
         self.wait(0)
         data = self.inner.get(key, bytes_max=bytes_max)
         self.pace(len(data))

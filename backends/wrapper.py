@@ -1,4 +1,4 @@
-"""What all wrappers share: pass every call on."""
+"""Base classes of all wrappers: pass every call on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["WrapperBackend", "WrapperWriter", "bytes_of"]
 
 
 def bytes_of(data: Buffer | Sequence[Buffer]) -> int:
-    """Return how many bytes a call to ``ObjectWriter.write`` brings."""
+    """Return the number of bytes in a call to ``ObjectWriter.write``."""
     if isinstance(data, bytes | bytearray | memoryview):
         return memoryview(data).nbytes
     return sum(memoryview(part).nbytes for part in data)
@@ -30,8 +30,8 @@ def bytes_of(data: Buffer | Sequence[Buffer]) -> int:
 class WrapperBackend(Backend):
     """Passes every call on to another backend, which it owns from then on.
 
-    A wrapper overrides what it changes. ``url``, ``name`` and capabilities are the inner ones:
-    nobody above should notice the wrapper but by what it does.
+    A wrapper overrides the calls that it changes. ``url``, ``name`` and capabilities are the inner
+    ones: layers above notice the wrapper only by its effect.
     """
 
     def __init__(self, inner: Backend) -> None:
@@ -41,7 +41,7 @@ class WrapperBackend(Backend):
 
     @property
     def capabilities(self) -> Capabilities:
-        """Return what the inner backend declares."""
+        """Return the properties that the inner backend declares."""
         return self.inner.capabilities
 
     def put(self, key: str, data: Buffer) -> None:

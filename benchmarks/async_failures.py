@@ -1,7 +1,7 @@
-"""What goes wrong behind a save in the background, and who hears of it: every row is provoked live.
+"""Failures behind a save in the background, and their reports: every row is provoked live.
 
 Against ``torch.distributed.checkpoint``: its ``save``, and its ``async_save`` with the default
-engine, a thread. A row that is silent passed off missing or mixed data as success, or told nobody.
+engine, a thread. A silent row passed off missing or mixed data as success, or reported nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _THREADS = 4
 
 
 def failures_of_async_saves(space: Workspace, *, tries: int) -> list[Row]:
-    """Provoke everything; return the rows.
+    """Provoke all failures; return the rows.
 
     Parameters
     ----------
@@ -77,7 +77,7 @@ def _state(seed: int, *, elements: int = 1 << 16) -> State:
 
 
 def _writes_fail(space: Workspace, code: int, name: str, tries: int) -> list[Row]:
-    """Let every write of data fail, in each tool at the call that writes."""
+    """Make every write of data fail, in each tool at the call that writes."""
     fault = f"{name} where data is written"
     good = ("raised",)
     rows = []
@@ -118,7 +118,7 @@ def _dcp_fails(code: int, *, every: bool = False) -> Iterator[None]:
     Parameters
     ----------
     every
-        In every thread.
+        Fail in every thread.
     """
     genuine = FileSystem.create_stream
 
@@ -150,7 +150,7 @@ def _dcp_loads(state: State, folder: Path) -> str:
 
 
 class BrokenBackend(WrapperBackend):
-    """Lets the kernel fail every write of a pack; also in a child process."""
+    """Makes the kernel fail every write of a pack; also in a child process."""
 
     def __init__(self, inner: Backend, code: int) -> None:
         super().__init__(inner)
@@ -193,7 +193,7 @@ def _store_outcome(folder: Path, code: int, engine: str) -> str:
 
 
 def _nobody_asks(space: Workspace) -> list[Row]:
-    """Let a save fail whose future is dropped, as in a loop that saves and goes on."""
+    """Make a save fail whose future is dropped, as in a loop that saves and goes on."""
     fault = "ENOSPC, and the training never asks the pending save"
     folder = space.fresh()
     with _dcp_fails(errno.ENOSPC, every=True), _logged() as records:
@@ -238,7 +238,7 @@ def _raises(call: Callable[[], object]) -> bool:
 
 @contextmanager
 def _logged() -> Iterator[list[logging.LogRecord]]:
-    """Collect what is logged as a warning or worse, by anybody."""
+    """Collect all log records of level warning or higher."""
     records: list[logging.LogRecord] = []
 
     class Keeping(logging.Handler):
@@ -343,7 +343,7 @@ def _killed(space: Workspace) -> list[Row]:
 
 
 def _left(tool: str, folder: Path) -> str:
-    """Return what is there once nobody writes any more."""
+    """Return a description of the folder once nobody writes any more."""
     state = _state(7, elements=1 << 21)
     if tool.startswith("DCP"):
         return {"loads": "the save is there, whole"}.get(

@@ -1,4 +1,4 @@
-"""What a save in the background costs the training: how long it stands still, how much it slows.
+"""Costs of a save in the background: the stall of the training, and its slow-down.
 
 Three measurements: the stall of the call, against a copy of the same bytes and DCP's
 ``async_save``; the steps a second of a training on one thread while a save is written behind it;
@@ -41,7 +41,7 @@ __all__ = ["run"]
 _RUN = "bench"
 _ENGINES: Final = ("process", "thread")
 _SLOW_BYTES_S: Final = 20e6
-# One element of each so many is changed before a save, so that no piece of 4 MiB is as before.
+# One element in this many is changed before a save, so that every piece of 4 MiB changes.
 _TOUCH_ELEMENTS: Final = 1 << 19
 
 
@@ -64,9 +64,9 @@ def run(
     rounds
         Counted rounds of each case.
     window_s
-        For how long the training runs undisturbed, before and after, in each round.
+        Seconds that the training runs undisturbed, before and after, in each round.
     saves
-        How often each way saves in a round of the training.
+        Number of saves of each way in a round of the training.
     tries
         Saves for each row of failures.
     """
@@ -134,7 +134,7 @@ class _Kept:
         return self.run.save_async(state, step=1, stage=stage)
 
     def end(self, pending: object) -> Mapping[str, float]:
-        """Wait until a save is durable; on slow storage be content that it was staged."""
+        """Wait until a save is durable; on slow storage, until it is staged."""
         assert isinstance(pending, PendingSave)  # noqa: S101 - what save returned
         pending.wait_staged()
         numbers = {"staged_s": time.perf_counter() - self._began}

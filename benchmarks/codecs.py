@@ -1,4 +1,4 @@
-"""What the codec gains and costs, by kind of tensor, on one thread, in memory.
+"""Gain and cost of the codec, by kind of tensor, on one thread, in memory.
 
 Every variant gets the same values in chunks of 4 MiB, and gives them back bit for bit. Speeds are
 of raw bytes.
@@ -78,7 +78,7 @@ def run(space: Workspace, *, bytes_min: int, rounds: int, training_steps: int = 
 
 
 def _kinds(trained: Trained, bytes_each: int, seed: int) -> dict[str, torch.Tensor]:
-    """Return made tensors of `bytes_each` bytes: what a mixed-precision state is made of."""
+    """Return made tensors of `bytes_each` bytes, by kind of a mixed-precision state."""
     rows = bytes_each // 4 // 1024
     master, first, second = make_values(trained, _KIND, (rows, 1024), seed=(seed, 1))
     wide, _, _ = make_values(trained, _KIND, (2 * rows, 1024), seed=(seed, 2))
@@ -96,7 +96,7 @@ def _chunks(tensor: torch.Tensor, size: int) -> list[Chunk]:
 
 
 def _measure(variants: Sequence[_Variant], chunks: Sequence[Chunk], rounds: int) -> list[Measured]:
-    """Encode and decode all chunks by each variant, interleaved; check what comes back."""
+    """Encode and decode all chunks by each variant, interleaved; check the decoded chunks."""
     raw = sum(chunk.size for chunk in chunks)
     rows = {variant.name: Measured(name=variant.name, logical_bytes=raw) for variant in variants}
     decoding: dict[str, list[float]] = {variant.name: [] for variant in variants}
@@ -156,7 +156,7 @@ def _ours(layout: Layout) -> _Variant:
 
 
 def _plain(level: int) -> _Variant:
-    """Return zstd on the bytes as they are."""
+    """Return zstd on the unchanged bytes."""
     compressor = zstandard.ZstdCompressor(level=level)
     decompressor = zstandard.ZstdDecompressor()
 
@@ -260,7 +260,7 @@ def _digests(tensor: torch.Tensor, rounds: int) -> list[Measured]:
 
 
 def _fidelity(trained: Trained, kinds: dict[str, torch.Tensor]) -> dict[str, list[float]]:
-    """Return, by kind, the share that trained values take, and the share that made ones take."""
+    """Return, by kind, the compressed share of trained values, and of made ones."""
     master, first, second = trained.values[_KIND]
     real = {
         "fp32 master weights": master,

@@ -1,4 +1,4 @@
-"""How long ``ckptstore ls`` takes, from the start of its process, and what it imports."""
+"""Duration of ``ckptstore ls`` from the start of its process, and the modules that it imports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAVY = ("torch", "numpy", "s3fs", "gcsfs")
 
 
 def time_ls(store: Path, *, rounds: int) -> dict[str, Any]:
-    """Return seconds of each call, and which heavy modules were imported.
+    """Return the seconds of each call, and the heavy modules that were imported.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """One of several processes that commit into one store at the same time; imports no torch.
 
-``python -m benchmarks.committer URL NAME COUNT`` opens the store, says ``ready``, waits for a line
-on its standard input, commits COUNT times, and says ``done``.
+``python -m benchmarks.committer URL NAME COUNT`` opens the store, prints ``ready``, waits for a
+line on its standard input, commits COUNT times, and prints ``done``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a collection of a store of many terabytes takes of the process that coordinates it.
+"""Cost of a collection of a store of many terabytes for the process that coordinates it.
 
-Log and manifests are real, on the local disk; the packs are made up as they are listed, so that
+Log and manifests are real, on the local disk; the packs exist only in the listing, so that
 neither their bytes nor a listing by the storage is in the figures: a dry run then takes the time of
-one thread for what it lists, and the memory for all that it knows. Each in a process of its own.
+one thread for its listing, and the memory for all its tables. Each in a process of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TIMEOUT_S = 600
 
 
 def coordination(space: Workspace, *, versions: tuple[int, ...], chunks: int) -> list[Measured]:
-    """Return a row for each number of versions that live, of so many chunks of 4 MiB each."""
+    """Return a row for each number of live versions, of `chunks` chunks of 4 MiB each."""
     rows = []
     for count in versions:
         folder = space.fresh()
@@ -65,14 +65,14 @@ def coordination(space: Workspace, *, versions: tuple[int, ...], chunks: int) ->
 
 
 class _MadeUp(WrapperBackend):
-    """Lists packs that are not there, in order, from a file of their ids."""
+    """Lists packs that do not exist, in order, from a file of their ids."""
 
     def __init__(self, inner: Backend, names: Path) -> None:
         super().__init__(inner)
         self._names = names
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield an object for each id; what is not a pack comes from the backend."""
+        """Yield an object for each id; other objects than packs come from the backend."""
         if not prefix.startswith(PACKS_PREFIX):
             yield from self.inner.list(prefix, after=after)
             return

@@ -1,4 +1,4 @@
-"""Files as benchmarks need them: fresh folders, fsynced trees, cold and warm page caches."""
+"""Files for benchmarks: fresh folders, fsynced trees, cold and warm page caches."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def fsync_tree(path: Path) -> None:
 
 
 def tree_bytes(path: Path) -> int:
-    """Return the bytes of all files below a folder (their lengths; no one makes holes here)."""
+    """Return the bytes of all files below a folder (their lengths; no file has holes here)."""
     return sum(
         Path(name, file).stat().st_size for name, _, files in os.walk(path) for file in files
     )

@@ -1,6 +1,6 @@
-"""What encryption costs: saves and loads of one state, with a key and without.
+"""Cost of encryption: saves and loads of one state, with a key and without.
 
-On the local disk, and in memory (``/dev/shm``), where nothing hides what the processor does.
+On the local disk, and in memory (``/dev/shm``), where only the processor counts.
 """
 
 from __future__ import annotations

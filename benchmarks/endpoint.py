@@ -22,13 +22,13 @@ from benchmarks.measure import say
 __all__ = ["Bucket", "endpoint"]
 
 _CEPH = Path(__file__).resolve().parent.parent / "tests/lab/systems/ceph.sh"
-# What S3 clients read from the environment, and what the laboratory's script calls it.
+# Variables that S3 clients read from the environment, and their names in the lab's script.
 _VARIABLES = {
     "AWS_ENDPOINT_URL": "endpoint_url",
     "AWS_ACCESS_KEY_ID": "key",
     "AWS_SECRET_ACCESS_KEY": "secret",
 }
-# The folder of a gateway that was started here.
+# Folder of a gateway that was started here.
 _LAB = "BENCH_S3_LAB"
 
 
@@ -85,7 +85,7 @@ class Bucket:
         self._count = 0
 
     def fresh(self) -> str:
-        """Return ``bucket/prefix`` with a prefix that was not used before."""
+        """Return ``bucket/prefix`` with a new prefix."""
         self._count += 1
         return f"{self.name}/{self._count:04d}"
 
@@ -101,8 +101,8 @@ class Bucket:
     def clear(self, place: str) -> None:
         """Delete everything under ``bucket/prefix``.
 
-        A Ceph that was started here gives its room back at once: left to itself, the gateway
-        would in two hours.
+        A Ceph that was started here frees the space at once; otherwise its gateway
+        would only in two hours.
         """
         keys = [{"Key": key} for key, _ in self.objects(place)]
         for begin in range(0, len(keys), 1000):
@@ -114,6 +114,6 @@ class Bucket:
             subprocess.run(command, env=there, check=True, capture_output=True)
 
     def remove(self) -> None:
-        """Delete the bucket and what is in it."""
+        """Delete the bucket and its contents."""
         self.clear(self.name)
         self.client.delete_bucket(Bucket=self.name)

@@ -1,7 +1,7 @@
-"""What goes wrong, and what each tool makes of it: every row is provoked live and then described.
+"""Failures, and each tool's outcome: every row is provoked live and then described.
 
-The rows are outcomes, not timings. Each says what was observed, in words that follow from counts
-taken in this run; nothing is copied from reports about other runs.
+The rows are outcomes, not timings. Each gives the observation, in words that follow from counts
+taken in this run; none is copied from reports about other runs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FLIPS = 60
 
 
 def run(space: Workspace, *, flips: int = _FLIPS, tries: int = _TRIES) -> Result:
-    """Provoke everything; return the rows as fact ``rows``.
+    """Provoke all failures; return the rows as fact ``rows``.
 
     Parameters
     ----------
@@ -81,7 +81,7 @@ def run(space: Workspace, *, flips: int = _FLIPS, tries: int = _TRIES) -> Result
 
 
 def _no_space(space: Workspace, tries: int) -> list[Row]:
-    """Let the disk be full for every thread but the main one."""
+    """Make the disk full for every thread but the main one."""
     fault = "ENOSPC in threads that the saver started"
     state = seeded_tensors(1)
     outcomes: Counter[str] = Counter()
@@ -108,7 +108,7 @@ def _full_for_threads() -> Iterator[None]:
 
 
 def _dcp_outcome(state: State, folder: Path, *, threads: int) -> str:
-    """Save with DCP and load again; say what came of it."""
+    """Save with DCP and load again; return the outcome."""
     try:
         dcp_save(state, storage_writer=FileSystemWriter(folder, thread_count=threads), no_dist=True)
     except FAILURES:
@@ -122,7 +122,7 @@ def _dcp_outcome(state: State, folder: Path, *, threads: int) -> str:
 
 
 def _store_without_space(state: State, folder: Path) -> str:
-    """Save with ckptstore while its files of data cannot grow; say what came of it."""
+    """Save with ckptstore while its files of data cannot grow; return the outcome."""
     with ckptstore.open(folder, create=True) as store:
         run = store.run(_RUN)
         run.save({"step": 0}, step=0)
@@ -135,7 +135,7 @@ def _store_without_space(state: State, folder: Path) -> str:
 
 
 def _size_limit(space: Workspace, tries: int) -> list[Row]:
-    """Let the kernel refuse files beyond 8 MiB (``ulimit -f``): nothing in any tool is patched."""
+    """Make the kernel refuse files beyond 8 MiB (``ulimit -f``): no tool is patched."""
     fault = "file size limit (ulimit -f) hit by one of two files"
     generator = torch.Generator().manual_seed(2)
     large = torch.randn(16 * _MIB // 4, generator=generator)
@@ -191,13 +191,13 @@ def _store_load(folder: Path) -> object:
 
 
 _STORE = Peer(name="ckptstore", save=_store_save, load=_store_load)
-# Files that hold tensors. Other files of the peers are left alone: flipping bits of a pickle that
-# is then unpickled would be another experiment.
+# Files that hold tensors. Other files of the peers are left alone: flipping bits of a pickle and
+# unpickling it would be another experiment.
 _DATA = ("*.pt", "*.safetensors", "*.distcp", "*.pack", "snapshot/**/[!.]*")
 
 
 def _bit_flips(space: Workspace, flips: int) -> list[Row]:
-    """Flip one bit of the files with data, load, and flip it back; and so on."""
+    """Flip one bit of the files with data, load, flip it back, and repeat."""
     state = seeded_tensors(3, count=6, elements=50_000)
     rows = []
     for peer in (*PEERS, _STORE):
@@ -270,7 +270,7 @@ class _Hostile:
 
 
 def _pickles(space: Workspace) -> list[Row]:
-    """Put a pickle that runs code where each tool keeps its own records; then load."""
+    """Replace each tool's own records by a pickle that runs code; then load."""
     state = seeded_tensors(7)
     folder, mark = space.fresh(), space.fresh() / "executed"
     hostile = pickle.dumps(_Hostile(mark))

@@ -1,9 +1,9 @@
 """Saves and loads of one state on CephFS and on NFS, which the storage laboratory starts.
 
-Needs root on Debian 12 (``tests/lab``); what cannot be started is left out, which is said. CephFS
-is one node with a ceph-fuse mount, all on this machine. NFS is a Linux server and a Linux client,
-each a small host of its own (user-mode Linux, one processor), in which Python runs: its figures are
-those of that host, and compare with each other only.
+Needs root on Debian 12 (``tests/lab``); systems that do not start are left out with a message.
+CephFS is one node with a ceph-fuse mount, all on this machine. NFS is a Linux server and a Linux
+client, each a small host of its own (user-mode Linux, one processor), in which Python runs: its
+figures are those of that host, and compare only with each other.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(
     rounds
         Counted rounds of each case.
     systems
-        Which of them to start.
+        Names of the systems to start.
 
     Returns
     -------
@@ -90,7 +90,7 @@ def run(
 def measure(
     state: State, space: Workspace, rounds: int, *, label: str = ""
 ) -> dict[str, list[Measured]]:
-    """Return the tables ``save`` and ``load`` of a state in a workspace, wherever that lies."""
+    """Return the tables ``save`` and ``load`` of a state in a workspace on any file system."""
     chosen = [peer for peer in PEERS if peer.name in _PEERS]
     cases = [save_case(peer.name, peer.save, state) for peer in chosen]
     cases += [store_save(state, codec) for codec in _CODECS]

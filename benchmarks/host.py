@@ -1,4 +1,4 @@
-"""What a result was measured on, and with which versions."""
+"""Machine and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _REPO = Path(__file__).resolve().parent.parent
 
 
 def header(folder: Path) -> dict[str, Any]:
-    """Return everything that a reader needs to judge or repeat a measurement.
+    """Return the facts that a reader needs to judge or repeat a measurement.
 
     Parameters
     ----------
     folder
-        Where the benchmark writes; its file system and disk are named.
+        Folder of the benchmark; its file system and disk are named.
     """
     return {
         "date": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
@@ -84,7 +84,7 @@ def _version(package: str) -> str:
 
 
 def _program(command: tuple[str, ...]) -> str:
-    """Return the version that a program says it is: the second word that it prints."""
+    """Return a program's version: the second word that it prints."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

@@ -1,8 +1,8 @@
-"""What goes wrong on the way to object storage, in the threads that write: provoked live.
+"""Failures between client and object storage, in the threads that write: provoked live.
 
 A real S3 server (moto) behind a proxy that answers 500, or cuts every connection. All tools have
 the same server and the same proxy; ``torch.distributed.checkpoint`` writes through fsspec and s3fs,
-as it does for whoever gives it an ``s3://`` path.
+as it does for any ``s3://`` path.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ONE_FILE = {
     "ckptstore": {"path": "/packs/", "times": 0},
 }
 _EVERYTHING = {"DCP": {"times": 0}, "ckptstore": {"times": 0}}
-"""Which requests are hit, by tool."""
+"""Requests to hit, by tool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +55,20 @@ class _Place:
     bucket: Any
     proxy: Any
     fault: Any
-    """What the proxy does to requests from :meth:`break_down` on."""
+    """Fault of the proxy from :meth:`break_down` on."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What s3fs is told, by every tool; botocore is to try once, so that this ends soon."""
+        """The options of s3fs, the same for every tool; botocore tries once, which is quick."""
         told: dict[str, Any] = self.bucket.options(f"http://127.0.0.1:{self.proxy.port}")
         return {**told, "config_kwargs": {"retries": {"max_attempts": 0}}}
 
     def break_down(self) -> None:
-        """Begin to misbehave."""
+        """Begin to fail requests."""
         self.proxy.set(self.fault)
 
     def mend(self) -> None:
-        """Behave again."""
+        """Stop failing requests."""
         self.proxy.set()
 
     def url(self, name: str) -> str:
@@ -85,7 +85,7 @@ class _Way:
 
 
 def failures_over_http(space: Workspace, *, tries: int) -> list[Row]:
-    """Provoke everything; return the rows. Without moto (of the test group) there are none.
+    """Provoke all failures; return the rows. Without moto (of the test group) there are none.
 
     Parameters
     ----------
@@ -145,7 +145,7 @@ def _dcp_async(state: State, writer: FsspecWriter) -> None:
 
 def _dcp(place: _Place, save: Callable[[State, FsspecWriter], None]) -> str:
     state, url = _state(), place.url(f"dcp-{uuid.uuid4().hex[:8]}")
-    # Without an fsync, which is of files: DCP would sync this machine's disks instead.
+    # Without an fsync, which applies to files: DCP would sync this machine's disks instead.
     writer = FsspecWriter(url, thread_count=_THREADS, sync_files=False, **place.options)
     place.break_down()
     try:
@@ -178,7 +178,7 @@ def _store_dcp(run: Run, state: State) -> None:
 
 
 def _store(place: _Place, save: Callable[[Run, State], None], engine: str = "thread") -> str:
-    """Save without the store's own retries, which would only put the outcome off by a minute."""
+    """Save without the store's own retries, which would only delay the outcome by a minute."""
     backend = open_backend(place.url(_RUN), retry=False, **place.options)
     with Store(create_on(backend, options=Options(engine=engine, workers=_THREADS))) as store:
         run = store.run(_RUN)

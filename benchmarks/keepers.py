@@ -1,9 +1,9 @@
 """Ways to keep many versions of one state: ckptstore, files by peers, and backup programs.
 
 A keeper gets a folder and the versions one after the other. Each save is durable when it returns
-(see :mod:`benchmarks.peers`), and counts all that a user would have to do: for restic and borg that
-is to write the file with torch.save, and to back it up, as one command of theirs each. Only what
-the keeper needs to give a version back is counted as stored.
+(see :mod:`benchmarks.peers`), and counts all the work of a user: with restic and borg, writing the
+file with torch.save, and backing it up, as one command of theirs each. The stored bytes are only
+those that the keeper needs to give a version back.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _ZIPNN_BYTES_MIN = 1024
 
 
 class Kept(Protocol):
-    """Versions in the hands of one keeper."""
+    """Versions stored by one keeper."""
 
     def save(self, state: State, number: int) -> None:
-        """Keep a version; return when it is durable."""
+        """Store a version; return when it is durable."""
 
     def load(self, number: int, target: State) -> object:
-        """Return a version, with nothing open before; `target` is for those that fill tensors."""
+        """Return a version, with nothing open before; `target` is for keepers that fill tensors."""
 
     def stored_bytes(self) -> int:
-        """Return what all versions take."""
+        """Return the bytes of all versions together."""
 
     def close(self) -> None:
-        """Let go of everything that is open."""
+        """Release everything that is open."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +57,11 @@ class Keeper:
     note: str = ""
     lossless: bool = True
     backs_up: bool = False
-    """Whether it is a program that takes a second for each version, whatever its size."""
+    """True for a program that takes a second for each version of any size."""
 
 
 def keepers(only: Sequence[str] = ()) -> list[Keeper]:
-    """Return all keepers that are installed here, or those of them that are named."""
+    """Return all keepers that are installed here, or those of them in `only`."""
     made = [
         *(Keeper(name=peer.name, start=_files(peer)) for peer in PEERS if _is_kept(peer)),
         Keeper(name="ZipNN", start=_Zipnn, note="in one file by torch.save"),
@@ -161,7 +161,7 @@ class _Zipnn(_Files):
     def _packed(self, tensor: torch.Tensor) -> object:
         if not tensor.is_floating_point() or tensor.nbytes < _ZIPNN_BYTES_MIN:
             return tensor
-        # It changes what it is given: a training's tensors have to be copied.
+        # It changes its argument: a training's tensors have to be copied.
         packed = bytearray(self._coder.compress(tensor.clone()))
         return {"zipnn": torch.frombuffer(packed, dtype=torch.uint8)}
 
@@ -200,7 +200,7 @@ def _mapped(
 
 
 class _Backup:
-    """A file that is written anew for each version, and a repository that it is backed up to."""
+    """A file that is rewritten for each version, and a repository that it is backed up to."""
 
     def __init__(self, folder: Path) -> None:
         self._work, self._repo, self._out = (folder / name for name in ("work", "repo", "out"))
@@ -217,7 +217,7 @@ class _Backup:
         raise NotImplementedError
 
     def tell(self, *command: str, where: Path | None = None) -> str:
-        """Run a command; return what it printed."""
+        """Run a command; return its output."""
         done = subprocess.run(
             command,
             cwd=where or self._work,

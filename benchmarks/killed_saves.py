@@ -1,4 +1,4 @@
-"""Killed half way through a save over the previous one: what each tool has left.
+"""Kill half way through a save over the previous one: the remains with each tool.
 
 The process that saves is a child, ``python -m benchmarks.killed_saves TOOL FOLDER``, which kills
 itself at a point that does not depend on time.
@@ -32,7 +32,7 @@ _RUN = "bench"
 
 
 def killed_saves(space: Workspace) -> list[Row]:
-    """Save a second time to the same place, and be killed half way; then load.
+    """Save a second time to the same place, be killed half way, then load.
 
     One row for each of ``torch.save``, ``torch.distributed.checkpoint`` and this library.
     """
@@ -108,7 +108,7 @@ def _die() -> None:
 
 
 def _die_at_file(number: int) -> None:
-    """Be killed when DCP opens its file of this number from now on."""
+    """Kill this process when DCP opens its file of this number from now on."""
     genuine = FileSystem.create_stream
     opened = [0]
 
@@ -122,7 +122,7 @@ def _die_at_file(number: int) -> None:
 
 
 class _Fatal:
-    """A file that kills the process once so many bytes were written."""
+    """A file that kills the process after a number of written bytes."""
 
     def __init__(self, file: Any, limit: int) -> None:  # noqa: ANN401 - any binary file
         self._file = file

@@ -1,7 +1,7 @@
-"""What later life costs: a fork of 1 TB, an ``ls`` from a cold start, collections of old stores.
+"""Costs of later life: a fork of 1 TB, an ``ls`` from a cold start, collections of old stores.
 
-Requests are counted at the backend, so these figures hold on any machine. The state of 1 TB is a
-manifest that says so: no byte of it exists, which shows that none is read.
+Requests are counted at the backend, so these figures hold on any machine. The state of 1 TB is only
+a manifest: none of its bytes exist, which shows that none are read.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _opened(backend: Backend) -> tuple[Store, MeteredBackend]:
 
 
 def _asked(before: Mapping[str, Meter], after: Mapping[str, Meter]) -> dict[str, Meter]:
-    """Return what was asked of a backend between two moments, by operation."""
+    """Return the use of a backend between two moments, by operation."""
     none = Meter()
     found = {
         name: Meter(
@@ -88,9 +88,9 @@ def _calls(asked: Mapping[str, Meter]) -> dict[str, int]:
 
 
 def fork_of_a_terabyte(space: Workspace, *, chunks: int, rounds: int) -> list[Measured]:
-    """Time forks of a version of this many chunks of 4 MiB, of which no pack is there at all.
+    """Time forks of a version of `chunks` chunks of 4 MiB whose packs do not exist.
 
-    Each is made by a store that was opened for it, so that the manifest is read again. Numbers, of
+    Each is made by a newly opened store, so that the manifest is read again. Numbers, of
     the fork alone: ``requests``, ``read_bytes``, ``written_bytes`` and ``backend_s``, the time
     spent in the backend.
     """
@@ -187,7 +187,7 @@ def _leaves(places: Iterable[int], name: str) -> Iterator[Node]:
 
 
 def cold_ls(folder: Path) -> dict[str, Any]:
-    """Return the requests of a first listing: with the tail as it is, then without any.
+    """Return the requests of a first listing: with the existing tail, then without any.
 
     Writes the catalog snapshot that removes the tail.
     """
@@ -207,10 +207,10 @@ def cold_ls(folder: Path) -> dict[str, Any]:
 
 
 def collections(histories: Sequence[tuple[int, int]], *, rounds: int) -> list[Measured]:
-    """Time a collection for some (versions ever saved, versions alive), in memory.
+    """Time a collection for some pairs (versions ever saved, versions alive), in memory.
 
-    Each finds 50 versions that were deleted since the last one. The seconds are those of the
-    collection in a store that is open; ``open_s`` and ``open_requests`` are what opening took.
+    Each finds 50 versions deleted since the last one. The seconds are those of the
+    collection in an open store; ``open_s`` and ``open_requests`` are the costs of opening.
     """
     measured = []
     for history, live in histories:
@@ -274,7 +274,7 @@ def _turn_over(backend: Backend, first: int, count: int) -> None:
 
 
 def _save_small(store: Store, numbers: range) -> None:
-    """Commit versions of one pack each, which is there, with a length as if it were one."""
+    """Commit versions of one pack each, which exists as zeros of a real length."""
     made = {}
     pack = bytes(
         HEADER_BYTES + _PIECES * (CHUNK_HEADER_BYTES + 64 + INDEX_ROW_BYTES) + TRAILER_BYTES
@@ -319,7 +319,7 @@ def _small(version: str) -> Manifest:
 
 
 def commit_manifests(store: Store, run: str, made: Mapping[str, bytes]) -> None:
-    """Write manifests, those of no bytes left out, and the commits that name them."""
+    """Write manifests, except those without bytes, and the commits that name them."""
     for version, data in made.items():
         if data:
             store.repo.backend.put(manifest_key(version), data)

@@ -1,9 +1,9 @@
-"""S3 behind a link of known speed: what a client sends counts, not what its server computes.
+"""S3 behind a link of known speed: the bytes sent by a client count, not the work of its server.
 
 The suites ``s3`` and ``replicate`` have client and gateway on the same processors. Here the gateway
 is reached over a link of one gigabit a second each way, as a trainer's share of a network is: the
 loopback interface of a network namespace of its own, where the kernel's token bucket (``tc``, HTB)
-holds back what goes to the gateway's port and what comes from it, and nothing else. Needs root, and
+limits the traffic to and from the gateway's port, and nothing else. Needs root, and
 Ceph. No latency is added: the kernel at hand has no netem.
 """
 
@@ -35,7 +35,7 @@ __all__ = ["limited", "measure", "run"]
 _REPO: Final = Path(__file__).resolve().parent.parent
 _NAME: Final = "benchmarks.link"
 _BITS_PER_S: Final = 10**9
-# Of these S3 ways; the others differ in what they do on a processor, which the suite s3 shows.
+# The S3 ways to measure; the others differ in processor time, which the suite s3 shows.
 _WAYS: Final = (
     "bytes by s3fs",
     "bytes by boto3",
@@ -80,17 +80,17 @@ def run(
 
 
 def limited(port: int, *, bits_per_s: int) -> None:
-    """Hold back what goes to a port of this namespace's loopback interface, and what comes from it.
+    """Limit the traffic to and from a port of this namespace's loopback interface.
 
     Parameters
     ----------
     bits_per_s
-        Of each direction.
+        Bandwidth of each direction.
 
     Raises
     ------
     subprocess.CalledProcessError
-        The kernel has no HTB, or this process may not.
+        The kernel has no HTB, or this process lacks the right.
     """
     _tc("qdisc", "add", "dev", "lo", "root", "handle", "1:", "htb", "default", "1")
     _tc("class", "add", "dev", "lo", "parent", "1:", "classid", "1:1", "htb", "rate", "100gbit")
@@ -127,7 +127,7 @@ def _child(folder: Path, plan: Mapping[str, int]) -> None:
 
 
 def measure(space: Workspace, bucket: Bucket, server: str, plan: Mapping[str, int]) -> Result:
-    """Measure against the endpoint of the environment, whatever lies before it."""
+    """Measure against the endpoint of the environment, behind any link."""
     spec = StateSpec(bytes_min=plan["bytes_min"], training_steps=plan["training_steps"])
     rounds = plan["rounds"]
     head = header(space.root)

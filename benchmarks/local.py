@@ -21,9 +21,9 @@ from benchmarks.states import State, StateSpec, flat_tensors, make_state, same, 
 __all__ = ["run"]
 
 _RUN = "bench"
-# "auto" in a new store, which has measured nothing yet, and the two ways that it chooses between.
+# "auto" in a new store, without measurements, and the two ways that it chooses between.
 _CODECS = ("auto", "raw", "planes")
-# The tensor of which one row is read: the largest of the state, an fp32 embedding.
+# The tensor whose row is read: the largest of the state, an fp32 embedding.
 _LARGE = "optimizer.master.embed.weight"
 _ROW = 123
 
@@ -128,7 +128,7 @@ def _store_save(state: State, size: int, codec: str) -> Case:
 
 
 def _receipt(version: object) -> Mapping[str, float]:
-    """Return how a save says that it went."""
+    """Return the figures that a save reports."""
     if not isinstance(version, ckptstore.Version):
         msg = f"a save returned {version!r}"
         raise TypeError(msg)
@@ -155,11 +155,11 @@ class _Kept:
             store.close()
 
     def unchanged(self, size: int) -> Case:
-        """Return the case of saving once more what was saved just before."""
+        """Return the case of saving the same state again."""
         return self._case("same", "ckptstore auto, nothing changed", lambda: self._state, size)
 
     def one_changed(self, size: int) -> Case:
-        """Return the case of a save of which one fp32 tensor differs from the save before."""
+        """Return the case of a save in which one fp32 tensor differs from the save before."""
         path = "blocks.0.up.weight"
 
         def change() -> State:

@@ -1,9 +1,9 @@
-"""How everything is timed: interleaved rounds, a warm-up, medians with minimum and maximum.
+"""Timing of all cases: interleaved rounds, a warm-up, medians with minimum and maximum.
 
 A round runs each case once, in its own fresh folder, and the next round begins with another case;
-so what drifts while a benchmark runs (the disk, other processes) hits all cases alike, and none
+so a drift during the benchmark (the disk, other processes) affects all cases alike, and none
 always follows the same one. Ratios are taken within each round, and their median is shown. A case
-that takes longer than 20 s is measured once, and says so.
+that takes longer than 20 s is measured once, with a note.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from benchmarks.disk import Workspace
 
 __all__ = ["FAILURES", "Case", "Measured", "Result", "run_cases", "run_rounds", "say", "trim"]
 
-# A case that takes longer than this is measured once, in the round where it is found out: nothing
-# that takes so long is decided by a warm-up or by noise, and the rest has to be done today.
+# A case that takes longer than this is measured once, in the round that shows it: such a long case
+# is not decided by a warm-up or by noise, and the other cases have to be done today.
 _LONG_S: Final = 20.0
 FAILURES: Final = (Exception, CheckpointException)
-"""What a peer may raise. DCP's exception is no Exception: ``except Exception`` misses it."""
+"""Exceptions of peers. DCP's is no Exception: ``except Exception`` misses it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One thing to time."""
+    """One case to time."""
 
     name: str
     run: Callable[[Path], object]
-    """Timed; gets the folder; what it returns is handed to `after`."""
+    """Timed; gets the folder; its result is passed to `after`."""
     prepare: Callable[[Path], None] | None = None
     """Runs before the clock starts."""
     after: Callable[[Path, object], Mapping[str, float]] | None = None
     """Runs after the clock stopped; returns further numbers (``stored_bytes`` ...). It raises if
     the result is not right."""
     folder: Path | None = None
-    """A folder that all rounds share, for cases that read or that add to what is there."""
+    """A folder that all rounds share, for cases that read or that add to existing files."""
     writes: bool = True
-    """Whether what earlier cases left to be written must be on the disk before the clock starts."""
+    """True if pending writes of earlier cases must be on the disk before the clock starts."""
     logical_bytes: int = 0
     note: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
 class Measured:
-    """What the rounds of one case gave."""
+    """Results of the rounds of one case."""
 
     name: str
     logical_bytes: int = 0
@@ -65,7 +65,7 @@ class Measured:
     """Of the last round."""
     note: str = ""
     error: str = ""
-    """Why there are no numbers; empty if there are."""
+    """Reason for missing numbers; empty if there are some."""
 
     @property
     def median(self) -> float:
@@ -75,7 +75,7 @@ class Measured:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What a benchmark writes as JSON: a header, and tables of measured cases."""
+    """Content of a benchmark's JSON file: a header, and tables of measured cases."""
 
     benchmark: str
     header: dict[str, Any]
@@ -95,13 +95,13 @@ def run_cases(
     table
         Printed with the progress.
     rounds
-        Counted rounds, after one that is not; with a single round there is none to warm up.
+        Counted rounds, after one that is not; with a single round there is no warm-up.
     """
     warmups = 1 if rounds > 1 else 0
     measured = {case.name: _new(case) for case in cases}
     left_out: set[str] = set()
     gc.collect()
-    gc.freeze()  # what is imported is not looked through again before each measurement
+    gc.freeze()  # imported objects are not searched again before each measurement
     for number in range(-warmups, rounds):
         shift = number % len(cases)
         for case in [*cases[shift:], *cases[:shift]]:
@@ -124,7 +124,7 @@ def run_cases(
 def run_rounds(
     name: str, work: Callable[[], object], *, rounds: int, logical_bytes: int = 0, note: str = ""
 ) -> Measured:
-    """Time one thing alone: a warm-up, then `rounds` calls."""
+    """Time one case alone: a warm-up, then `rounds` calls."""
     one = Measured(name=name, logical_bytes=logical_bytes, note=note)
     work()
     for _ in range(rounds):
@@ -144,10 +144,10 @@ def _new(case: Case) -> Measured:
 
 
 def trim() -> None:
-    """Give the memory that the C library keeps for reuse back to the kernel.
+    """Return the memory that the C library keeps for reuse to the kernel.
 
-    Otherwise a case that follows one that freed much would get its memory without page faults,
-    which a process that resumes a training does not.
+    Otherwise a case after one that freed much would get its memory without page faults,
+    unlike a process that resumes a training.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
@@ -155,7 +155,7 @@ def trim() -> None:
 
 
 def _once(case: Case, one: Measured, space: Workspace) -> float | None:
-    """Run a case once; note its numbers and return the seconds, or note its error."""
+    """Run a case once; record its numbers and return the seconds, or record its error."""
     folder = case.folder or space.fresh()
     try:
         if case.prepare is not None:

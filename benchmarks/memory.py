@@ -1,9 +1,9 @@
 """Peak extra memory of saves and loads, for states of several sizes, each in its own process.
 
-The child makes a state, does the same with something tiny (so that imports, pools and caches are
+The child makes a state, does the same with a tiny one (so that imports, pools and caches are
 paid for), resets the kernel's high-water mark of its resident memory, saves or loads, and reports
-how far the mark rose. A save in the background stages a copy of the state, which is counted; what
-its writing child takes of its own (anonymous memory) is sampled every 5 ms.
+the rise of the mark. A save in the background stages a copy of the state, which is counted; the
+own (anonymous) memory of its writing child is sampled every 5 ms.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def run(
     sizes
         Bytes of the states.
     ways
-        Of :data:`WAYS`.
+        Names out of :data:`WAYS`.
     """
     result = Result(
         benchmark="memory",
@@ -134,7 +134,7 @@ def _child(way: str, size: int, folder: Path) -> None:
 
 
 def _work(who: str, action: str, state: dict[str, Any], folder: Path) -> Callable[[], object]:
-    """Prepare what is to be measured; return it."""
+    """Return the function to measure, after preparing it."""
     if who.startswith("ckptstore"):
         return _our_work(who.split()[1], action, state, folder)
     peer = next(peer for peer in PEERS if peer.name == who)
@@ -165,7 +165,7 @@ def _our_work(codec: str, action: str, state: object, folder: Path) -> Callable[
 
 @contextmanager
 def children_peak() -> Iterator[list[int]]:
-    """Yield a list whose only item is the most that children took of their own memory so far."""
+    """Yield a list whose only item is the peak of the children's own memory so far."""
     peak = [0]
     ended = threading.Event()
 

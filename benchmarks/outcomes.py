@@ -1,4 +1,4 @@
-"""Rows of the tables of failures: what was done to which tool, and what was observed."""
+"""Rows of the tables of failures: fault, tool, and observation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _GOOD = ("raised", "returned success, loads")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One thing that was done to one tool."""
+    """One fault in one tool."""
 
     fault: str
     tool: str
     observed: str
     silent: bool
-    """Whether wrong or missing data was passed off as success, or code was executed."""
+    """True if wrong or missing data passed as success, or code was executed."""
 
 
 def row_of_saves(fault: str, tool: str, outcomes: Counter[str], good: Sequence[str] = _GOOD) -> Row:
@@ -42,7 +42,7 @@ def counted(outcomes: Counter[str]) -> str:
 
 @contextmanager
 def threads_may_die() -> Iterator[None]:
-    """Keep the traceback of a dying thread off the screen: that it dies is the point."""
+    """Hide the traceback of a dying thread: its death is intended."""
     hook = threading.excepthook
     threading.excepthook = lambda _: None
     try:

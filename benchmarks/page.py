@@ -1,6 +1,6 @@
 """docs/benchmarks.md: tables and plots made from the JSON results, between markers.
 
-What stands outside of the markers is written by hand and stays.
+Text outside of the markers is written by hand and stays.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["sections", "write_page"]
 
 
 def write_page(page: Path, results: Path) -> None:
-    """Rewrite what lies between the markers of the page; draw the plots beside it.
+    """Rewrite the text between the markers of the page; draw the plots beside it.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def write_page(page: Path, results: Path) -> None:
 
 
 def sections() -> dict[str, Callable[[Result], list[str]]]:
-    """Return, by suite, what makes the blocks of its section."""
+    """Return, by suite, the function that makes the blocks of its section."""
     return {
         "local": storage.local,
         "s3": storage.s3,

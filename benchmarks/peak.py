@@ -1,8 +1,8 @@
 """Peak extra memory of a save, each in a process of its own.
 
-The child loads the state, saves something tiny the same way (so that imports, pools and caches are
-paid for), resets the kernel's high-water mark of its resident memory, saves, and reports how far
-the mark rose above what was resident before.
+The child loads the state, saves a tiny one the same way (so that imports, pools and caches are
+paid for), resets the kernel's high-water mark of its resident memory, saves, and reports the rise
+of the mark above the resident memory before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def peak_of_saves(state_file: Path, space: Workspace, names: Sequence[str] = ())
     Parameters
     ----------
     state_file
-        The state, as torch.save wrote it.
+        File of the state, written by torch.save.
     names
         Ways to save; all by default.
     """
@@ -95,7 +95,7 @@ def _child(name: str, state_file: str, folder: str) -> None:
     _save(name, {"model": {"a": torch.ones(1 << 20), "b": torch.ones(10)}}, small)
     large = Path(folder, "large")
     large.mkdir()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident memory
     before = _resident_bytes("VmRSS")
     _save(name, state, large)
     extra = _resident_bytes("VmHWM") - before

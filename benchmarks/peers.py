@@ -1,10 +1,10 @@
-"""Other ways to keep the same state in files, each as durable as it can be made from outside.
+"""Other ways to store the same state in files, each as durable as possible from outside.
 
 Every `save` returns when files and folders are fsynced, whether the peer does so itself (DCP, its
 files and ``.metadata``, but no folder) or not (torch.save, safetensors, torchsnapshot,
 torch_checkpointing). Every load into new memory ends with one byte of each page read
 (:func:`touch`), so that a peer that maps files has at least read them. None of the peers verifies
-what it reads; ckptstore always does.
+the data that it reads; ckptstore always does.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def flat_for_safetensors(state: State) -> dict[str, torch.Tensor]:
 
 
 def rest_as_json(state: object) -> str:
-    """Return what is no tensor as JSON, for the header of a safetensors file."""
+    """Return the values that are no tensors as JSON, for the header of a safetensors file."""
 
     def plain(value: object) -> object:
         if isinstance(value, torch.Tensor):

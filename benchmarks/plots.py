@@ -19,7 +19,7 @@ _PAPER = "#ffffff"
 
 
 def draw_plots(result: Result, folder: Path) -> dict[str, Path]:
-    """Draw what there is to draw of a suite; return the files by what they show."""
+    """Draw the plots of a suite; return the files by their subjects."""
     folder.mkdir(parents=True, exist_ok=True)
     plots: dict[str, Path] = {}
     if result.benchmark == "local":
@@ -71,7 +71,7 @@ def draw_plots(result: Result, folder: Path) -> dict[str, Path]:
 
 
 def _waiting(rows: Sequence[Measured], path: Path) -> Path:
-    """Draw how long writers wait that all commit at once, over how many they are."""
+    """Draw the wait of writers that all commit at once, over their number."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

@@ -17,7 +17,7 @@ _INK = "#1f2328"
 
 
 def draw_resume(result: Result, path: Path) -> Path:
-    """Draw the loss over the steps: what seeds do to full precision as a band, forms as lines."""
+    """Draw the loss over the steps: the range of full precision as a band, forms as lines."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 

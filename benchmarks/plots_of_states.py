@@ -29,7 +29,7 @@ _PLAIN = "#9aa4b2"
 
 
 def draw_trajectory(result: Result, folder: Path) -> dict[str, Path]:
-    """Draw, for each trajectory, what all versions so far take; files by what they show."""
+    """Draw, for each trajectory, the bytes of all versions so far; return files by subject."""
     stored: Mapping[str, Mapping[str, Sequence[int]]] = result.facts["stored after"]
     names = [name for name in stored if any(stored[name].values())]
     if not names:
@@ -62,7 +62,7 @@ def draw_trajectory(result: Result, folder: Path) -> dict[str, Path]:
 
 
 def draw_workloads(result: Result, path: Path) -> Path:
-    """Draw how long a durable save of each workload takes, as a multiple of torch.save's speed."""
+    """Draw the duration of a durable save of each workload, as a multiple of torch.save's speed."""
     names = list(result.facts["workloads"])
     tools: dict[str, dict[str, float]] = {}
     for name in names:

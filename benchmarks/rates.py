@@ -1,10 +1,10 @@
-"""What a delta takes, by learning rate and by the steps between the version and its base.
+"""Size of a delta, by learning rate and by the steps between the version and its base.
 
-How far a weight moves is its learning rate, so one figure for "bf16 weights, ten steps apart" says
-little: this suite gives the whole range. One training (:mod:`benchmarks.trajectories`) goes on from
-the end of its warm-up at several constant rates. After some steps in which the moments settle, the
-last version is stored beside versions 1, 10, 40 and 120 steps before it, each pair in a store of
-its own, and twelve versions 10 steps apart in one. Only bytes are measured.
+The learning rate decides how far a weight moves, so one figure for "bf16 weights, ten steps apart"
+says little: this suite gives the whole range. One training (:mod:`benchmarks.trajectories`)
+continues from the end of its warm-up at several constant rates. After some steps in which the
+moments settle, the last version is stored beside versions 1, 10, 40 and 120 steps before it, each
+pair in a store of its own, and twelve versions 10 steps apart in one. Only bytes are measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KINDS = ("bf16 weights", "fp32 weights", "first moments", "second moments")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RatesPlan:
-    """Which trainings to make, and which of their versions to compare."""
+    """Trainings to make, and versions of them to compare."""
 
     width: int = 256
     layers: int = 3
@@ -87,7 +87,7 @@ def _warm(plan: RatesPlan) -> tuple[Gpt, torch.optim.Optimizer]:
 def _versions(
     plan: RatesPlan, model: Gpt, optimizer: torch.optim.Optimizer, rate: float
 ) -> dict[int, dict[str, State]]:
-    """Return the states of each kind, by the steps that are left until the last one."""
+    """Return the states of each kind, by the number of steps to the last one."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     text = documentation()
@@ -117,7 +117,7 @@ def _measure(
     rate: float,
     taken: Mapping[int, Mapping[str, State]],
 ) -> None:
-    """Note what the last version adds beside each other one, and what many in one store take."""
+    """Record the share that the last version adds beside each other, and that of many together."""
     name = f"{rate:g}"
     for kind in _KINDS:
         pairs = [_shares(space, [taken[left][kind], taken[0][kind]])[-1] for left in plan.apart]
@@ -128,7 +128,7 @@ def _measure(
 
 
 def _shares(space: Workspace, states: Sequence[State]) -> list[float]:
-    """Return what each version adds to a store of its own, as a share of its bytes."""
+    """Return the bytes that each version adds to a store of its own, as a share of its bytes."""
     folder = space.fresh()
     kept = Stored(folder, "delta")
     sizes = [0]

@@ -2,11 +2,11 @@
 
 The bytes are those of the source's packs. Clients have them ready in memory, in objects of 64 MiB,
 with as many requests in flight as ckptstore has; ckptstore reads them from its store, checks each
-chunk, regroups them, and commits. *Read back* is what replication does by default: what was written
-is read again from the target before a version counts; clients then download what they sent.
+chunk, regroups them, and commits. *Read back* is the default of replication: written objects are
+read again from the target before a version counts; clients then download their objects.
 
-Beside the rates: the requests of a first and of a repeated replication, the peak memory, and what
-single requests cost in time and in processor time of the client.
+Beside the rates: the requests of a first and of a repeated replication, the peak memory, and the
+cost of single requests in time and in processor time of the client.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def run(
     calls
         Requests of each kind whose cost is measured.
     versions, chunks
-        Sizes of the stores whose collection is measured: so many versions, of so many chunks each.
+        Sizes of the stores whose collection is measured: numbers of versions, and chunks of each.
     """
     peers.quiet()
     with endpoint(space) as server:
@@ -117,7 +117,7 @@ def _measure(
     return result
 
 
-# --- what travels -----------------------------------------------------------------------------
+# --- the bytes to move ------------------------------------------------------------------------
 
 
 def make_source(folder: Path, spec: StateSpec) -> int:
@@ -134,7 +134,7 @@ def packs_of(folder: Path) -> bytes:
 
 
 def _engines(stack: ExitStack) -> dict[str, Executor | None]:
-    """Return what replication runs on, by name; all are started before any clock."""
+    """Return the engines of replication, by name; all are started before any clock."""
     from concurrent.futures import ProcessPoolExecutor
     from multiprocessing import get_context
 
@@ -227,7 +227,7 @@ def _stored(bucket: Bucket, place: str) -> Mapping[str, float]:
 
 
 def _peak(source: Path, bucket: Bucket, engine: str) -> Measured:
-    """Measure one replication in a process of its own: what it takes above its budget's floor."""
+    """Measure one replication in a process of its own: its memory above its budget's floor."""
     place = bucket.fresh()
     row = Measured(name=f"replicate, {engine}")
     command = [sys.executable, "-m", "benchmarks.replicate", str(source), place, engine]
@@ -247,7 +247,7 @@ def _peak(source: Path, bucket: Bucket, engine: str) -> Measured:
 
 
 def _child(source: str, place: str, engine: str) -> None:
-    """Replicate something tiny, so that imports and pools are paid for; then measure the rest."""
+    """Replicate a tiny store, to pay for imports and pools; then measure the real one."""
     import torch
 
     from benchmarks.memory import children_peak

@@ -1,6 +1,6 @@
-"""What requests cost a client: how many a replication takes, and the time of each kind alone.
+"""Requests of a replication, by kind, and the cost of each kind to the client.
 
-Time is what one client waits, one request at a time; processor time is that of this process, all
+Time is the wait of one client, one request at a time; processor time is that of this process, all
 its threads: the server's own is not in it.
 """
 
@@ -29,8 +29,8 @@ _PAGE = 1000
 def counted_requests(source: Path, url: str) -> dict[str, dict[str, int]]:
     """Return the calls to the target's backend, by operation: of a first replication, and others.
 
-    ``again`` is a replication of what is there already; ``opening`` is what opening that store
-    takes besides, in a process that knows nothing of it.
+    ``again`` is a replication of existing versions; ``opening`` is the additional cost of opening
+    that store in a new process.
     """
     found: dict[str, dict[str, int]] = {}
     with Store(open_on(open_backend(str(source)))) as store:

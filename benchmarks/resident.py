@@ -1,4 +1,4 @@
-"""How much memory of a process a piece of work takes at its peak, as the kernel counts it."""
+"""Peak memory of a piece of work in a process, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["extra_bytes", "mark", "resident_bytes"]
 
 
 def mark() -> int:
-    """Give back what is free, begin a new high-water mark, and return what is resident now."""
+    """Free unused memory, begin a new high-water mark, and return the resident memory in bytes."""
     trim()
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to what is resident now
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident memory
     return resident_bytes("VmRSS")
 
 
 def extra_bytes(before: int) -> int:
-    """Return how far the high-water mark rose above what :func:`mark` returned."""
+    """Return the rise of the high-water mark above the result of :func:`mark`, in bytes."""
     return max(0, resident_bytes("VmHWM") - before)
 
 

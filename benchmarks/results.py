@@ -35,7 +35,7 @@ def read_result(folder: Path, benchmark: str) -> Result | None:
 
 
 def _rounded(value: object) -> object:
-    """Return a document whose fractions have six digits that count; the rest is noise."""
+    """Return a document whose fractions have six significant digits; the rest is noise."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):

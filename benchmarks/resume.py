@@ -1,11 +1,11 @@
-"""Whether a training goes on as well from states that were stored in fewer bytes.
+"""Quality of a training that is resumed from states with lossy encodings.
 
 A GPT over bytes learns the text of this project's documentation with AdamW, and its state is saved
 in several forms. From each the training is resumed several times, each time with another order of
-the data, and its loss on text that it never sees is taken now and then. What the orders of the data
-do to a full-precision resume is the yardstick: a form is as good if its curves lie among those.
+the data, and its loss on held-out text is measured at intervals. The spread of full-precision
+resumes over the orders of the data is the yardstick: a form is as good if its curves lie within it.
 
-One form is what the store refuses to write, second moments in evenly spaced 8-bit codes. It is made
+The store refuses to write one form, second moments in evenly spaced 8-bit codes. It is made
 by hand, to show why.
 """
 
@@ -50,19 +50,19 @@ FORMS: Mapping[str, Encodings] = {
     "8-bit moments": _MOMENTS,
     "bf16 weights, 8-bit moments": {**_MOMENTS, **_WEIGHTS},
 }
-"""What is stored how; bounds are those of the errors."""
+"""Encodings by form; bounds are those of the errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePlan:
-    """Which training to make, and how often to resume it."""
+    """The training to make, and the number of resumes."""
 
     width: int = 128
     layers: int = 2
     time: int = 64
     batch: int = 8
     warmup: int = 1500
-    """Steps before the save; the learning rate falls from 2e-3 to `lr` meanwhile."""
+    """Steps before the save; over them the learning rate falls from 2e-3 to `lr`."""
     lr: float = 5e-4
     steps: int = 120
     """Of each resumed training."""
@@ -133,7 +133,7 @@ def _trained(plan: ResumePlan, text: torch.Tensor) -> State:
 def _resumed(
     plan: ResumePlan, state: State, text: torch.Tensor, held_out: torch.Tensor, seed: int
 ) -> list[float]:
-    """Return the loss on text that is held out, before the first step and then now and then."""
+    """Return the loss on held-out text, before the first step and then at intervals."""
     model, optimizer = _made(plan)
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
@@ -162,7 +162,7 @@ def _loss(plan: ResumePlan, model: Gpt, text: torch.Tensor) -> float:
 def _saved(
     space: Workspace, plan: ResumePlan, state: State
 ) -> tuple[list[Measured], dict[str, State]]:
-    """Save the state in each form; return what that took, and what comes back of each."""
+    """Save the state in each form; return the measurements, and the state loaded from each."""
     rows, states = [], {}
     size = state_bytes(state)
     for form, encodings in FORMS.items():
@@ -187,7 +187,7 @@ def _saved(
 def _errors(
     store: ckptstore.Store, version: ckptstore.Version, encodings: Encodings
 ) -> dict[str, float]:
-    """Return how many tensors are stored in fewer bytes, and the worst error over its bound."""
+    """Return the number of lossily stored tensors, and the worst error over its bound."""
     tensors = read_content(store.repo.manifests.load(version)).tensors()
     lossy = [one for one in tensors if one.encoding not in ("lossless", "derived")]
     shares = [one.rel_l2 / one.rel_l2_bound for one in lossy if one.rel_l2_bound]
@@ -237,7 +237,7 @@ def _even(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compared(curves: Sequence[Sequence[float]], full: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """Return how the curves of a form lie to those of full precision."""
+    """Return figures that compare the curves of a form with those of full precision."""
     looks = range(1, len(full[0]))
     spread = [max(one[at] for one in full) - min(one[at] for one in full) for at in looks]
     means = [statistics.mean(one[at] for one in curves) for at in looks]

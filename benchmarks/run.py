@@ -42,7 +42,7 @@ SUITES = (
     "filesystems",
     "encryption",
 )
-_MODULES = {"async": "async_saves"}  # of suites whose name is a word of the language
+_MODULES = {"async": "async_saves"}  # of suites whose name is a keyword
 _MB = 10**6
 _SMALL_PLAN = Plan(
     width=32, layers=1, warmup=5, versions=3, intervals=(1, 2), rank=2, lora_interval=1
@@ -58,7 +58,7 @@ _HISTORIES = ((1_000, 500), (10_000, 500), (100_000, 500), (10_000, 5_000))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suites that are named, all by default; return the exit status."""
+    """Run the named suites, all by default; return the exit status."""
     options = _parser().parse_args(arguments)
     if not options.report_only:
         for name in options.suites or SUITES:
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_suite(name: str, options: argparse.Namespace) -> Result | None:
-    """Run one suite in a workspace of its own; None if it cannot run here, which is said."""
+    """Run one suite in a workspace of its own; print a line and return None if it cannot run."""
     module = importlib.import_module(f"benchmarks.{_MODULES.get(name, name)}")
     with workspace(options.folder) as space:
         result: Result | None = module.run(space, **_arguments(name, options))

@@ -1,4 +1,4 @@
-"""Saves and loads of one state on an S3 endpoint, against what ``s3_ways`` lists.
+"""Saves and loads of one state on an S3 endpoint, by all ways of ``s3_ways``.
 
 The endpoint is that of :mod:`benchmarks.endpoint`; the bucket is new.
 """
@@ -83,7 +83,7 @@ def _save_case(way: Way, state: State, bucket: Bucket) -> Case:
 
     def prepare(_: Path) -> None:
         places[:] = [bucket.fresh()]
-        if way.name.startswith("ckptstore"):  # as in a training loop, the store is there already
+        if way.name.startswith("ckptstore"):  # the store exists already, as in a training loop
             ckptstore.open(f"s3://{places[0]}", create=True).close()
 
     def after(_: Path, __: object) -> Mapping[str, float]:
@@ -102,7 +102,7 @@ def _save_case(way: Way, state: State, bucket: Bucket) -> Case:
 
 
 def load_cases(ways: Sequence[Way], state: State, bucket: Bucket) -> list[Case]:
-    """Save by each way that can; return a case for each way to load what it saved."""
+    """Save by each way that can; return a case for each way to load its objects."""
     target = empty_like(state)
     cases: list[Case] = []
     for way in ways:

@@ -1,9 +1,9 @@
-"""How a state can be kept on S3: plain bytes by three clients, files of torch, DCP, and ckptstore.
+"""Ways to store a state on S3: plain bytes by three clients, files of torch, DCP, and ckptstore.
 
 Plain bytes are the rate that the endpoint gives each client: the bytes of the state, ready in
-memory, as objects of the size of our packs, with as many requests in flight as ckptstore has
-(``PUTS`` and ``GETS``); they are loaded into memory, and nothing is made of them. All clients are
-as they come, but for the row that leaves obstore's bodies unsigned, as ckptstore's packs are on a
+memory, as objects of the size of ckptstore's packs, with as many requests in flight as ckptstore
+has (``PUTS`` and ``GETS``); they are loaded into memory, and not decoded. All clients have
+their defaults, but for the row that leaves obstore's bodies unsigned, as ckptstore's packs are on a
 loopback interface.
 """
 
@@ -52,12 +52,12 @@ class Way:
     load: Callable[[str], object] | None = None
     load_into: Callable[[str, State], object] | None = None
     plain: bool = False
-    """Whether only bytes are moved: what it loads is no state."""
+    """True if only bytes are moved: its loads give no state."""
     note: str = ""
 
 
 class Plain:
-    """Bytes, ready to be sent, in objects as large as most of ckptstore's packs of them."""
+    """Bytes ready to be sent, in objects as large as most of ckptstore's packs of them."""
 
     def __init__(self, whole: bytes) -> None:
         memory = limits.HOST_BYTES_DEFAULT
@@ -88,7 +88,7 @@ def make_ways(client: Any, state: State, scratch: Path) -> list[Way]:  # noqa: A
     client
         Of boto3.
     scratch
-        A file to go through, for what cannot do without.
+        A file for the ways that need one.
     """
     return [
         *plain_ways(client, Plain.of(state)),
@@ -106,13 +106,13 @@ def make_ways(client: Any, state: State, scratch: Path) -> list[Way]:  # noqa: A
 
 
 def count_bytes(parts: Any) -> int:  # noqa: ANN401 - each client has a type of its own
-    """Return how many bytes were loaded."""
+    """Return the number of bytes that were loaded."""
     buffers = (part.getbuffer() if isinstance(part, io.BytesIO) else part for part in parts)
     return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def plain_ways(client: Any, plain: Plain) -> list[Way]:  # noqa: ANN401 - boto3's
-    """Return the clients that move bytes and nothing else; none of them looks at a state."""
+    """Return the clients that only move bytes; none of them looks at a state."""
     return [
         _plain_s3fs(plain),
         _plain_boto3(client, plain),
@@ -292,7 +292,7 @@ def _files(client: Any, scratch: Path) -> list[Way]:  # noqa: ANN401
 
 
 def _connector() -> list[Way]:
-    """Return AWS's connector for PyTorch, where it is installed."""
+    """Return AWS's connector for PyTorch, if it is installed."""
     try:
         from s3torchconnector import S3Checkpoint, S3ClientConfig
     except ImportError:

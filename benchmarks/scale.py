@@ -1,8 +1,8 @@
-"""What to expect at 1,000 ranks: the real log, under clients that are simulated.
+"""Expected figures at 1,000 ranks: the real log, under simulated clients.
 
-The clients run ``ckptstore.catalog.log.Log`` as it is, against objects in memory, in virtual time
-(:mod:`benchmarks.virtual`). So requests, conflicts and waiting are what the code does; how long a
-request takes is assumed, and what the processors do is not part of it.
+The clients run the real ``ckptstore.catalog.log.Log``, against objects in memory, in virtual time
+(:mod:`benchmarks.virtual`). So requests, conflicts and waiting are those of the code; the duration
+of a request is assumed, and processor time is not part of it.
 """
 
 from __future__ import annotations
@@ -64,11 +64,12 @@ def run(
     Parameters
     ----------
     writers
-        How many commit at the same moment, case by case.
+        Numbers of clients that commit at the same moment, case by case.
     trainings, intervals_s
-        How many save into one store, each so often, at random moments; case by case.
+        Numbers of trainings that save into one store, and the intervals of their saves, at random
+        moments; case by case.
     ranks
-        Of one sharded training, case by case; 10 GB each.
+        Ranks of one sharded training, case by case; 10 GB each.
     """
     result = Result(
         benchmark="scale",
@@ -171,10 +172,10 @@ def _save(client: Client, run: str) -> Build:
 
 
 def _one_version(ranks: int, *, tensors: int = 600, rank_bytes: int = 10 * 10**9) -> Measured:
-    """Let one rank put together and commit what `ranks` of them wrote.
+    """Let one rank assemble and commit the parts that `ranks` of them wrote.
 
-    The state is cut over all ranks along its first dimension, as by FSDP. What each tells is what
-    it would after its packs were written; none are.
+    The state is cut over all ranks along its first dimension, as by FSDP. Each part is as after
+    the writing of its packs; none exist.
     """
     each = -(-rank_bytes // _CHUNK // tensors)
     parts = [_part(rank, ranks, tensors, each) for rank in range(ranks)]
@@ -213,7 +214,7 @@ def _one_version(ranks: int, *, tensors: int = 600, rank_bytes: int = 10 * 10**9
 
 
 def _shared_by_a_rank(repo: Repo) -> tuple[float, int]:
-    """Return seconds and memory of what a rank does to share with the version before."""
+    """Return seconds and memory of a rank for sharing with the version before."""
     version = repo.refresh().head("r")
     assert version is not None  # noqa: S101 - committed above
     began = time.perf_counter()
@@ -228,7 +229,7 @@ def _shared_by_a_rank(repo: Repo) -> tuple[float, int]:
 
 
 def _part(rank: int, ranks: int, tensors: int, each: int) -> RankPart:
-    """Return what a rank tells of its shards: `each` pieces of 4 MiB of every tensor."""
+    """Return a rank's part, with its shards: `each` pieces of 4 MiB of every tensor."""
     count = tensors * each
     rows = np.arange(count)
     random = np.random.default_rng(rank)

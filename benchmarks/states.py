@@ -45,7 +45,7 @@ _BATCH = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpec:
-    """Which state to make."""
+    """Parameters of the state to make."""
 
     bytes_min: int
     """At least this many bytes of tensors; layers are added until it is reached."""
@@ -115,7 +115,7 @@ def make_values(
 
 
 def _shapes(spec: StateSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the parameters of a GPT with as many layers as it takes."""
+    """Yield the parameters of a GPT with as many layers as needed."""
     width, vocabulary, context = spec.sizes
     yield "embed.weight", (vocabulary, width)
     yield "position.weight", (context, width)

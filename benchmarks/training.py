@@ -1,8 +1,8 @@
-"""A small GPT, trained for a few seconds on real text: where the numbers in the states come from.
+"""A small GPT, trained for a few seconds on real text: the source of the values in the states.
 
-Checkpoints compress by what training leaves in them. Weights drawn from a normal distribution
+Training decides how well checkpoints compress. Weights drawn from a normal distribution
 would do for weights; for Adam's second moments, which span ten orders of magnitude and hold exact
-zeros for what was never used, they would not. So the values are those of a real, short training.
+zeros for unused rows, they would not. So the values are those of a real, short training.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def train(*, seed: int, steps: int, width: int = 192, layers: int = 3) -> Traine
     Parameters
     ----------
     seed
-        Of the initial weights and of the batches.
+        Seed of the initial weights and of the batches.
     steps
         Updates of AdamW; the learning rate falls on a cosine from 1e-3 to 1e-4.
     """

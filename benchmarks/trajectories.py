@@ -1,18 +1,18 @@
 """Versions of one real training, as a training loop would save them: the trajectory benchmark's.
 
 A GPT over bytes learns the text of this project's documentation: AdamW, the learning rate falling
-on a cosine to a low one, at which the training then goes on while versions are taken from it, every
-step, every 10 and every 40. The low one is 1e-5, which full fine-tunings take. The same snapshots
-are given in three forms:
+on a cosine to a low one, at which the training then continues while versions are taken from it,
+every step, every 10 and every 40. The low one is 1e-5, which full fine-tunings take. The same
+snapshots are given in three forms:
 
 ``fp32``   fp32 weights and AdamW's moments, 12 bytes a parameter;
 ``bf16``   the weights alone, rounded to bf16, as they are published or sampled from;
-``mixed``  bf16 weights, fp32 masters of which they are the rounding, and the moments.
+``mixed``  bf16 weights, the fp32 masters that they round, and the moments.
 
-The computation itself is fp32 throughout: of mixed precision it is the stored state that is real,
+The computation itself is fp32 throughout: only the stored state of mixed precision is real,
 and the relation between its parts. From the end of the fall, the same training goes on a second
 time at 1e-6, which post-training by reinforcement takes: TRL's GRPOConfig and the actor of verl's
-ppo_trainer.yaml have it as their default. Of that one the bf16 weights are given. A third fits LoRA
+ppo_trainer.yaml have it as their default. That one gives the bf16 weights. A third fits LoRA
 adapters to the frozen result of the first.
 """
 
@@ -41,12 +41,12 @@ _LORA_LR = 2e-4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Which training to make, and which of its versions to keep."""
+    """The training to make, and its versions to store."""
 
     width: int = 256
     layers: int = 3
     warmup: int = 200
-    """Steps before the first version; the learning rate falls from 1e-3 to `lr` meanwhile."""
+    """Steps before the first version; over them the learning rate falls from 1e-3 to `lr`."""
     lr: float = 1e-5
     lr_post: float = 1e-6
     """Of the training that goes on a second time."""
@@ -67,7 +67,7 @@ class Trajectory:
     interval: int
     """Steps from one version to the next."""
     adapter_bytes: int = 0
-    """Of LoRA: what of each version is new, with its moments."""
+    """With LoRA: the new bytes of each version, with moments."""
     generator_bytes: int = 0
     """Of LoRA: the state of the random generator, which is new in each version, too."""
 
@@ -144,7 +144,7 @@ def _taken(
     text: torch.Tensor,
     wanted: Collection[int],
 ) -> dict[int, State]:
-    """Go on training, and return the states after these steps."""
+    """Continue training, and return the states after these steps."""
     taken = {}
     for step in range(max(wanted, default=-1) + 1):
         if step in wanted:
@@ -155,7 +155,7 @@ def _taken(
 
 
 def _state(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> State:
-    """Return a copy of the training's state, as a training loop gives it to a save."""
+    """Return a copy of the training's state, as a training loop passes it to a save."""
     return {
         "model": {name: value.detach().clone() for name, value in model.named_parameters()},
         "optimizer": _copy(optimizer.state_dict()),

@@ -1,4 +1,4 @@
-"""What the versions of one training take, kept by ckptstore, by files of peers, and by backups.
+"""Sizes of the versions of one training, in ckptstore, in files of peers, and in backups.
 
 All keepers get the same versions of a real training (:mod:`benchmarks.trajectories`), one version
 after the other, each version by all keepers before the next, another keeper first each time. The
@@ -44,9 +44,9 @@ def run(
     Parameters
     ----------
     plan
-        Of the training; the published one by default.
+        The plan of the training; the published one by default.
     loads
-        How many versions are loaded again, from the first to the last.
+        Number of versions that are loaded again, from the first to the last.
     only
         Names of keepers; all that are installed by default.
     """
@@ -90,7 +90,7 @@ def run(
 
 
 class _Holder:
-    """A keeper with what it keeps, and what was measured of it; it is left out once it failed."""
+    """A keeper with its versions and measurements; it is left out once it failed."""
 
     def __init__(self, keeper: Keeper, folder: Path, trajectory: Trajectory) -> None:
         self.keeper = keeper
@@ -107,7 +107,7 @@ class _Holder:
 
     @property
     def works(self) -> bool:
-        """Whether nothing failed so far."""
+        """True if nothing failed so far."""
         return not self.saves.error and not self.loads.error
 
     def save(self, state: State, number: int) -> None:
@@ -145,7 +145,7 @@ class _Holder:
             self.loads.numbers[kind] = max(before, error)
 
     def end(self, space: Workspace) -> None:
-        """Close it, and remove what it kept."""
+        """Close it, and remove its versions."""
         if self.kept is not None:
             self.kept.close()
         space.discard(self.folder)
@@ -156,7 +156,7 @@ class _Holder:
 
 @dataclass(frozen=True, slots=True)
 class _Noted:
-    """Takes note of a failure instead of passing it on."""
+    """Records a failure instead of passing it on."""
 
     measured: Measured
 
@@ -164,7 +164,7 @@ class _Noted:
         """Begin."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Note the error, if it is one that a keeper may raise."""
+        """Record the error, if it is one that a keeper may raise."""
         if not isinstance(error, FAILURES):
             return False
         traceback.print_exception(error)
@@ -174,7 +174,7 @@ class _Noted:
 
 
 def _settle() -> None:
-    """Let nothing of one case weigh on the next: see :func:`benchmarks.measure.run_cases`."""
+    """Remove effects of one case on the next: see :func:`benchmarks.measure.run_cases`."""
     gc.collect()
     trim()
     os.sync()
@@ -204,7 +204,7 @@ def _turned(holders: Sequence[_Holder], turn: int) -> Iterator[_Holder]:
     yield from holders[:shift]
 
 
-# --- what lies in the store ---------------------------------------------------------------------
+# --- contents of the store ----------------------------------------------------------------------
 
 
 def _kind(path: str) -> str:
@@ -221,7 +221,7 @@ def _kind(path: str) -> str:
 
 
 def _shares(kept: Stored) -> dict[str, float]:
-    """Return, by kind, what the versions after the first took of their bytes."""
+    """Return, by kind, the stored share of the bytes of the versions after the first."""
     raw: dict[str, int] = defaultdict(int)
     stored: dict[str, float] = defaultdict(float)
     seen: set[tuple[str, int, int]] = set()
@@ -242,7 +242,7 @@ def _shares(kept: Stored) -> dict[str, float]:
 
 
 def _errors(state: State, loaded: object) -> Mapping[str, float]:
-    """Return, by kind, the relative error of what was loaded, in the L2 norm."""
+    """Return, by kind, the relative error of the loaded state, in the L2 norm."""
     found = dict(flat_tensors(loaded))
     norm: dict[str, float] = defaultdict(float)
     off: dict[str, float] = defaultdict(float)

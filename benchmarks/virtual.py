@@ -1,8 +1,8 @@
 """Many clients of one storage in virtual time: real code, simulated waiting.
 
-Each client is a thread, of which one runs at a time: whoever waits for the storage, or sleeps,
-gives the turn to the one that is due next, and the clock jumps. Nothing really waits, and equal
-seeds give equal runs. Clients must not start threads of their own.
+Each client is a thread, and one of them runs at a time: a client that waits for the storage, or
+sleeps, gives the turn to the one that is due next, and the clock jumps. Nothing really waits, and
+equal seeds give equal runs. Clients must not start threads of their own.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class VirtualTime:
         self.push(at_s, client.turn)
 
     def push(self, at_s: float, turn: threading.Semaphore) -> None:
-        """Note who is to run at a time."""
+        """Record the thread that is to run at a time."""
         heapq.heappush(self._due, (at_s, next(self._order), turn))
 
     def give_way(self) -> None:
-        """Say that the running client waits now."""
+        """Give the turn to the next client: the running one waits now."""
         self._stopped.release()
 
     def run(self) -> None:
@@ -89,7 +89,7 @@ class Client:
         return self.time.now_s + self.owed_s
 
     def sleep(self, seconds: float) -> None:
-        """Let others run until the time has come."""
+        """Let other clients run until the time has come."""
         self.time.push(self.monotonic() + seconds, self.turn)
         self.owed_s = 0.0
         self.time.give_way()
@@ -106,7 +106,7 @@ class Client:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latency:
-    """How long requests take."""
+    """Durations of requests."""
 
     request_s: float
     """The mean; each takes between half and one and a half of it."""
@@ -115,11 +115,11 @@ class Latency:
 
 
 class Storage(WrapperBackend):
-    """What one client sees of a storage that all share: every request takes its time.
+    """One client's view of a storage that all share: every request takes its time.
 
-    A request reaches the storage after half of its latency. Reads after the first one that follow
-    each other are taken to run in parallel, so many at a time; what they read is never changed, so
-    that they are answered at once, and the client waits when it asks for something else.
+    A request reaches the storage after half of its latency. Consecutive reads after the first
+    count as parallel, a fixed number at a time; their objects never change, so that they are
+    answered at once, and the client waits at its next other request.
     """
 
     def __init__(self, inner: Backend, client: Client, latency: Latency) -> None:
@@ -135,7 +135,7 @@ class Storage(WrapperBackend):
         return replace(self.inner.capabilities, concurrency=1)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create, in the middle of the waiting."""
+        """Create, half-way through the wait."""
         self._wait("PUT")
         try:
             self.inner.put_if_absent(key, data)
@@ -149,7 +149,7 @@ class Storage(WrapperBackend):
         self._client.sleep(self._half())
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Read, and owe the time."""
+        """Read, and add the time to the client's debt."""
         share = self._latency.in_flight if self._reading else 1
         self._reading = True
         self.requests["GET"] += 1
@@ -157,7 +157,7 @@ class Storage(WrapperBackend):
         return self.inner.get(key, bytes_max=bytes_max)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """List what is there in the middle of the waiting."""
+        """List the objects half-way through the wait."""
         self._wait("LIST")
         found = list(self.inner.list(prefix, after=after))
         self._client.sleep(self._half())

@@ -3,7 +3,7 @@
 The paper saves on each better validation, 4 to 45 s apart, and reports latencies of operations;
 here the whole is timed: each model's state saved and loaded by ckptstore and by peers, and the
 optimizer's steps in a window in which it is saved every few seconds, against those of an
-undisturbed one. A step is AdamW's arithmetic on all parameters: what a training does with this
+undisturbed one. A step is AdamW's arithmetic on all parameters: a training's work with this
 memory, without its forward and backward pass, so that a save disturbs it more, not less.
 """
 
@@ -52,7 +52,7 @@ def run(
     shrink
         Divisor of the models' widths; 1 for the published sizes.
     saves
-        In a window; fewer for a model above 2 GiB.
+        Saves in a window; fewer for a model above 2 GiB.
     every_s
         Seconds from a save to the next; by default each model's own.
     only
@@ -88,7 +88,7 @@ def run(
 
 
 class _Window:
-    """Steps of a training, with a save every so often."""
+    """Steps of a training, with saves at intervals."""
 
     def __init__(self, workload: Workload, state: State, every_s: float, saves: int) -> None:
         self._workload = workload
@@ -103,7 +103,7 @@ class _Window:
         folder = space.fresh()
         with ckptstore.open(folder, create=True) as store:
             run = store.run(_RUN)
-            run.save_async(self._state, step=0).result()  # the staging memory is there from then on
+            run.save_async(self._state, step=0).result()  # allocates the staging memory once
             pending = []
             os.sync()
             rows.append(

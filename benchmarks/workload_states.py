@@ -1,8 +1,8 @@
-"""Named workloads: states of models that people train, seeded, and what a step does to them.
+"""Named workloads: states of models that people train, seeded, and the effect of a step on them.
 
 Values are drawn from a real short training, as in :mod:`benchmarks.states`; a *step* is AdamW's
 arithmetic with a made gradient, whose size follows from the second moments, at a learning rate of
-1e-4: so that one version differs from the next as it does in a training. The three models of the
+1e-4: so versions differ from each other as in a training. The three models of the
 WEKA whitepaper on NeMo have the shapes of FastPitch (Lancucki 2020, with the aligner of NeMo's
 version), of QuartzNet 15x5 (Kriman et al. 2019: the paper says "ASR" and no more) and of Megatron's
 BERT of 345 M parameters (Shoeybi et al. 2019), in fp32 with Adam's moments.
@@ -42,9 +42,9 @@ class Workload:
     shapes: Callable[[int], Shapes]
     """Gets a divisor of the widths, 1 for the published size; yields names and shapes."""
     form: Form
-    """``fp32`` and ``mixed``: all is trained. ``adapters``: what is not named ``lora`` is frozen,
+    """``fp32`` and ``mixed``: all is trained. ``adapters``: tensors not named ``lora`` are frozen,
     in bf16. ``experts``: mixed, and a step reaches half of the experts. ``rows``: fp32, and a step
-    reaches 2 % of the rows of what is named ``table``."""
+    reaches 2 % of the rows of tensors named ``table``."""
     every_s: float = 0.0
     """For the models of the paper: seconds from a save to the next."""
 
@@ -132,7 +132,7 @@ def _adam(
 
 
 def _experts(names: Sequence[str], draws: np.random.Generator) -> set[str]:
-    """Return what a step reaches: all but half of the experts, which got no token."""
+    """Return the parameters that a step reaches: all but half of the experts, without a token."""
     experts = sorted({name.rsplit(".", 2)[0] for name in names if ".experts." in name})
     idle = set(draws.choice(experts, len(experts) // 2, replace=False))
     return {name for name in names if name.rsplit(".", 2)[0] not in idle}
@@ -337,5 +337,5 @@ def named(name: str) -> Workload:
 
 
 def parameters(workload: Workload) -> int:
-    """Return how many parameters the model has at its published size."""
+    """Return the number of the model's parameters at its published size."""
     return sum(math.prod(shape) for _, shape in workload.shapes(1))

@@ -1,9 +1,9 @@
 """Saves, loads, verification and collection for named workloads, against peers in the same run.
 
-Of each workload (:mod:`benchmarks.workload_states`): durable saves of the whole state and loads
-into tensors that exist, by ckptstore and by peers, interleaved; and what only a store has: the save
-after a step of the training, the save of what is unchanged, the stall of a save in the background,
-a part of the state, verification, and the collection of a version that was removed.
+For each workload (:mod:`benchmarks.workload_states`): durable saves of the whole state and loads
+into tensors that exist, by ckptstore and by peers, interleaved; and operations of stores only: the
+save after a step of the training, the save of an unchanged state, the stall of a save in the
+background, a part of the state, verification, and the collection of a removed version.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def run(
 
 
 def describe(result: Result, workload: Workload, state: State) -> None:
-    """Note in the facts of a result what a workload is."""
+    """Record a description of a workload in the facts of a result."""
     say(f"{workload.name}: {state_bytes(state) / 1e6:.1f} MB")
     result.facts["workloads"][workload.name] = {
         "about": workload.about,
@@ -172,7 +172,7 @@ def store_save(state: State, codec: str) -> Case:
 
 
 def loader(peer: Peer, target: State) -> Callable[[Path], object]:
-    """Return how a peer loads: into tensors that exist if it can, else into new memory."""
+    """Return a peer's load function: into existing tensors if possible, else into new memory."""
     into, new = peer.load_into, peer.load
     if into is not None:
         return lambda folder: into(folder, target)
@@ -200,7 +200,7 @@ def load_case(
     *,
     cold: bool = False,
 ) -> Case:
-    """Return the case of a load, compared once with what was saved."""
+    """Return the case of a load, compared once with the saved state."""
     before: list[int] = []
     checked: list[bool] = []
 
@@ -253,13 +253,13 @@ def _parts(
     return run_cases(f"{name} weights", cases, space, rounds=rounds)
 
 
-# --- what only a store has ----------------------------------------------------------------------
+# --- operations of stores only ------------------------------------------------------------------
 
 
 def of_a_store(
     result: Result, workload: Workload, state: State, space: Workspace, rounds: int
 ) -> None:
-    """Add the table ``store: NAME``; the state has made further steps then."""
+    """Add the table ``store: NAME``; makes further steps of the state."""
     folder = space.fresh()
     timed = _Timed(state_bytes(state))
     turn = 0
@@ -294,16 +294,16 @@ def of_a_store(
 
 
 class _Timed:
-    """Rows of what is timed by itself, one after the other."""
+    """Rows of cases that are timed alone, one after the other."""
 
     def __init__(self, size: int) -> None:
         self.rows: dict[str, Measured] = {}
         self.counts = True
-        """Whether this is no warm-up."""
+        """False during the warm-up."""
         self._size = size
 
     def run(self, name: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what `work` returns
-        """Time one call, after all that was written before is on the disk."""
+        """Time one call, after all earlier writes are on the disk."""
         row = self.rows.setdefault(name, Measured(name=name, logical_bytes=self._size))
         gc.collect()
         trim()
@@ -317,7 +317,7 @@ class _Timed:
 
 
 def _stall(timed: _Timed, store: ckptstore.Store, state: State, turn: int) -> None:
-    """Time how long a save in the background keeps the training, and when it is durable."""
+    """Time the stall of a save in the background, and the time until it is durable."""
     pending = timed.run("stall", lambda: store.run(_RUN).save_async(state, step=turn))
     staged = time.perf_counter()
     pending.result()

@@ -35,6 +35,6 @@ def piece_bytes(row_bytes: int, item_bytes: int, target_bytes: int) -> int:
 
 
 def cut(total_bytes: int, length: int) -> Iterator[tuple[int, int]]:
-    """Yield ``(start, length)`` of each piece of `total_bytes`; nothing for an empty tensor."""
+    """Yield ``(start, length)`` of each piece of `total_bytes`; none for an empty tensor."""
     for start in range(0, total_bytes, length):
         yield start, min(length, total_bytes - start)

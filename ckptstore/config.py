@@ -1,4 +1,4 @@
-"""Clock, randomness and environment enter here and nowhere else; the rest is passed them."""
+"""Clock, randomness and environment enter here and nowhere else; other modules are passed them."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ __all__ = [
 
 
 ENGINES: Final = ("auto", "process", "thread")
-"""Who may write saves in the background."""
+"""Engines that write background saves."""
 
 
 class Environment(Protocol):
-    """What a program gets from outside: time, randomness, patience. Tests pass their own."""
+    """A program's inputs from outside: time, randomness, waiting. Tests pass their own."""
 
     def now_ms(self) -> int:
         """Return the wall clock in milliseconds since 1970, for records that people read."""
@@ -88,7 +88,7 @@ def workers_default() -> int:
 
 
 def memory_bytes() -> int:
-    """Return how much memory this process may use: the machine's, or less in a container."""
+    """Return the memory that this process may use, in bytes: the machine's or its container's."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in _memory_limits():
         try:
@@ -101,7 +101,7 @@ def memory_bytes() -> int:
 
 
 def _memory_limits() -> Iterator[Path]:
-    """Yield the files in which a limit of this process's cgroup, or of one above, may stand."""
+    """Yield the files that may hold a memory limit of this process's cgroup or of one above."""
     root = Path("/sys/fs/cgroup")
     yield root / "memory" / "memory.limit_in_bytes"
     try:
@@ -118,7 +118,7 @@ def _memory_limits() -> Iterator[Path]:
 
 
 def writer_identity() -> str:
-    """Return who writes, for people who read the log: ``user@host pid``."""
+    """Return the writer's name in the log, for its readers: ``user@host pid``."""
     try:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):
@@ -136,12 +136,12 @@ difference to the version before, where that is smaller."""
 
 
 def check_choice(choice: str) -> CodecChoice:
-    """Return `choice` if it is one.
+    """Return `choice` if it is a codec choice.
 
     Raises
     ------
     InvalidInputError
-        If not; the hint lists the choices.
+        It is none; the hint lists the choices.
     """
     for known in CODEC_CHOICES:
         if choice == known:
@@ -152,12 +152,12 @@ def check_choice(choice: str) -> CodecChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a store is used by this process; nothing here is stored.
+    """Options for the use of a store by this process; none of them is stored.
 
     Raises
     ------
     InvalidInputError
-        An option is of another type, out of its bounds, or none of its choices.
+        An option has another type, is out of its bounds, or is none of its choices.
     """
 
     host_bytes: int = limits.HOST_BYTES_DEFAULT
@@ -167,22 +167,22 @@ class Options:
     codec: str = "auto"
     """One of ``CODEC_CHOICES``."""
     base_bytes: int = limits.BASE_BYTES_DEFAULT
-    """Host memory for what the next save takes differences to, in bytes, with codec ``delta``: kept
-    from one save to the next, so that it is not read again. 0 keeps nothing."""
+    """Host memory for the base pieces of the next save's deltas, in bytes, with codec ``delta``:
+    kept from one save to the next, so that they are not read again. 0 keeps none."""
     read_only: bool = False
     """Refuse every write."""
     single_writer: bool = False
     """The user vouches that no one else writes: allows storage without put-if-absent."""
     engine: str = "auto"
-    """Who writes in the background: ``process``, ``thread``, or ``auto``, which is a process where
-    one can reach the storage."""
+    """Engine that writes background saves: ``process``, ``thread``, or ``auto``, which is a process
+    if one can reach the storage."""
     staging_bytes: int | None = None
     """Host memory for staged states, in bytes; None for a share of the process's memory."""
     in_flight: int = limits.IN_FLIGHT_DEFAULT
     """Saves in the background that are not yet durable."""
 
     def __post_init__(self) -> None:
-        """Check each option, before anything is done with one."""
+        """Check each option before any is used."""
         check_choice(self.codec)
         if self.engine not in ENGINES:
             msg = f"engine is one of {', '.join(ENGINES)}, not {self.engine!r}"
@@ -196,7 +196,7 @@ class Options:
 
 
 def _positive(name: str, value: object) -> int:
-    """Return an option as a plain integer from 1 on, also one of NumPy's; a bool is none."""
+    """Return an option as a plain integer of at least 1, also one of NumPy's; a bool is none."""
     try:
         number = 0 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:  # a float, a text

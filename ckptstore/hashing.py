@@ -1,7 +1,7 @@
-"""The two digests of the format, in one place.
+"""The two digests of the format.
 
 BLAKE3-256 names content and guards records; XXH3-64 is the fast checksum of stored bytes, which
-catches damage but not malice. All functions are pure, release the GIL on large inputs, and may be
+detects damage but not malice. All functions are pure, release the GIL on large inputs, and may be
 called from any thread.
 """
 
@@ -51,7 +51,7 @@ def blake3_of(parts: Iterable[Buffer]) -> bytes:
 
 
 class Hasher:
-    """BLAKE3-256 of bytes that come one after another. One thread at a time."""
+    """BLAKE3-256 of a stream of bytes. One thread at a time."""
 
     __slots__ = ("_hasher",)
 
@@ -59,16 +59,16 @@ class Hasher:
         self._hasher = blake3()
 
     def update(self, data: Buffer) -> None:
-        """Take what comes next."""
+        """Append the next bytes."""
         self._hasher.update(data)
 
     def digest(self) -> bytes:
-        """Return the digest of all that came, 32 bytes."""
+        """Return the digest of all bytes so far, 32 bytes."""
         return self._hasher.digest()
 
 
 class PieceChecksums:
-    """XXH3-64 of each piece of bytes that come one after another. One thread at a time.
+    """XXH3-64 of each piece of a stream of bytes. One thread at a time.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ class PieceChecksums:
         self._done: list[int] = []
 
     def update(self, data: Buffer) -> None:
-        """Take what comes next, pieces or parts of them."""
+        """Append the next bytes, pieces or parts of them."""
         view = memoryview(data)
         while len(view):
             part = view[: self._piece_bytes - self._filled]
@@ -96,7 +96,7 @@ class PieceChecksums:
                 self._end()
 
     def checksums(self) -> list[int]:
-        """Return those of all pieces; the last may be shorter. To be called once."""
+        """Return the checksums of all pieces; the last may be shorter. Call it once."""
         if self._filled:
             self._end()
         return self._done

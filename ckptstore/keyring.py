@@ -1,11 +1,11 @@
-"""The records of keys of an encrypted store: found, opened, made anew when a key is rotated.
+"""The key records of an encrypted store: finds and opens them, and replaces them on a rotation.
 
-``keys/000000000001.json`` is written before ``store.json``, so that no store is ever without its
-keys: of several creators one writes it, and the others go on with what is there. The record of the
-highest number counts. A rotation writes the next by put-if-absent, reads it back, and only then
-deletes those before it: killed anywhere, it leaves a store that the new key or the old one opens,
-and of two at once the later builds on the earlier. Whoever deletes records looks afterwards whether
-the one that is to stay does.
+``keys/000000000001.json`` is written before ``store.json``, so that a store always has its keys:
+of several creators one writes it, and the others use that record. The record of the highest
+number counts. A rotation writes the next by put-if-absent, reads it back, and only then deletes
+the older records: killed at any point, it leaves a store that the new key or the old one opens,
+and of two concurrent rotations the later builds on the earlier. A process that deletes records
+checks afterwards that the one to keep still exists.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ __all__ = [
     "unlocked",
 ]
 
-MEND_HINT: Final = "ckptstore key mend --key SPEC takes away what your key does not vouch for"
+MEND_HINT: Final = "ckptstore key mend --key SPEC removes records that your key does not confirm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rotation:
-    """What a rotation did."""
+    """Result of a rotation."""
 
     record: int
     """Number of the record that counts now."""
@@ -93,11 +93,11 @@ def unlocked(
     Raises
     ------
     MissingKeyError, WrongKeyError
-        The store is encrypted, and no key was given, or another. Nothing but ``keys/`` was read.
+        The store is encrypted, and the key is missing or wrong. Only ``keys/`` was read.
     EncryptionKeyError
         A key was given, and the store is not encrypted.
     CorruptObjectError
-        The records of keys are lost or damaged, or those of another store.
+        The records of keys are lost or damaged, or belong to another store.
     """
     wanted = superblock.encryption
     if wanted is None:
@@ -106,7 +106,7 @@ def unlocked(
         msg = f"{backend.url} is not encrypted, but a key was given"
         hint = (
             "leave the key out (encryption_key=, --key, CKPTSTORE_KEY) if that is the store you "
-            f"mean; if it was encrypted once, somebody has replaced its {STORE_KEY}"
+            f"mean; if it was encrypted once, its {STORE_KEY} has been replaced"
         )
         raise EncryptionKeyError(msg, hint=hint)
     if user_key is None:
@@ -114,7 +114,7 @@ def unlocked(
     record, data_key = open_keys(backend, user_key)
     told = (superblock.store_id, superblock.chunk_bytes, superblock.encryption)
     if told != (record.store_id, record.chunk_bytes, record.encryption):
-        msg = f"{STORE_KEY} and {key_record_key(record.number)} at {backend.url} contradict"
+        msg = f"{STORE_KEY} at {backend.url} contradicts {key_record_key(record.number)}"
         hint = "one of them was changed; remove store.json and run ckptstore repair"
         raise CorruptObjectError(msg, hint=hint)
     return EncryptedBackend(
@@ -134,19 +134,19 @@ def missing_key(url: str) -> MissingKeyError:
 
 
 def has_keys(backend: Backend) -> bool:
-    """Return whether there is any record of keys."""
+    """Return whether any record of keys exists."""
     return any(key_record_number(info.key) for info in backend.list(KEYS_PREFIX))
 
 
 def newest_record(backend: Backend) -> KeyRecord:
-    """Return the record that counts.
+    """Return the record with the highest number, which counts.
 
     Raises
     ------
     CorruptObjectError
         There is none, or it is damaged.
     UnsupportedFeatureError, FormatError
-        A newer ckptstore wrote it, or something else.
+        A newer ckptstore wrote it, or another program.
     """
     for _ in range(limits.KEY_TRIES_MAX):
         numbers = record_numbers(backend)
@@ -156,13 +156,13 @@ def newest_record(backend: Backend) -> KeyRecord:
             with _told_of_others(numbers):
                 return read_record(backend, max(numbers))
         except ObjectNotFoundError:
-            continue  # a rotation came in between
+            continue  # a rotation deleted it after the listing
     msg = f"{backend.url} is encrypted, but there is no record of its keys below {KEYS_PREFIX}"
     raise CorruptObjectError(msg, hint="restore keys/ from a backup: nothing opens it otherwise")
 
 
 def record_numbers(backend: Backend) -> list[int]:
-    """Return the numbers of the records that are there."""
+    """Return the numbers of the existing records."""
     return [number for info in backend.list(KEYS_PREFIX) if (number := key_record_number(info.key))]
 
 
@@ -172,7 +172,7 @@ def read_record(backend: Backend, number: int) -> KeyRecord:
     Raises
     ------
     ObjectNotFoundError
-        It is not there.
+        It does not exist.
     CorruptObjectError, UnsupportedFeatureError, FormatError
         As :func:`newest_record`.
     """
@@ -190,9 +190,9 @@ def open_keys(backend: Backend, user_key: UserKey) -> tuple[KeyRecord, DataKey]:
     Raises
     ------
     WrongKeyError
-        It is wrapped by other keys.
+        Other keys wrap the data key.
     CorruptObjectError
-        As :func:`newest_record`; or the record was changed.
+        As :func:`newest_record`; or the record was modified.
     """
     record = newest_record(backend)
     try:
@@ -205,10 +205,10 @@ def open_keys(backend: Backend, user_key: UserKey) -> tuple[KeyRecord, DataKey]:
 
 @contextlib.contextmanager
 def _told_of_others(numbers: Sequence[int]) -> Iterator[None]:
-    """Name the way out where the newest record opens nothing, and others are there.
+    """Add the way out to an error if the newest record opens nothing and older ones exist.
 
-    A rotation deletes what came before it. So it was killed; or who can write to the storage has
-    put a record there, in whose shadow those that open the store are.
+    A rotation deletes the older records. So either it was killed, or an intruder who can write to
+    the storage has added a newer record that hides the valid one.
     """
     try:
         yield
@@ -231,12 +231,12 @@ def create_keys(
     environment: Environment,
     conditional: bool = True,
 ) -> tuple[KeyRecord, DataKey]:
-    """Write record 1 for a store that is about to be made, or take the one that is there.
+    """Write record 1 for a store that is about to be made, or read the existing one.
 
     Parameters
     ----------
     conditional
-        False where the storage has no put-if-absent, and the user vouched to be alone.
+        False where the storage has no put-if-absent, and the user has promised a single writer.
 
     Raises
     ------
@@ -270,17 +270,17 @@ def rotate(
     conditional: bool = True,
     environment: Environment = SYSTEM,
 ) -> Rotation:
-    """Have the data key wrapped by `new`; what opened the store before no longer does.
+    """Wrap the data key by `new`; the keys that opened the store before no longer do.
 
-    No object of the store is changed: whoever has kept an old record and its key, or the data key
-    itself, still reads everything.
+    No object of the store is changed: anyone who kept an old record and its key, or the data key
+    itself, can still read everything.
 
     Parameters
     ----------
     backend
-        As it is, without encryption.
+        The bare backend, without encryption.
     keep_old
-        The keys that open the store now go on to do so.
+        Keep the keys that open the store now, too.
 
     Raises
     ------
@@ -289,12 +289,12 @@ def rotate(
     LimitError
         Too many keys are kept.
     AmbiguousWriteError
-        It is not known whether the new record was written; the store opens with one of the keys.
+        The new record may or may not be written; the store opens with one of the keys.
     """
     for _ in range(limits.KEY_TRIES_MAX):
         record, data_key = open_keys(backend, old)
         if record.number >= limits.COMMIT_NUMBER_MAX:
-            msg = f"{key_record_key(record.number)} has the last number that there is"
+            msg = f"{key_record_key(record.number)} has the last number possible"
             raise LimitError(msg, hint=f"no rotation wrote it: {MEND_HINT}")
         kept = tuple(slot for slot in record.slots if slot.key != new.id) if keep_old else ()
         follower = msgspec.structs.replace(
@@ -306,7 +306,7 @@ def rotate(
         )
         wanted = put_record(backend, follower, data_key, new, environment, conditional=conditional)
         if wanted is None:
-            continue  # another rotation was faster: build on that
+            continue  # another rotation was faster: build on its record
         check_written(backend, wanted, new)  # before anything is deleted
         now = tuple(slot.key for slot in wanted.slots)
         past = [one for one in record_numbers(backend) if one < wanted.number]
@@ -316,7 +316,7 @@ def rotate(
             dropped=tuple(slot.key for slot in record.slots if slot.key not in now),
             deleted=delete_records(backend, wanted, past, environment, conditional=conditional),
         )
-    msg = f"others rotate the keys of {backend.url} all the time"
+    msg = f"other processes keep rotating the keys of {backend.url}"
     raise AmbiguousWriteError(msg, hint="try again")
 
 
@@ -329,14 +329,14 @@ def put_record(
     *,
     conditional: bool,
 ) -> KeyRecord | None:
-    """Write a record with one slot more, sealed; None if there is another under its number.
+    """Write a record with one more slot, sealed; return None if its number is taken by another.
 
     Raises
     ------
     LimitError
         It has too many slots.
     AmbiguousWriteError
-        It is not known whether it was written.
+        The record may or may not be written.
     """
     slot = wrap(record, data_key, user_key, bytes.fromhex(environment.random_hex(32)))
     whole = msgspec.structs.replace(record, format=FORMAT, slots=(*record.slots, slot), seal="")
@@ -345,8 +345,8 @@ def put_record(
 
 
 def check_written(backend: Backend, record: KeyRecord, new: UserKey) -> None:
-    """Read a record back and open it, as whoever opens the store will."""
-    with contextlib.suppress(ObjectNotFoundError):  # a later rotation, which has built on it
+    """Read a record back and open it, as a process that opens the store would."""
+    with contextlib.suppress(ObjectNotFoundError):  # a later rotation deleted it, and built on it
         unwrap(read_record(backend, record.number), new, where=key_record_key(record.number))
 
 
@@ -358,10 +358,10 @@ def delete_records(
     *,
     conditional: bool,
 ) -> tuple[str, ...]:
-    """Delete records beside one that opens the store; return their names.
+    """Delete the other records than `kept`, which opens the store; return their names.
 
-    Another process may have found one of those to be the one to keep, and delete this one. So each
-    looks afterwards whether its own is there, or a later one, and else writes it once more.
+    Another process may have chosen one of them as the one to keep, and delete `kept`. So each
+    process checks afterwards that its own or a later record exists, and else writes it again.
     """
     keys = tuple(map(key_record_key, numbers))
     for key in keys:
@@ -374,7 +374,7 @@ def delete_records(
 
 
 def _put(backend: Backend, record: KeyRecord, environment: Environment, conditional: bool) -> bool:
-    """Write a record; return whether it is the one that is there now under its number."""
+    """Write a record; return whether it is the one now stored under its number."""
     key, data = key_record_key(record.number), encode_key_record(record)
     write = backend.put_if_absent if conditional else backend.put
     for sent in range(limits.COMMIT_SENDS_MAX):
@@ -387,7 +387,7 @@ def _put(backend: Backend, record: KeyRecord, environment: Environment, conditio
             cause = error
         else:
             return True
-        # A lost reply: mine is there, or another's, or none.
+        # A lost reply: the stored record is this one, another's, or none.
         listed = wait_until(
             backend, environment, lambda: any(info.key == key for info in backend.list(key))
         )

@@ -1,16 +1,16 @@
-"""Opens and creates a store at a location, and wires what works on it. Torch-free.
+"""Opens and creates a store at a location, and connects its parts. Torch-free.
 
-Creating: list the location; refuse what is a store, or remains of one; probe the storage; then
-put-if-absent ``store.json``. Of several creators at once exactly one makes the store, the others
-open it. Anything else at the location is left alone: a store may share its folder or bucket,
-since it touches nothing but ``store.json``, its prefixes, and ``probe/`` while it probes. With a
+Creating: list the location; refuse a store, or remains of one; probe the storage; then
+put-if-absent ``store.json``. Of several concurrent creators exactly one makes the store, the others
+open it. Other files at the location stay untouched: a store may share its folder or bucket,
+since it uses only ``store.json``, its prefixes, and ``probe/`` while it probes. With a
 key, the first record of keys is written before ``store.json``.
 
-Opening reads one object; with a key, two, and what comes after goes through
-:class:`ckptstore.backends.encrypted.EncryptedBackend`. Nothing is written, and the log is read when
-it is first asked for.
-Storage that was probed through another kind of backend (a local store now reached by NFS, say) is
-probed again before the first write, and the finding kept in memory.
+Opening reads one object; with a key it reads two, and later calls go through
+:class:`ckptstore.backends.encrypted.EncryptedBackend`. Opening writes nothing; the log is read at
+its first use.
+Storage that was probed through another kind of backend (a local store now reached by NFS, for
+example) is probed again before the first write, and the result kept in memory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What a probe found out about a storage."""
+    """Result of probing a storage."""
 
     put_if_absent: PutIfAbsent
     report: Mapping[str, Any]
@@ -82,7 +82,7 @@ def probe_backend(backend: Backend, environment: Environment) -> Finding:
     Raises
     ------
     StorageError
-        The storage failed, or a check that every store needs, whoever writes to it.
+        The storage failed, or failed a check that every store needs, even with a single writer.
     """
     from ckptstore.backends.probe import failed_check, probe
 
@@ -98,8 +98,8 @@ def probe_backend(backend: Backend, environment: Environment) -> Finding:
 class Repo:
     """One opened store: its backend, its superblock, its log. Any thread may use it.
 
-    Made by :func:`open_repo` or :func:`create_repo`; a context manager. What it stands on is
-    closed with it.
+    Made by :func:`open_repo` or :func:`create_repo`; a context manager. Closing it closes its
+    backend.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Repo:
         self._closed = False
         self._manifests: Manifests | None = None
         self.pace = Pace(backend.capabilities.write_bytes_per_s)
-        """What saves of this object have taken, for ``codec="auto"``."""
+        """Measured speeds of this object's saves, for ``codec="auto"``."""
         self.log = Log(
             backend, environment, by=writer_identity(), check_writable=self.check_writable
         )
@@ -140,7 +140,7 @@ class Repo:
 
     @property
     def manifests(self) -> Manifests:
-        """The manifests of its versions; made when first asked for, as listing needs none."""
+        """The manifests of its versions; made at the first use, since listing needs none."""
         with self._lock:
             if self._manifests is None:
                 from ckptstore.manifests import Manifests
@@ -151,7 +151,7 @@ class Repo:
 
     @property
     def catalog(self) -> Catalog:
-        """The catalog as last read; reads the log when asked for the first time.
+        """The catalog as last read; the first access reads the log.
 
         Raises
         ------
@@ -161,7 +161,9 @@ class Repo:
         return self.log.catalog if self.log.opened else self.refresh()
 
     def refresh(self) -> Catalog:
-        """Read what was committed meanwhile; see :meth:`ckptstore.catalog.log.Log.refresh`.
+        """Read new commits and return the catalog.
+
+        See :meth:`ckptstore.catalog.log.Log.refresh`.
 
         Raises
         ------
@@ -173,11 +175,11 @@ class Repo:
 
     @property
     def is_closed(self) -> bool:
-        """Whether :meth:`close` was called."""
+        """True once :meth:`close` was called."""
         return self._closed
 
     def __reduce__(self) -> NoReturn:
-        msg = f"what reads {self.url} cannot be sent to another process"
+        msg = f"an open repository ({self.url}) cannot be sent to another process"
         raise InvalidInputError(msg, hint="pickle the store, a run, or a lazy version as a whole")
 
     def check_open(self) -> None:
@@ -187,7 +189,7 @@ class Repo:
             raise InvalidInputError(msg, hint="use it inside its with block, or open it again")
 
     def put_if_absent(self) -> PutIfAbsent:
-        """Return what is known about the storage; probes it if it was reached otherwise before.
+        """Return whether the storage has put-if-absent; probes it if its backend has changed.
 
         Raises
         ------
@@ -205,11 +207,11 @@ class Repo:
         Raises
         ------
         InvalidInputError
-            If the store is closed.
+            The store is closed.
         ReadOnlyError
-            If the store was opened read-only.
+            The store was opened read-only.
         UnsafeBackendError
-            If the storage has no put-if-absent, and the user did not vouch to be alone.
+            The storage has no put-if-absent, and the user has not promised a single writer.
         """
         self.check_open()
         if self.options.read_only:
@@ -219,11 +221,11 @@ class Repo:
         safe = verdict is PutIfAbsent.ATOMIC
         if not (safe or self.options.single_writer):
             raise unsafe(self.url, verdict)
-        # Where the storage can tell, it is asked, whatever the user vouched for.
+        # Where the storage can tell, the probe decides, whatever the user promised.
         self.log.single_writer = not safe
 
     def close(self) -> None:
-        """Release the backend; idempotent. What reads or writes afterwards is refused."""
+        """Release the backend; idempotent. Later reads and writes are refused."""
         self._closed = True
         self.backend.close()
 
@@ -244,25 +246,25 @@ def open_repo(
     key: KeyInput | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Repo:
-    """Open the store at a location; with `create`, make it where there is none.
+    """Open the store at a location; with `create`, make it if there is none.
 
     Parameters
     ----------
     key
-        Opens an encrypted store, and makes a new one such: ``file:PATH``, ``env:NAME``,
+        Opens an encrypted store, or makes a new one encrypted: ``file:PATH``, ``env:NAME``,
         ``command:CMD``, or 32 bytes.
 
     Raises
     ------
     EncryptionKeyError
-        The key cannot be read, is missing, or is another than the store's; or the store is not
+        The key cannot be read, is missing, or is not the store's; or the store is not
         encrypted.
     StoreNotFoundError
-        If there is none, and `create` is False.
+        There is none, and `create` is False.
     UnsupportedFeatureError, FormatError
-        If a newer version made it, or something else.
+        A newer version, or another program, made it.
     CorruptObjectError
-        If its superblock is damaged.
+        Its superblock is damaged.
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
@@ -322,7 +324,7 @@ def open_on(
     Raises
     ------
     StoreNotFoundError
-        If there is none.
+        There is none.
     CorruptObjectError, FormatError, StorageError
         As :func:`open_repo`.
     """
@@ -348,21 +350,21 @@ def create_on(
     Raises
     ------
     StoreExistsError
-        If there is one and `exist_ok` is False; or if there are objects of one without its
+        There is one and `exist_ok` is False; or there are objects of one without its
         ``store.json``.
     UnsafeBackendError
-        If the storage has no put-if-absent, and the user did not vouch to be alone.
+        The storage has no put-if-absent, and the user has not promised a single writer.
     StorageError
-        If the storage fails, or does not return what was written, for a single writer too.
+        The storage fails, or does not return the bytes written, even for a single writer.
     InvalidInputError
-        If the chunk size is not within its limits.
+        The chunk size is not within its limits.
     ReadOnlyError
-        If the options ask for a read-only store that is not there.
+        The options demand a read-only store, which is not there.
     EncryptionKeyError
         There is a store, and the key does not fit; or another creator began one with another key.
     """
     options = options if options is not None else Options()
-    # First what may be left of a store, then the superblock: a creator at work writes it first.
+    # First the remains of a store, then the superblock: a running creator writes that first.
     left = remains(backend)
     found = read_superblock(backend)
     if found is None:
@@ -370,7 +372,7 @@ def create_on(
             msg = f"{backend.url} holds objects of a store ({left}) but no {STORE_KEY}"
             raise StoreExistsError(msg, hint=f"{_HINT_REMAINS}, or use an empty location")
         if key is None and has_keys(backend):
-            msg = f"somebody began to create an encrypted store at {backend.url}"
+            msg = f"another process began to create an encrypted store at {backend.url}"
             hint = f"give its key, or remove {KEYS_PREFIX} if nothing is stored there"
             raise StoreExistsError(msg, hint=hint)
         if options.read_only:

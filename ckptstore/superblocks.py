@@ -1,7 +1,7 @@
-"""The record that makes a location a store, ``store.json``: read it, write it, say who was first.
+"""The record that makes a location a store, ``store.json``: reads it, and writes it exactly once.
 
-Of several creators at once exactly one writes it, and the others find it. With a key, the first
-record of keys is written before.
+Of several concurrent creators exactly one writes it, and the others find it. With a key, the
+first record of keys is written before it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
 
 
 def read_superblock(backend: Backend) -> Superblock | None:
-    """Return the superblock, None where there is none.
+    """Return the superblock, or None if there is none.
 
-    Where a failed lookup may be remembered (NFS), the location is listed instead.
+    Where the client may cache a failed lookup (NFS), the location is listed instead.
     """
     if backend.capabilities.lookup_lag_s > 0 and not _listed(backend):
         return None
@@ -49,12 +49,12 @@ def read_superblock(backend: Backend) -> Superblock | None:
     try:
         return decode_superblock(data, where=STORE_KEY)
     except CorruptObjectError as error:
-        hint = "ckptstore repair --single-writer, while no one else writes, makes it anew"
+        hint = "ckptstore repair --single-writer, while no one else writes, rewrites it"
         raise CorruptObjectError(error.message, hint=hint) from error
 
 
 def remains(backend: Backend) -> str:
-    """Return the key of some object below the store's prefixes; empty if there is none."""
+    """Return the key of an object below the store's prefixes; empty if there is none."""
     for prefix in OBJECT_PREFIXES:
         for info in backend.list(prefix):
             return info.key
@@ -66,10 +66,10 @@ def _listed(backend: Backend) -> bool:
 
 
 def write_superblock(backend: Backend, wanted: Superblock, environment: Environment) -> Superblock:
-    """Put ``store.json`` and return what is there then: `wanted`, or another creator's.
+    """Put ``store.json`` and return the stored one: `wanted`, or another creator's.
 
     As with commits, a lost answer is resolved by reading back, and the same bytes are sent again
-    only where nothing is there yet.
+    only if nothing is stored yet.
     """
     data = encode_superblock(wanted)
     write = backend.put if wanted.single_writer else backend.put_if_absent
@@ -108,10 +108,10 @@ def _read_back(backend: Backend, environment: Environment, *, wait: bool) -> Sup
 def write_encrypted(
     backend: Backend, wanted: Superblock, key: UserKey, environment: Environment
 ) -> tuple[Superblock, bool]:
-    """Write a record of keys, then the superblock; return that one, and whether it is ours.
+    """Write a record of keys, then the superblock; return the superblock, and whether it is ours.
 
-    Creators of one key share the record of the first, so that whichever of them writes the
-    superblock, there is one data key, and it is durable before.
+    Creators with one key share the record of the first: there is one data key, durable before the
+    superblock, no matter which of them writes that.
     """
     record, _ = create_keys(
         backend,
@@ -124,13 +124,13 @@ def write_encrypted(
     mine = record.store_id == wanted.store_id
     wanted = encrypted_superblock(wanted, record)
     found = write_superblock(backend, wanted, environment)
-    if found.encryption is None and mine:  # somebody made a store without encryption meanwhile
+    if found.encryption is None and mine:  # a concurrent creator made a store without encryption
         backend.delete(key_record_key(record.number))
     return found, found == wanted
 
 
 def encrypted_superblock(superblock: Superblock, record: KeyRecord) -> Superblock:
-    """Return a superblock that says what a record of keys says."""
+    """Return a superblock with the encryption that a record of keys describes."""
     return msgspec.structs.replace(
         superblock,
         features=tuple(sorted({*superblock.features, FEATURE})),

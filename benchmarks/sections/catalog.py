@@ -51,7 +51,7 @@ def catalog(result: Result) -> list[str]:
 
 def _after_a_snapshot(facts_of_ls: Mapping[str, Any]) -> list[str]:
     if "cold ls" not in facts_of_ls:
-        return []  # a result of before these were measured
+        return []  # a result from before these were measured
     return [
         "`ckptstore ls` right after a snapshot: "
         + listing_time(facts_of_ls["ls after a snapshot"]),
@@ -61,7 +61,7 @@ def _after_a_snapshot(facts_of_ls: Mapping[str, Any]) -> list[str]:
 
 def _later_life(result: Result) -> list[str]:
     if "fork" not in result.tables:
-        return []  # a result of before these were measured
+        return []  # a result from before these were measured
     chunks = result.parameters["chunks_of_the_fork"]
     return [
         titled(
@@ -81,7 +81,7 @@ def _later_life(result: Result) -> list[str]:
 
 
 def _cold(requests: Mapping[str, Mapping[str, int]]) -> str:
-    """Return what a first listing asks of the storage."""
+    """Return the text on the requests of a first listing."""
     words = {"get": "GET", "list": "LIST", "stat": "HEAD"}
     said = {
         state: f"{sum(calls.values())} ("

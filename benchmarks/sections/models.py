@@ -11,7 +11,7 @@ __all__ = ["memory", "weka", "workloads"]
 
 
 def workloads(result: Result) -> list[str]:
-    """Return a table against peers for each workload, and one of what only a store has."""
+    """Return a table against peers for each workload, and one of operations of stores only."""
     blocks = [
         titled(f"Workload `{name}`", _about(result, name), _against(result, name))
         for name in result.facts["workloads"]
@@ -116,7 +116,7 @@ def _store(result: Result) -> str:
 
 
 def _every(result: Result) -> str:
-    """Return what is left of a training's steps when it is saved every few seconds."""
+    """Return the table of the remaining steps of a training that saves every few seconds."""
     lines = []
     for name, every_s in result.facts["every_s"].items():
         rows = result.tables[f"every: {name}"]

@@ -1,4 +1,4 @@
-"""What sections are made of: facts, tables, timings, ratios."""
+"""Building blocks of sections: facts, tables, timings, ratios."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Row = Sequence[str]
 
 
 def facts(result: Result) -> str:
-    """Return the paragraph that says what was measured, where, when and with what."""
+    """Return the paragraph on the measurement: state, machine, date and versions."""
     head = result.header
     packages = ", ".join(f"{name} {version}" for name, version in head["packages"].items())
     before, after = head["load_average_before"][0], head["load_average_after"][0]
@@ -44,7 +44,7 @@ def facts(result: Result) -> str:
 
 
 def ratio(one: Measured, base: Measured | None) -> float | None:
-    """Return how many times as fast `one` is as `base`: the median over the rounds."""
+    """Return the speed of `one` as a multiple of `base`'s: the median over the rounds."""
     if base is None or not one.seconds or not base.seconds:
         return None
     pairs = zip(base.seconds, one.seconds, strict=False)
@@ -75,13 +75,13 @@ def seconds(one: Measured) -> tuple[str, str]:
 
 
 def times(one: Measured, base: Measured | None) -> str:
-    """Return how many times as fast as the base, for a table; nothing without one."""
+    """Return the speed as a multiple of the base's, for a table; empty without one."""
     found = ratio(one, base)
     return "" if found is None else f"{found:.2f}x"
 
 
 def multiple(one: Measured, base: Measured) -> str:
-    """Return how many times as long as the base it took: less is better."""
+    """Return the duration as a multiple of the base's: less is better."""
     found = ratio(one, base)
     return "" if found is None else f"{1 / found:.2f}"
 
@@ -121,13 +121,13 @@ def titled(title: str, *blocks: str) -> str:
 
 
 def outcomes(lines: Sequence[_Row]) -> str:
-    """Return the table of what was observed after each fault."""
+    """Return the table of observations after each fault."""
     head = ["| fault | tool | observed |", "|---|---|---|"]
     return "\n".join([*head, *("| " + " | ".join(line) + " |" for line in lines)])
 
 
 def listing_time(facts_of_ls: Mapping[str, Any]) -> str:
-    """Return how long ``ckptstore ls`` took, and what it imported."""
+    """Return the text on the duration of ``ckptstore ls``, and its imports."""
     if "error" in facts_of_ls:
         return f"Did not run: {facts_of_ls['error']}"
     seconds = facts_of_ls["seconds"]

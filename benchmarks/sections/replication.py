@@ -11,7 +11,7 @@ __all__ = ["replicate"]
 
 
 def replicate(result: Result) -> list[str]:
-    """Return the tables of rates, requests, memory, and what single requests cost."""
+    """Return the tables of rates, requests, memory, and costs of single requests."""
     blocks = []
     for name, title in (
         ("replicate", "Replicate to S3, not read back"),

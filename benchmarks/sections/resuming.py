@@ -10,7 +10,7 @@ __all__ = ["resume"]
 
 
 def resume(result: Result) -> list[str]:
-    """Return what was stored of each form, and how trainings went on from it."""
+    """Return the tables of stored bytes by form, and of the trainings resumed from each."""
     rows = result.tables["forms"]
     columns = [
         "form",

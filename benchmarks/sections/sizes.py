@@ -1,4 +1,4 @@
-"""Section of the versions of a real training: what they take, by keeper and by kind of tensor."""
+"""Section of the versions of a real training: their sizes, by keeper and by kind of tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KINDS = (
 
 
 def trajectory(result: Result) -> list[str]:
-    """Return a table for each trajectory, one by kind of tensor, and what LoRA adds."""
+    """Return a table for each trajectory, one by kind of tensor, and the additions of LoRA."""
     blocks = []
     names = [name.removeprefix("save: ") for name in result.tables if name.startswith("save: ")]
     versions = result.parameters["versions"]
@@ -41,7 +41,7 @@ def trajectory(result: Result) -> list[str]:
 
 
 def rates(result: Result) -> list[str]:
-    """Return a table for each kind of tensor: what a delta takes, by learning rate and steps."""
+    """Return a table for each kind of tensor: the size of a delta, by learning rate and steps."""
     columns = ["learning rate", *(_apart(steps) for steps in result.parameters["apart"])]
     columns.append("{versions} versions, {interval} steps apart".format(**result.parameters))
     blocks = []
@@ -60,7 +60,7 @@ def _apart(steps: int) -> str:
 
 
 def _kept(saves: list[Measured], loads: list[Measured], versions: int) -> str:
-    """Return what each keeper's versions take, and the seconds of a save and of a load."""
+    """Return the table of each keeper's bytes, and the seconds of a save and of a load."""
     save_base, load_base = saves[0], loads[0]
     lines = []
     for save, load in zip(saves, loads, strict=True):
@@ -97,9 +97,9 @@ def _by_kind(by_kind: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def _adapters(result: Result, name: str) -> str:
-    """Return what a version adds beside its adapters, in bytes."""
+    """Return the text on the bytes that a version adds beside its adapters."""
     raw = result.facts["adapter_bytes"]
-    new = raw + result.facts.get("generator_bytes", 0)  # older results do not tell it
+    new = raw + result.facts.get("generator_bytes", 0)  # older results lack it
     said = []
     for keeper, after in result.facts["stored after"][name].items():
         if not keeper.startswith("ckptstore") or len(after) < 2 or "bf16" in keeper:

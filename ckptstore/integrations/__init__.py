@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Integrations with training libraries, file formats and pictures."""

@@ -10,8 +10,8 @@
     ...
     save_state(accelerator, run, step=step, metrics={"val_loss": loss})
 
-What ``Accelerator.save_state`` writes is saved, and besides it the generators and the epoch of the
-prepared data loaders: without those a resumed training draws other batches.
+Versions hold the state that ``Accelerator.save_state`` writes, and also the generators and the
+epoch of the prepared data loaders: without those a resumed training draws other batches.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def save_state(
     step: int,
     **options: Any,  # noqa: ANN401 - as Run.save
 ) -> Version:
-    """Save all that an accelerator has prepared or registered; return when it is durable.
+    """Save the prepared and registered objects of an accelerator; return when they are durable.
 
-    All ranks call; rank 0 saves, the others wait for it.
+    All ranks call it; rank 0 saves, the others wait for it.
 
     Parameters
     ----------
     step
-        Of the training, from 0 on.
+        Training step, from 0 on.
     options
         For :meth:`ckptstore.Run.save`: metrics, tags, metadata, adapters ...
 
@@ -67,8 +67,8 @@ def save_state(
         The accelerator shards its state (FSDP, DeepSpeed, Megatron), or has hooks that write files;
         or `run` is no run of a store.
     StateError
-        A registered object's state holds what cannot be represented; the message names its path,
-        such as ``custom.0.history``. Nothing was written.
+        The state of a registered object has a value that cannot be represented; the message names
+        its path, such as ``custom.0.history``. Nothing was written.
     StorageError
         The storage failed; no version appeared. Raised on every rank.
     """
@@ -87,7 +87,7 @@ def save_state_async(
 ) -> PendingSave | None:
     """Like :func:`save_state`, but in the background: return the pending save, on rank 0 only.
 
-    All ranks call. Raises as :func:`save_state` as far as it is known at once; on rank 0 only.
+    All ranks call it. Raises the errors of :func:`save_state` known at once; on rank 0 only.
     """
     check_run(run)
     state = _whole_state(accelerator)
@@ -100,10 +100,10 @@ def load_state(
     ref: str | int = "latest",
     **options: Any,  # noqa: ANN401 - as Run.load
 ) -> Version:
-    """Set all that an accelerator has prepared or registered to a version; return which.
+    """Set the prepared and registered objects of an accelerator to a version; return that.
 
-    Call it after ``prepare`` and ``register_for_checkpointing``, on all ranks. Each rank gets the
-    random state that it had, if there were as many.
+    Call it after ``prepare`` and ``register_for_checkpointing``, on all ranks. Each rank gets its
+    own random state back if the number of ranks is the same.
 
     Parameters
     ----------
@@ -117,7 +117,7 @@ def load_state(
     RunNotFoundError, VersionNotFoundError
         The ref names nothing.
     StateError
-        The version holds another number of models, optimizers or objects. Nothing was changed.
+        The version has another number of models, optimizers or objects. Nothing was changed.
     CorruptTensorError, StorageError
         It could not be read. Nothing was changed.
     """
@@ -157,7 +157,7 @@ def _check_supported(accelerator: Accelerator) -> None:
 
 
 def _whole_state(accelerator: Accelerator) -> dict[str, Any]:
-    """Return what a version holds. All ranks call."""
+    """Return the state to save as a version. All ranks call it."""
     _check_supported(accelerator)
     scaler = accelerator.scaler
     return {
@@ -198,7 +198,7 @@ def _check_numbers(
             raise StateError(msg, hint="prepare and register the same things, in the same order")
 
 
-# --- data loaders: what a resumed training must not draw anew -------------------------------------
+# --- data loaders: a resumed training must not draw the same batches again ------------------------
 
 
 def _generators(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - of accelerate, untyped

@@ -1,4 +1,4 @@
-"""What integrations are given: told at once if it is something else, such as a path or a name."""
+"""Checks of arguments of integrations: wrong types, such as a path or a name, fail at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["check_run", "check_run_name", "check_store"]
 
 
 def check_run(given: object) -> None:
-    """Refuse what is no run of a store.
+    """Refuse an argument that is no run of a store.
 
     Raises
     ------
     InvalidInputError
-        It is a name, a store or anything else.
+        `given` is a name, a store or anything else.
     """
     if not isinstance(given, Run):
         name = given if isinstance(given, str) else "gpt"
@@ -23,12 +23,12 @@ def check_run(given: object) -> None:
 
 
 def check_run_name(given: object) -> None:
-    """Refuse what is no name of a run, where a store is given too.
+    """Refuse an argument that is no name of a run, where a store is given too.
 
     Raises
     ------
     InvalidInputError
-        It is a run or anything else that is no text.
+        `given` is a run or anything else that is no text.
     """
     if not isinstance(given, str):
         msg = f"the name of a run is needed, not {_described(given)}"
@@ -36,12 +36,12 @@ def check_run_name(given: object) -> None:
 
 
 def check_store(given: object) -> None:
-    """Refuse what is no open store.
+    """Refuse an argument that is no open store.
 
     Raises
     ------
     InvalidInputError
-        It is a path, a run or anything else.
+        `given` is a path, a run or anything else.
     """
     if not isinstance(given, Store):
         where = given if isinstance(given, str) else "ckpts"

@@ -1,4 +1,4 @@
-"""What all pictures share: the kinds of file, matplotlib without a window, the same file twice.
+"""Base of all pictures: kinds of file, matplotlib without a window, reproducible files.
 
 Needs matplotlib, which the extra ``plots`` installs; it is imported when a picture is drawn.
 """
@@ -23,7 +23,7 @@ _DPI: Final = 150
 
 
 def check_picture(path: str | os.PathLike[str]) -> Path:
-    """Return the path of a picture; raises InvalidInputError if its name ends in no known kind."""
+    """Return the path of a picture; raises InvalidInputError if its suffix is no known kind."""
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         msg = f"{target.name!r} does not end in one of {', '.join(FORMATS)}"
@@ -34,12 +34,12 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
 def draw_picture(
     form: str, size_inches: tuple[float, float], draw: Callable[[Figure], None]
 ) -> bytes:
-    """Return a picture as a file of a kind: ``svg``, ``png`` or ``pdf``.
+    """Return a picture as a file of one kind: ``svg``, ``png`` or ``pdf``.
 
     Raises
     ------
     MissingDependencyError
-        There is no matplotlib.
+        matplotlib is not installed.
     """
     try:
         import matplotlib as mpl
@@ -63,7 +63,7 @@ def draw_picture(
 
 
 def write_picture(target: Path, data: bytes) -> None:
-    """Write a picture, over one that is there; raises StorageError if that fails."""
+    """Write a picture, replacing an existing file; raises StorageError on failure."""
     try:
         target.write_bytes(data)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""Import: a file of weights becomes a version; read from mapped memory, and nothing is executed.
+"""Import: a file of weights becomes a version; read from mapped memory, without executing anything.
 
-Read are safetensors files, files of ``torch.save`` (always with ``weights_only=True``), folders
+It reads safetensors files, files of ``torch.save`` (always with ``weights_only=True``), folders
 or index files of either in shards, as Transformers writes them, and directories of
 torch.distributed.checkpoint (:mod:`ckptstore.integrations.dcp.directory`).
 """
@@ -52,7 +52,7 @@ _ZIP: Final = b"PK\x03\x04"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Read:
-    """A state out of files; its tensors are mapped memory."""
+    """A state read from files; its tensors are mapped memory."""
 
     state: Any
     format: str
@@ -62,7 +62,7 @@ class _Read:
 
 
 class _Wishes(TypedDict):
-    """What a save and the import of a directory both take, as it was given."""
+    """Options shared by a save and the import of a directory, as the caller gave them."""
 
     step: int
     metrics: Mapping[str, float] | None
@@ -89,12 +89,12 @@ def import_file(
 ) -> Version:
     """Save the content of a file as a new version of a run.
 
-    Of a folder of Transformers or PEFT, which has a ``config.json`` or ``adapter_config.json``,
-    the files beside the weights are kept too, below the key ``pretrained``, for
+    For a folder of Transformers or PEFT, which has a ``config.json`` or ``adapter_config.json``,
+    the files beside the weights are saved too, below the key ``pretrained``, for
     :func:`ckptstore.integrations.transformers.export_pretrained`. Nothing in it is executed.
 
-    The file must not change meanwhile. Host memory stays within the store's budget: tensors are
-    read from the mapped file.
+    The file must not change during the import. Host memory stays within the store's budget:
+    tensors are read from the mapped file.
 
     Parameters
     ----------
@@ -102,10 +102,10 @@ def import_file(
         ``.safetensors``; ``.pt``, ``.pth``, ``.bin`` or ``.ckpt`` of ``torch.save``; a folder or an
         ``.index.json`` of shards; a directory of torch.distributed.checkpoint.
     run, step, metrics, tags, metadata, roles, codec
-        As in :meth:`ckptstore.Run.save`. Where the state came from is added to the metadata as
+        As in :meth:`ckptstore.Run.save`. The state's origin is added to the metadata as
         ``import``. Such a folder has step 0 if none is given.
     directions
-        Which way metrics get better, as in :meth:`ckptstore.Store.run`.
+        Whether each metric improves upwards or downwards, as in :meth:`ckptstore.Store.run`.
     under
         Put the file's content below this key of the state: ``model`` makes ``{"model": ...}``.
         None: ``model`` for such a folder, else nothing.
@@ -115,18 +115,18 @@ def import_file(
     Raises
     ------
     ObjectNotFoundError
-        There is no such file.
+        The file does not exist.
     InvalidInputError
-        It is of no kind that is read; a file of such a folder is a link out of it; there is no
-        `step`; or as in ``save``.
+        The file's format is not supported; a file of such a folder is a link that leaves it;
+        `step` is missing; or as in ``save``.
     FormatError
-        It is damaged, or not what its name says.
+        The file is damaged, or its content is not that of its suffix.
     LimitError
         The files beside the weights have more than ``PRETRAINED_BYTES_MAX`` bytes.
     PolicyError
-        The pickle in it needs more than ``weights_only=True`` allows; nothing of it was run.
+        Its pickle needs more than ``weights_only=True`` allows; nothing of it was run.
     StateError
-        It holds something that cannot be represented; names its path.
+        It has a value that cannot be represented; names its path.
     StorageError
         A file or the store failed; no version appeared.
     """
@@ -182,7 +182,7 @@ def _with_files(state: Any, found: _Read, folder: Path) -> dict[str, Any]:  # no
 
 
 def _origin(found: _Read) -> dict[str, Any]:
-    """Return what the version's metadata says about where it came from."""
+    """Return the metadata of a version about its origin."""
     origin: dict[str, Any] = {"format": found.format, "files": list(found.files)[:100]}
     size = len(msgspec.json.encode(found.metadata))
     if size > limits.IMPORT_METADATA_BYTES_MAX:
@@ -194,7 +194,7 @@ def _origin(found: _Read) -> dict[str, Any]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Read]:
-    """Give the content of a file, a folder or an index for the length of a block."""
+    """Yield the content of a file, a folder or an index for the duration of a block."""
     try:
         if path.is_dir():
             path = _main_file(path)
@@ -210,7 +210,7 @@ def _opened(path: Path) -> Iterator[_Read]:
 
 
 def _main_file(folder: Path) -> Path:
-    """Return the file of a folder that says what is in it."""
+    """Return the index of shards in a folder, or its one file of weights."""
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_file())
     for suffix in (f"{_SAFETENSORS}{_INDEX}", _SAFETENSORS, f".bin{_INDEX}", ".bin"):
         found = [name for name in names if name.endswith(suffix)]
@@ -267,7 +267,7 @@ class _Index(msgspec.Struct):
 
 
 def _parse_index(index: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """Return which file each tensor is in, and the metadata; names lead out of no folder."""
+    """Return the file of each tensor, and the metadata; no file name may leave the folder."""
     with index.open("rb") as file:
         data = file.read(limits.SHARD_INDEX_BYTES_MAX + 1)
     if len(data) > limits.SHARD_INDEX_BYTES_MAX:
@@ -292,7 +292,7 @@ def _read_one(path: Path, stack: ExitStack) -> _Read:
     if path.suffix in TORCH_SUFFIXES or magic == _ZIP:
         return _read_torch(path, zipped=magic == _ZIP)
     known = ", ".join([_SAFETENSORS, *sorted(TORCH_SUFFIXES)])
-    msg = f"{path} is of no kind that is imported"
+    msg = f"{path} is of no kind that can be imported"
     raise InvalidInputError(msg, hint=f"files end in {known}; folders hold shards and their index")
 
 
@@ -318,13 +318,13 @@ def _read_torch(path: Path, *, zipped: bool) -> _Read:
             state = torch.load(path, map_location="cpu", mmap=zipped, weights_only=True)
     except OSError:
         raise
-    except Exception as error:  # what a hostile pickle makes torch raise is not known
+    except Exception as error:  # torch may raise any error on a hostile pickle
         raise _torch_problem(path, error) from error
     return _Read(state=state, format="torch", files=(path.name,), metadata={})
 
 
 def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
-    """Tell a pickle that wants more than it may from a file that is damaged."""
+    """Return the error for a pickle that asks for too much, or for a damaged file."""
     wanted: list[str] = []
     with suppress(Exception):
         wanted = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
@@ -335,12 +335,12 @@ def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
             hint="if you trust it, load it in Python with weights_only=False and save the state",
         )
     text = str(error).strip().split("\n", 1)[0][:200]
-    if not isinstance(error, RuntimeError):  # of the others the text alone may say nothing: 101
+    if not isinstance(error, RuntimeError):  # the text of other errors may be meaningless: 101
         text = f"torch.load raised {type(error).__name__} {text}".rstrip()
     why = text if path.stat().st_size else "it is empty"
     return FormatError(
         f"{path} is not a sound file of torch.save: {why}",
-        hint="it may be cut short, or of another kind: copy it again, or see what wrote it",
+        hint="it may be truncated, or of another format: copy it again, or check its origin",
     )
 
 

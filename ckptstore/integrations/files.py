@@ -1,6 +1,6 @@
 """Files of other programs: import into a run, export from a version.
 
-The two directions live in :mod:`ckptstore.integrations.file_import` (needs torch) and
+The two directions are :mod:`ckptstore.integrations.file_import` (needs torch) and
 :mod:`ckptstore.integrations.safetensors_export` (does not), and are imported on first use.
 """
 

@@ -1,4 +1,4 @@
-"""What a loop of Lightning tells besides its checkpoints; without Lightning itself."""
+"""State of a Lightning loop besides its checkpoints; does not import Lightning."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _log = logging.getLogger("ckptstore")
 
 
 class LoopState:
-    """The methods of a Lightning ``Callback`` that a :class:`LoopIO` needs for the whole truth.
+    """The methods of a Lightning ``Callback`` that complete a :class:`LoopIO`.
 
-    Gives each version the metrics of its step, and not those of an earlier validation; saves the
-    random number generators of every rank and sets them again when a fit is resumed; saves and
-    ends when the end is announced.
+    It gives each version the metrics of its step, and not those of an earlier validation; saves the
+    random number generators of every rank and restores them when a fit is resumed; saves and
+    stops on preemption.
 
     Parameters
     ----------
     io
-        The plugin that the trainer saves with.
+        The trainer's plugin for saving.
     rng
         Save and restore the generators of Python, NumPy and torch.
     preemption
-        Asked after every batch. When all ranks agree to stop, the trainer's state is saved, and
+        Checked after every batch. When all ranks agree to stop, the trainer's state is saved, and
         SystemExit is raised with ``preemption.exit_code``. Lightning's own handler of SIGTERM is
-        out of place during a fit.
+        replaced during a fit.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class LoopState:
 
     @property
     def state_key(self) -> str:
-        """Where its state lies among those of the callbacks."""
+        """Key of its state among those of the callbacks."""
         return "ckptstore"
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ANN401
-        """Let the plugin know the trainer.
+        """Give the plugin the trainer.
 
         Raises
         ------
@@ -61,7 +61,7 @@ class LoopState:
             The trainer does not save with the plugin, so that nothing would reach the store.
         """
         used = trainer.strategy.checkpoint_io
-        while used is not None and used is not self._io:  # others may wrap it
+        while used is not None and used is not self._io:  # other plugins may wrap it
             used = getattr(used, "checkpoint_io", None)
         if used is None:
             msg = "the trainer does not save with the CkptStoreIO of its CkptStoreCallback"
@@ -70,7 +70,7 @@ class LoopState:
         self._io.attach(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generators of all ranks. All ranks call."""
+        """Return the generators of all ranks. All ranks call it."""
         return {"rng": capture_all()} if self._rng else {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -78,25 +78,26 @@ class LoopState:
         self._restored = state_dict.get("rng")
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
-        """Set the generators: after all that is set up, before the first batch is drawn."""
+        """Set the generators: after all setup, before the first batch is drawn."""
         if self._rng and self._restored is not None and not restore_mine(self._restored):
             _log.warning("the version has no random state of this rank: it goes on with another")
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
-        """Remember the metrics that were there before."""
+        """Record the metrics from before the validation."""
         self._before = dict(trainer.callback_metrics)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
-        """Tell the plugin what was measured now, before ModelCheckpoint saves."""
+        """Pass the new metrics to the plugin, before ModelCheckpoint saves."""
         for name, value in trainer.callback_metrics.items():
             if self._before.get(name) is not value:
                 self._io.validated(name, trainer.global_step)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401
-        """Set the generators of a fit that goes on in the middle of an epoch; take signals back.
+        """Set the generators of a fit that resumes in the middle of an epoch; take signals back.
 
-        The loader has begun anew by now and has drawn from the generators, which it had not when
-        the version was saved. As to signals: Lightning's handler would broadcast inside of itself.
+        At this point the loader has restarted and has drawn from the generators, which it had not
+        when the version was saved. As to signals: Lightning's handler would start a collective
+        inside of a handler.
         """
         restored, self._restored = self._restored, None
         progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -106,9 +107,9 @@ class LoopState:
             self._preemption.take_back()
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:  # noqa: ANN401
-        """Save and end, if the end was announced."""
+        """Save and stop if the end was announced."""
         preemption, step = self._preemption, trainer.global_step
-        if preemption is None or step == self._asked:  # in the middle of accumulating gradients
+        if preemption is None or step == self._asked:  # gradients are still accumulating
             return
         self._asked = step
         if not preemption.should_stop(step):

@@ -1,12 +1,12 @@
-"""What Lightning's checkpoints become in a store; without Lightning itself.
+"""Stores Lightning's checkpoints as versions; does not import Lightning.
 
-Lightning names checkpoints by paths of files. Here such a path is a name that is kept with the
-version and nothing else: no file of that name exists. Saving a path again makes a new version, and
+Lightning names checkpoints by paths of files. Here such a path is only a name in the version's
+metadata: no file of that name exists. Saving to a path again makes a new version, and
 the path then names that one. Removing a path deletes its version by a commit.
 
-:mod:`ckptstore.integrations.lightning` and :mod:`ckptstore.integrations.pytorch_lightning` put
-this class and that of :mod:`ckptstore.integrations.lightning_callback` on the base classes of the
-two packages.
+:mod:`ckptstore.integrations.lightning` and :mod:`ckptstore.integrations.pytorch_lightning` combine
+this class and that of :mod:`ckptstore.integrations.lightning_callback` with the base classes of
+the two packages.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ class LoopIO:
     run
         Name of the run to save to.
     metrics
-        Metric to ``"min"`` or ``"max"``: which way it gets better; needed for ``best:METRIC``.
+        Metric to ``"min"`` or ``"max"``, its better direction; needed for ``best:METRIC``.
     background
-        Save with ``save_async``: training goes on while a version becomes durable. Errors are
+        Save with ``save_async``: training continues while a version becomes durable. Errors are
         raised by the next save, or at the end.
     remove
-        ``"delete"``: what ModelCheckpoint removes (``save_top_k``, ``save_last``) is deleted by a
-        commit, and can be undeleted until a collection. ``"keep"``: its removals are passed over,
-        and a retention policy decides what stays.
+        ``"delete"``: checkpoints removed by ModelCheckpoint (``save_top_k``, ``save_last``) are
+        deleted by a commit, and can be undeleted until a collection. ``"keep"``: removals are
+        ignored, and a retention policy decides.
     retain
-        Carry out the retention policy of the run after each save.
+        Apply the retention policy of the run after each save.
     encodings
-        What is stored in fewer bytes; see :meth:`ckptstore.Run.save`. By default what the run's
-        policy says.
+        Lossy encodings of tensors; see :meth:`ckptstore.Run.save`. By default those of the run's
+        policy.
     adapters
-        Ways to represent hyper-parameters or states of callbacks that are not plain.
+        Represent hyper-parameters or states of callbacks that are not plain.
 
     Raises
     ------
@@ -100,7 +100,7 @@ class LoopIO:
         self._remove = remove
         self._retain = retain
         if encodings is not None:
-            EncodingRules(encodings)  # what it refuses is told now, not at the first save
+            EncodingRules(encodings)  # refuses bad rules now, not at the first save
         self._encodings = encodings
         self._adapters = adapters
         self._trainer: weakref.ref[Any] | None = None
@@ -112,7 +112,7 @@ class LoopIO:
 
     @property
     def run(self) -> Run:
-        """The run that is saved to."""
+        """The run to save to."""
         return self._store.run(
             self._name, metrics=self._directions or None, encodings=self._encodings
         )
@@ -135,7 +135,7 @@ class LoopIO:
         self._validated.clear()
 
     def validated(self, name: str, step: int) -> None:
-        """Know that a metric was measured on the weights of a step, and on no later ones."""
+        """Record that a metric was measured on the weights of a step, and on no later ones."""
         self._validated[name] = step
 
     # --- CheckpointIO -------------------------------------------------------------------------
@@ -146,14 +146,14 @@ class LoopIO:
         path: str | os.PathLike[str],
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save what Lightning collected as a version of the run; on rank 0 only.
+        """Save Lightning's checkpoint as a version of the run; on rank 0 only.
 
         Parameters
         ----------
         checkpoint
             Weights, optimizers, loops, callbacks, hyper-parameters.
         path
-            What Lightning calls it. Kept in the version's metadata below ``lightning``.
+            Lightning's name of it. Stored in the version's metadata below ``lightning``.
         storage_options
             ``metrics``, ``tags``, ``metadata``, ``roles`` and ``encodings`` for
             :meth:`ckptstore.Run.save`; from ``save_checkpoint(path, storage_options={...})``.
@@ -161,15 +161,15 @@ class LoopIO:
         Raises
         ------
         StateError
-            It holds something that cannot be represented (a hyper-parameter that is an object,
-            say); names its path, such as ``hyper_parameters.backbone``. Nothing was written.
+            A value cannot be represented (a hyper-parameter that is an object, for
+            example); names its path, such as ``hyper_parameters.backbone``. Nothing was written.
         StorageError
             The storage failed; no version appeared.
         """
         options = dict(storage_options or {})
         unknown = sorted(set(options) - set(_OPTIONS))
         if unknown:
-            msg = f"storage_options has {unknown}; only {', '.join(_OPTIONS)} mean something here"
+            msg = f"storage_options has {unknown}; only {', '.join(_OPTIONS)} are supported"
             raise InvalidInputError(msg)
         name = os.fspath(path)
         about = {"path": name, "epoch": int(checkpoint.get("epoch", 0))}
@@ -188,7 +188,7 @@ class LoopIO:
             self._own[name] = self._pending.version_id
         else:
             self._own[name] = self.run.save(checkpoint, **wanted).id
-        if earlier is not None:  # a file of this name would have been replaced
+        if earlier is not None:  # Lightning would have replaced a file of this name
             self._drop(earlier, f"Lightning saved {name} again")
 
     def load_checkpoint(
@@ -197,20 +197,20 @@ class LoopIO:
         map_location: MapLocation = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Return what was saved; every byte is checked, nothing is unpickled. All ranks call.
+        """Return the saved checkpoint; checks every byte, unpickles nothing. All ranks call it.
 
         Parameters
         ----------
         path
-            What Lightning called it when it was saved; or a ref: ``run@best:val_loss``,
+            Lightning's name of it when it was saved; or a ref: ``run@best:val_loss``,
             ``run@latest-valid``, ``#3fa9c1``; or the part after the ``@`` for this run.
 
         Raises
         ------
         VersionNotFoundError
-            It names nothing.
+            `path` names no version.
         StateError
-            Another loop has saved the version.
+            Another training loop saved the version.
         CorruptTensorError
             A stored tensor is damaged; names it.
         """
@@ -242,7 +242,7 @@ class LoopIO:
             self._drop(one, f"Lightning removed {name}")
 
     def teardown(self) -> None:
-        """Wait until what was saved is durable, and raise what went wrong."""
+        """Wait until all saves are durable, and raise their error if one failed."""
         self._settle()
 
     # --- inside -------------------------------------------------------------------------------
@@ -261,14 +261,14 @@ class LoopIO:
         found = {}
         for name, value in trainer.callback_metrics.items():
             if self._validated.get(name, trainer.global_step) != trainer.global_step:
-                continue  # of a validation of other weights
+                continue  # measured by a validation of other weights
             number = value.item() if getattr(value, "numel", lambda: 1)() == 1 else None
             if isinstance(number, int | float) and not isinstance(number, bool):
                 found[name] = float(number)
         return found
 
     def _settle(self) -> None:
-        """Wait for the save under way; then delete what it replaced."""
+        """Wait for the running save; then delete the version that it replaced."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
@@ -279,7 +279,7 @@ class LoopIO:
     def _drop(self, one: str, reason: str) -> None:
         if self._remove == "keep":
             return
-        if self._pending is not None:  # what replaces it is not durable yet
+        if self._pending is not None:  # its replacement is not durable yet
             self._outdated.append(one)
         else:
             self._delete(one, reason)
@@ -291,7 +291,7 @@ class LoopIO:
             _log.info("%s, but it stays: %s", reason, error)
 
     def _named(self, name: str) -> Version | None:
-        """Return the newest version of the run that Lightning called so."""
+        """Return the newest version of the run that Lightning saved under a name."""
         for version in reversed(self._store.run(self._name).versions()):
             if _path_of(version) == name:
                 return version
@@ -312,7 +312,7 @@ class LoopIO:
             raise VersionNotFoundError(msg, hint=hint) from error
 
     def _adopt(self, version: Version) -> None:
-        """Know the paths as they were when a version was saved: what its training would replace."""
+        """Restore the paths as of a saved version, which the training would replace."""
         for each in self._store.run(self._name).versions():
             path = _path_of(each)
             if path is not None and each.commit <= version.commit:

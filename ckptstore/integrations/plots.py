@@ -1,7 +1,7 @@
-"""A picture of a metric over a run: its line, forks, rollbacks, tags, what retention would drop.
+"""Picture of a metric over a run: its line, forks, rollbacks, tags, and versions to be dropped.
 
 Needs matplotlib, which the extra ``plots`` installs; it is imported when a picture is drawn, and no
-window system is ever asked for.
+window system is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["plot_history"]
 
 _SIZE_INCHES: Final = (10.0, 5.6)
-# Colours that people who do not tell red from green apart can tell apart. Source: M. Okabe and
+# Colours that colour-blind people can distinguish. Source: M. Okabe and
 # K. Ito, Color universal design (2008).
 _LINE, _ABANDONED, _LOST, _BEST = "#0072B2", "#8c8c8c", "#D55E00", "#E69F00"
 _FORKS: Final = ("#009E73", "#CC79A7", "#56B4E9", "#6a4c93")
@@ -44,21 +44,21 @@ def plot_history(
     *,
     policy: AnyPolicy | None = None,
 ) -> Path:
-    """Draw a metric over the steps of a run, as SVG, PNG or PDF by the name of the file.
+    """Draw a metric over the steps of a run, as SVG, PNG or PDF by the suffix of the file.
 
     Parameters
     ----------
     path
-        Replaced if it is there.
+        Replaced if it exists.
     policy
-        Shows what this would leave; None for the policy that is stored for the run, if any.
+        Policy whose result is shown; None for the stored policy of the run, if any.
 
     Raises
     ------
     MissingDependencyError
-        There is no matplotlib.
+        matplotlib is not installed.
     InvalidInputError
-        The name of the file ends in something else, or the policy is not accepted.
+        The file has another suffix, or the policy is not accepted.
     RunNotFoundError, VersionNotFoundError
         There is no such run, or no version of it has the metric.
     StorageError
@@ -73,7 +73,7 @@ def plot_history(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Picture:
-    """What is to be drawn, without how."""
+    """Content of a picture, without its appearance."""
 
     history: History
     points: Mapping[str, Point]
@@ -81,10 +81,10 @@ class _Picture:
     above: Mapping[str, str]
     """Version id to the nearest version before it that has a number for the metric; "" for none."""
     fates: Mapping[str, str]
-    """Version id to what retention makes of it, for those that lose something."""
+    """Version id to retention's decision, for those that lose something."""
     policy: str
     origin: str
-    """What the run was forked from; empty if it was not."""
+    """Version that the run was forked from; empty without one."""
     forks: Sequence[tuple[History, Point | None]] = field(default=())
     """Runs that were forked from this one, and from these, each with the point that its line begins
     at; None where no version before it has a number."""
@@ -126,12 +126,12 @@ def _above(catalog: Catalog, version_id: str, points: Mapping[str, Point]) -> st
 def _forks(
     catalog: Catalog, run: str, metric: str, points: Mapping[str, Point]
 ) -> list[tuple[History, Point | None]]:
-    """Return forks, those of forks behind the ones that they come from."""
+    """Return the forks; a fork of a fork comes after its parent."""
     known = {one: point for one, point in points.items() if math.isfinite(point.value)}
     infos = [info for info in catalog.runs() if info.origin]
     names = [run]
     found: list[tuple[History, Point | None]] = []
-    for name in names:  # grows
+    for name in names:  # the loop appends to it
         for info in infos:
             if info.name in names or catalog.version(info.origin).run != name:
                 continue
@@ -139,7 +139,7 @@ def _forks(
             try:
                 fork = history(catalog, info.name, metric)
             except VersionNotFoundError:
-                continue  # it measures something else; its own forks may not
+                continue  # it lacks the metric; its own forks may have it
             line = (version.id for version in catalog.ancestors(info.origin))
             found.append((fork, next((known[one] for one in line if one in known), None)))
             known |= {p.version.id: p for p in fork.points if math.isfinite(p.value)}
@@ -238,11 +238,11 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
     "retention would delete": {"color": _LOST, "marker": "x", "s": 34, "zorder": 5},
     "deleted": {"color": _ABANDONED, "marker": "x", "s": 22, "zorder": 3},
 }
-"""How the points are drawn, in the order of the legend."""
+"""Styles of the points, in the order of the legend."""
 
 
 def _draw_rollbacks(axes: Axes, picture: _Picture) -> None:
-    """Draw an arrow from the end of what a rollback abandoned back to where it went."""
+    """Draw an arrow from the end of each abandoned branch back to the rollback's target."""
     drawn = [one for one, point in picture.points.items() if math.isfinite(point.value)]
     continued = {picture.above[one] for one in drawn}
     label = "rollback"

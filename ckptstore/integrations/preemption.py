@@ -1,8 +1,8 @@
 """Preemption: a signal that announces the end becomes a step at which all ranks save and stop.
 
-A handler only notes the signal and the time. The loop asks at each step, and where several ranks
-train together they agree: the step is the largest that any of them had reached, so that all stop
-at the same one, although one rank alone may have got the signal.
+The handler only records the signal and the time. The loop checks at each step, and ranks that
+train together agree: the step is the largest that any of them had reached, so that all stop
+at the same one, even if only one rank got the signal.
 
 ::
 
@@ -53,26 +53,26 @@ class Preemption:
     Parameters
     ----------
     signals
-        What announces the end: SIGTERM (Kubernetes, Slurm, torchrun, spot machines), SIGUSR1
-        (``sbatch --signal=USR1@120``), SIGINT and so on. A handler that was there is called too;
-        of SIGINT, only at the second time, so that a second Ctrl-C interrupts.
+        Signals that announce the end: SIGTERM (Kubernetes, Slurm, torchrun, spot machines), SIGUSR1
+        (``sbatch --signal=USR1@120``), SIGINT and so on. An earlier handler is called too;
+        that of SIGINT only at the second signal, so that a second Ctrl-C interrupts.
     deadline_s
-        Seconds from the signal to the kill, less what a process needs to end.
+        Seconds from the signal to the kill, less the time that a process needs to end.
     check_every
         Agree at every n-th call of :meth:`should_stop`: one small all-reduce each time. All ranks
         must call it equally often.
     group
-        The process group that agrees; None for the default one, or where that is of devices alone
-        (NCCL), for one of gloo that the first call makes: no device is waited for.
+        The process group that agrees; None for the default one, or if that is for devices alone
+        (NCCL), for a gloo group that the first call makes: no device is waited for.
     chain
-        Call the handlers that were there before.
+        Call the earlier handlers too.
     environment
         Gives the time; tests pass their own.
 
     Raises
     ------
     InvalidInputError
-        A setting cannot work: `signals` is one signal instead of several, or has one that no
+        A setting cannot work: `signals` is one signal instead of several, or contains one that no
         process can handle (SIGKILL).
     """
 
@@ -104,12 +104,12 @@ class Preemption:
         self._calls = 0
 
     def __enter__(self) -> Self:
-        """Put the handlers in place.
+        """Install the handlers.
 
         Raises
         ------
         InvalidInputError
-            This is not the main thread, where alone Python handles signals.
+            This is not the main thread; Python handles signals only there.
         """
         if threading.current_thread() is not threading.main_thread():
             msg = "signals can be handled from the main thread only"
@@ -120,20 +120,20 @@ class Preemption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Put back the handlers that were there."""
+        """Restore the earlier handlers."""
         for number, handler in self._before.items():
-            if signal.getsignal(number) == self._note:  # else somebody else's is in place by now
+            if signal.getsignal(number) == self._note:  # else other code has replaced it
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
         self._before.clear()
         self._inside = False
 
     def take_back(self) -> None:
-        """Put the handlers in place again after others have put theirs; those are not called."""
+        """Install the handlers again after other code replaced them; do not call its handlers."""
         for number in self._before:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: note it; no logging, which is not safe here."""
+        """Record a signal; does not log, which is not safe in a handler."""
         first = self._signal is None
         if first:
             self._signal = number
@@ -146,28 +146,28 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Whether the end was announced: here, or on any rank and agreed upon."""
+        """True if the end was announced: here, or on any rank and agreed upon."""
         return self._signal is not None or self._stop_at is not None
 
     @property
     def stop_at(self) -> int | None:
-        """The step at which all ranks stop; None as long as nothing was agreed."""
+        """The step at which all ranks stop; None before they agreed."""
         return self._stop_at
 
     @property
     def remaining_s(self) -> float:
-        """Seconds until the deadline, at least 0; infinite as long as the end is not announced."""
+        """Seconds until the deadline, at least 0; infinite until the end is announced."""
         if self._since is None:
             return math.inf
         return max(0.0, self._since + self._deadline_s - self._environment.monotonic())
 
     @property
     def exit_code(self) -> int:
-        """What to exit with: 128 and the signal's number, as shells count (143); 0 without one."""
+        """Exit code: 128 and the signal's number, as in shells (143); 0 without a signal."""
         return 0 if self._signal is None else 128 + self._signal
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Behave as if a signal had come: for notices that come by other ways, such as HTTP."""
+        """Act as if a signal had come: for notices by other means, such as HTTP."""
         if self._signal is None:
             self._since = self._environment.monotonic()
             self._signal = number
@@ -176,17 +176,17 @@ class Preemption:
         """Return whether to save and stop now; call it once after each step, on all ranks.
 
         True on all ranks at the same step, the largest that any of them had reached when they
-        agreed; a rank that is behind goes on until then.
+        agreed; a rank that is behind continues up to it.
 
         Parameters
         ----------
         step
-            The step that was just done.
+            The step that was just finished.
 
         Raises
         ------
         InvalidInputError
-            This is outside of the ``with`` block, where no signal is heard.
+            The call is outside of the ``with`` block, where no signal is handled.
         """
         if not self._inside:
             raise _not_entered()
@@ -224,9 +224,9 @@ class Preemption:
         self._tell()
 
     def _meeting_place(self) -> torch.device:
-        """Return where the group reduces integers; make a group on the CPU where there is none.
+        """Return the device where the group reduces integers; make a group on the CPU if needed.
 
-        To wait for a device at each step would keep it from working ahead.
+        Waiting for a device at each step would keep it from working ahead.
         """
         import torch
         import torch.distributed as dist
@@ -234,7 +234,7 @@ class Preemption:
         if "cpu:" in str(dist.get_backend_config(self._group)):
             return torch.device("cpu")
         if self._group is None:
-            self._group = dist.new_group(backend="gloo")  # all ranks come here at the same call
+            self._group = dist.new_group(backend="gloo")  # all ranks get here at the same call
             return torch.device("cpu")
         return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
@@ -253,33 +253,34 @@ class Preemption:
         pending: PendingSave | None = None,
         **options: Any,  # noqa: ANN401 - as Run.save_async
     ) -> Version:
-        """Make the newest state that there is durable, within the deadline; return the version.
+        """Make the newest available state durable within the deadline; return the version.
 
-        First the save that is under way, then the state of now: so that a deadline that is too
-        short for both leaves the first. Of ranks that hold the same state, one calls it.
+        It waits for the running save first, then saves the current state: a deadline too short
+        for both still gets the first. Of ranks that hold the same state, one calls it.
 
         Parameters
         ----------
         run
-            To save to.
+            The run to save to.
         state
-            Of now, to be saved too; None if `pending` is all.
+            The current state, to be saved too; None if `pending` is all.
         step
-            Of `state`. Where `pending` already is of this step, nothing more is saved.
+            Step of `state`. If `pending` is of this step already, nothing more is saved.
         pending
-            The newest save that is under way, or done.
+            The newest save, running or done.
         options
             For :meth:`ckptstore.Run.save_async`: metrics, tags, metadata ...
 
         Raises
         ------
         SaveBusyError
-            The deadline came first, and nothing is durable of what was given. A save that is
-            under way goes on as long as the process lives, or its engine.
+            The deadline passed, and neither save is durable. A running save continues while the
+            process, or its engine, lives.
         CkptStoreError
-            Saving failed, and nothing is durable of what was given.
+            Saving failed, and neither save is durable.
         InvalidInputError
-            Neither `state` and `step` nor `pending` is given; or it was never entered.
+            Neither `state` and `step` nor `pending` is given; or the ``with`` block was not
+            entered.
         """
         if not self._entered:
             raise _not_entered()
@@ -290,14 +291,14 @@ class Preemption:
         failure: CkptStoreError | None = None
         if pending is not None:
             newest, failure = self._wait(lambda: pending)
-        late = pending is not None and not pending.done  # another would have to wait for that one
+        late = pending is not None and not pending.done  # a new save would have to wait for it
         if state is not None and step is not None and not late and _older(newest, step):
             last, failure = self._wait(lambda: run.save_async(state, step=step, **options))
             newest = last or newest
         if newest is None:
             raise failure or SaveBusyError("nothing was saved")
         if failure is not None:
-            _log.warning("%s is durable; what is newer is not: %s", newest, failure)
+            _log.warning("%s is durable, the newer state is not: %s", newest, failure)
         return newest
 
     def _wait(
@@ -312,7 +313,7 @@ class Preemption:
 
 
 def _checked(signals: object) -> tuple[int, ...]:
-    """Return signals, each once; refuse what is not several, or cannot be handled."""
+    """Return signals, each once; refuse a single one, and one that cannot be handled."""
     if isinstance(signals, str | bytes) or not isinstance(signals, Iterable):
         msg = f"signals={signals!r} must be several signals"
         raise InvalidInputError(msg, hint="put them in a list: Preemption([signal.SIGUSR1])")
@@ -327,7 +328,7 @@ def _checked(signals: object) -> tuple[int, ...]:
 
 
 def _not_entered() -> InvalidInputError:
-    msg = "this Preemption hears no signals"
+    msg = "this Preemption does not handle signals yet"
     return InvalidInputError(msg, hint="enter it first: with Preemption(...) as preemption")
 
 

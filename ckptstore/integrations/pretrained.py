@@ -1,4 +1,4 @@
-"""Folders that ``from_pretrained`` of transformers and PEFT reads, from versions."""
+"""Writes versions as folders for ``from_pretrained`` of transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _GIVE_MODEL = "give the model: export_pretrained(..., model=model)"
 
 
 def describe_model(model: Any, processing: Any = None) -> dict[str, Any]:  # noqa: ANN401
-    """Return what a folder of ``save_pretrained`` holds besides the weights, as plain values.
+    """Return the files of ``save_pretrained`` except the weights, as plain values.
 
     Save it as ``pretrained`` beside the state dict ``model``, with the role of weights.
 
     Parameters
     ----------
     model
-        A model of transformers, or one of PEFT around it. What has no ``config`` is described by
-        nothing.
+        A model of transformers, or one of PEFT around it. A model without ``config`` gives an
+        empty description.
     processing
-        A tokenizer or processor; its files are taken as they are.
+        A tokenizer or processor; its files are stored unchanged.
     """
     found: dict[str, Any] = {}
     if hasattr(model, "get_base_model"):
@@ -85,33 +85,33 @@ def export_pretrained(
 ) -> Path:
     """Write the model of a version as ``save_pretrained`` does: safetensors and configuration.
 
-    Configuration and tokenizer that the version does not have are those of the version that its
-    run, or a run before it, began with: an imported folder, say.
+    If the version has no configuration or tokenizer, they come from the first version of its
+    run, or of a run before it: an imported folder, for example.
 
     Parameters
     ----------
     ref
-        Names a version that :class:`ckptstore.integrations.transformers.StoreTrainerMixin` saved,
+        A version that :class:`ckptstore.integrations.transformers.StoreTrainerMixin` saved,
         or that is an imported folder; or any whose ``model`` is the state dict of a model.
     folder
-        Made if it is not there. What it holds of the same names is replaced.
+        Made if it is missing. Its files of the same names are replaced.
     model
         Of the class and configuration that was saved; it gets the weights. For an adapter, its
         base model. None: the class that the saved configuration names, of transformers itself.
     merge
-        Write the whole model of a version with an adapter, which is added to its weights, and not
-        the adapter alone (in a folder of its name, unless that is ``default``). Where the version
-        holds no weights of the base model, they are those of `model`, or else of where the
-        adapter's configuration says.
+        For a version with an adapter: write the whole model, with the adapter added to its
+        weights, instead of the adapter alone (in a folder of its name, unless that is
+        ``default``). If the version has no weights of the base model, they come from `model`, or
+        else from the place that the adapter's configuration names.
     options
         For ``save_pretrained``, such as ``max_shard_size="5GB"``.
 
     Raises
     ------
     TensorNotFoundError
-        The version has nothing below ``model``.
+        The version has no entry ``model``.
     InvalidInputError
-        The version has no configuration, or names a class that transformers does not have; or
+        The version has no configuration, or names a class that transformers lacks; or
         there is nothing to merge.
     StateError
         Its weights do not fit the model.
@@ -160,23 +160,23 @@ def fill(
     assign: bool,
     partly: bool = False,
 ) -> None:
-    """Load weights into a model; tied ones are needed once.
+    """Load weights into a model; of tied ones, one is enough.
 
     Parameters
     ----------
     assign
-        Take the tensors themselves: for a model on the meta device.
+        Use the tensors themselves instead of copying: for a model on the meta device.
     partly
-        Some may be missing.
+        Allow missing weights.
 
     Raises
     ------
     StateError
-        Names the first that are missing or left over, or that have another shape.
+        Weights are missing or left over, or have another shape; names the first.
     """
     try:
         missing, unexpected = model.load_state_dict(state, strict=False, assign=assign)
-    except RuntimeError as error:  # shapes
+    except RuntimeError as error:  # wrong shapes
         raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
     if missing and not unexpected:
         tie = getattr(model, "tie_weights", None)
@@ -189,12 +189,12 @@ def fill(
 
 
 def check_names(ref: str, model: object, missing: list[str], unexpected: list[str]) -> None:
-    """Refuse weights that are not those of a model.
+    """Refuse weights that do not belong to a model.
 
     Raises
     ------
     StateError
-        Names the first that are missing or left over.
+        Weights are missing or left over; names the first.
     """
     if missing or unexpected:
         msg = (
@@ -218,7 +218,7 @@ def _weights(store: Store, version: str, ref: str) -> Mapping[str, torch.Tensor]
 
 
 def _about(store: Store, version: str) -> Mapping[str, Any]:
-    """Return what a version says of its model, and what those say that its runs began with."""
+    """Return a version's description of its model, completed by those its runs began with."""
     about = _said(store, version)
     for found in store.repo.refresh().ancestors(version):
         if about is not None and "processing" in about:
@@ -235,7 +235,7 @@ def _about(store: Store, version: str) -> Mapping[str, Any]:
 
 
 def _said(store: Store, version: str) -> Mapping[str, Any] | None:
-    """Return what a version itself says of its model; None if nothing, or its data is gone."""
+    """Return a version's own description of its model; None without one, or if its data is gone."""
     try:
         about = store.load(f"#{version}", include=[BESIDE])[BESIDE]
     except NotFoundError:
@@ -248,12 +248,12 @@ def _said(store: Store, version: str) -> Mapping[str, Any] | None:
 
 
 def _files(about: Mapping[str, Any], folder: Path) -> dict[Path, bytes]:
-    """Return the files that were kept as they are, by where they go.
+    """Return the files that were stored unchanged, by their paths.
 
     Raises
     ------
     InvalidInputError
-        A name leads out of the folder, or what has it is no file.
+        A name leads out of the folder, or its entry is no file.
     """
     found: dict[Path, bytes] = {}
     for name, data in about.get("processing", {}).items():
@@ -273,12 +273,12 @@ def write_as_read(
     folder: Path,
     options: Mapping[str, Any],
 ) -> None:
-    """Write weights under the names of an imported folder, or of an adapter's; no model is made.
+    """Write weights under the names of an imported folder, or of an adapter's; makes no model.
 
     Raises
     ------
     MissingDependencyError
-        There is no huggingface_hub.
+        huggingface_hub is not installed.
     """
     hub = needed("huggingface_hub")
     folder.mkdir(parents=True, exist_ok=True)
@@ -296,7 +296,7 @@ def write_json(path: Path, config: object) -> None:
     Raises
     ------
     InvalidInputError
-        It holds something that JSON does not have.
+        It has a value that JSON cannot represent.
     """
     try:
         text = json.dumps(config, indent=2)
@@ -326,9 +326,9 @@ def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of 
     Raises
     ------
     InvalidInputError
-        Transformers has none of this name.
+        Transformers has no class of this name.
     MissingDependencyError
-        There is no transformers.
+        transformers is not installed.
     """
     transformers = needed("transformers")
     names = config.get("architectures")
@@ -348,7 +348,7 @@ def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
     InvalidInputError
         There is no configuration, or no class can be made of it.
     MissingDependencyError
-        There is no transformers.
+        transformers is not installed.
     """
     import torch
 
@@ -358,7 +358,7 @@ def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
     kind = class_named(config)
     try:
         wanted = kind.config_class.from_dict(dict(config))
-        wanted._attn_implementation = "eager"  # others may be code of the hub
+        wanted._attn_implementation = "eager"  # other values may load code of the hub
         with torch.device("meta"):
             made = kind(wanted)
         generation = about.get("generation_config")
@@ -366,7 +366,7 @@ def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
             made.generation_config = needed("transformers").GenerationConfig.from_dict(
                 dict(generation)
             )
-    except Exception as error:  # what a hostile configuration makes transformers raise
+    except Exception as error:  # any error of transformers on a hostile configuration
         msg = f"transformers makes no {kind.__name__} of the configuration of {ref!r}: {error}"
         raise InvalidInputError(msg, hint=_GIVE_MODEL) from error
     model: torch.nn.Module = made

@@ -1,8 +1,8 @@
-"""Files that a folder of Transformers or PEFT holds beside its weights; none of them is executed.
+"""Files of a folder of Transformers or PEFT beside its weights; none of them is executed.
 
 They become the entry ``pretrained`` of a state: ``config``, ``generation_config`` and
-``adapter_config`` (by name of the adapter) as plain values, the others below ``processing`` as they
-are. ``names`` is a digest of the names that the folder gives its tensors.
+``adapter_config`` (by name of the adapter) as plain values, the others below ``processing``
+unchanged. ``names`` is a digest of the names of the folder's tensors.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ _TEMPLATES: Final = "additional_chat_templates"
 
 
 def names_digest(names: Iterable[str]) -> str:
-    """Return what is equal for equal sets of names."""
+    """Return a digest that is equal for equal sets of names."""
     return hashlib.sha256("\0".join(sorted(names)).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
-    """Return what a folder holds beside its weights.
+    """Return the files of a folder beside its weights.
 
     Parameters
     ----------
     weights
-        Names of its files of weights: these are looked at, and not read.
+        Names of its files of weights: these are checked, and not read.
 
     Raises
     ------
     InvalidInputError
-        A file, one of the weights too, is a link out of the folder. Links of the cache of the
+        A file, also one of weights, is a link out of the folder. Links of the cache of the
         Hugging Face hub are followed.
     FormatError
         A configuration is not a JSON object.
@@ -58,7 +58,7 @@ def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
     """
     place = folder.resolve()
     within = [place]
-    if place.parent.name == "snapshots":  # of the hub's cache, whose files are links to blobs
+    if place.parent.name == "snapshots":  # the hub's cache, whose files are links to blobs
         within.append(place.parent.parent / "blobs")
     for name in weights:
         _check_inside(folder / name, within)
@@ -79,7 +79,7 @@ def read_beside(folder: Path, weights: Iterable[str]) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Yield the files that are kept, in order of their names; hidden ones are not."""
+    """Yield the files to store, in order of their names; hidden ones are left out."""
     for path in [*sorted(folder.iterdir()), *sorted((folder / _TEMPLATES).glob("*.jinja"))]:
         kept = path.suffix in _KEPT or path.name in _LICENSES
         apart = path.name[0] == "." or path.name.endswith(".index.json")
@@ -102,7 +102,7 @@ def _read(path: Path, left: int) -> bytes:
         raise translate(error, f"reading {path}") from error
     if len(data) > left:
         msg = f"{path} takes the files beside the weights over {limits.PRETRAINED_BYTES_MAX} bytes"
-        raise LimitError(msg, hint="move what the model does not need out of the folder")
+        raise LimitError(msg, hint="move files that the model does not need out of the folder")
     return data
 
 

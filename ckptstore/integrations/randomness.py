@@ -17,8 +17,8 @@ __all__ = ["capture", "capture_all", "restore", "restore_mine"]
 def capture() -> dict[str, Any]:
     """Return the states of the global generators of Python, NumPy and torch, and of the devices.
 
-    Of devices: the current one where several processes train together, else all. A device that
-    was not used yet is left alone.
+    Devices: the current one if several processes train together, else all. A device that
+    was not used yet is left out.
     """
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -33,7 +33,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: Mapping[str, Any]) -> None:
-    """Set the global generators to what :func:`capture` returned."""
+    """Set the global generators to the states that :func:`capture` returned."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -49,12 +49,12 @@ def restore(state: Mapping[str, Any]) -> None:
 
 
 def capture_all() -> dict[str, Any]:
-    """Return the states of all ranks: ``{"rank 0": ...}``. All ranks must call."""
+    """Return the states of all ranks: ``{"rank 0": ...}``. All ranks must call it."""
     return {f"rank {rank}": state for rank, state in enumerate(gathered(capture()))}
 
 
 def restore_mine(states: Mapping[str, Any]) -> bool:
-    """Set the generators to what this rank had; False if it was not among those that saved."""
+    """Set the generators to this rank's states; return False if it was not among those saved."""
     state = states.get(f"rank {place()[0]}")
     if state is None:
         return False

@@ -1,8 +1,8 @@
-"""Processes that train together: one decides and tells the others; all tell what is their own.
+"""Exchange between processes that train together: from rank 0 to all, and from all to all.
 
-Nothing of torch.distributed is asked where no process group was made: a single process is rank 0
-of 1. What travels between ranks is pickled by torch.distributed, from one's own processes to one's
-own processes; none of it is stored.
+torch.distributed is not used unless a process group exists: a single process is rank 0
+of 1. torch.distributed pickles the exchanged values, between one's own processes; none of them
+is stored.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ T = TypeVar("T")
 
 
 def together() -> bool:
-    """Return whether a process group of more than one rank is there."""
+    """Return whether a process group of more than one rank exists."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def place() -> tuple[int, int]:
-    """Return the rank of this process, and how many there are."""
+    """Return the rank of this process, and the number of ranks."""
     return (dist.get_rank(), dist.get_world_size()) if together() else (0, 1)
 
 
 def from_first(make: Callable[[], T]) -> T:
-    """Call a function on rank 0 and return what it returned on every rank. All ranks must call.
+    """Call a function on rank 0 and return its result on every rank. All ranks must call it.
 
     Parameters
     ----------
     make
-        What it returns must be picklable, and so should be what it raises.
+        Its result must be picklable, and its errors should be.
 
     Raises
     ------
     Exception
-        What the function raised on rank 0, on every rank.
+        The function's error on rank 0, raised on every rank.
     """
     if not together():
         return make()
@@ -56,7 +56,7 @@ def from_first(make: Callable[[], T]) -> T:
 
 
 def gathered(value: T) -> list[T]:
-    """Return the values of all ranks, by rank, on every rank. All ranks must call."""
+    """Return the values of all ranks, by rank, on every rank. All ranks must call it."""
     if not together():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""A picture of what saves took: seconds by stage, and bytes, one column a version."""
+"""Picture of the costs of saves: seconds by stage, and bytes, one column a version."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 __all__ = ["plot_receipts"]
 
 _SIZE_INCHES: Final = (10.0, 7.0)
-# Columns in one picture. Source: more are narrower than a pixel's worth of ink.
+# Columns in one picture. Source: with more, each is narrower than a pixel.
 _VERSIONS_MAX: Final = 200
-# Colours that people who do not tell red from green apart can tell apart. Source: M. Okabe and
+# Colours that colour-blind people can distinguish. Source: M. Okabe and
 # K. Ito, Color universal design (2008).
 _STAGES: Final = {
     "staging_s": "#56B4E9",
@@ -35,21 +35,21 @@ _NAMES: Final = {"logical_bytes": "state", "new_bytes": "new", "stored_bytes": "
 
 
 def plot_receipts(store: Store, path: str | os.PathLike[str], *, run: str | None = None) -> Path:
-    """Draw the receipts of the last versions, as SVG, PNG or PDF by the name of the file.
+    """Draw the receipts of the last versions, as SVG, PNG or PDF by the suffix of the file.
 
     Parameters
     ----------
     path
-        Replaced if it is there.
+        Replaced if it exists.
     run
         Only versions of this run; None for all, in the order in which they were saved.
 
     Raises
     ------
     MissingDependencyError
-        There is no matplotlib.
+        matplotlib is not installed.
     InvalidInputError
-        The name of the file ends in something else.
+        The file has another suffix.
     RunNotFoundError, VersionNotFoundError
         There is no such run, or no version.
     StorageError
@@ -89,7 +89,7 @@ def _draw(figure: Figure, versions: Sequence[Version], run: str | None) -> None:
 
 
 def store_title(versions: Sequence[Version]) -> str:
-    """Return which runs are drawn."""
+    """Return a title with the names of the runs drawn."""
     return ", ".join(sorted({version.run for version in versions}))
 
 
@@ -101,7 +101,7 @@ def _draw_lines(
     label: str,
     **style: Any,  # noqa: ANN401 - of matplotlib
 ) -> None:
-    """Draw one line a run, all alike: versions of different runs do not follow each other."""
+    """Draw one line a run, all in one style: versions of different runs are not consecutive."""
     for places in lines:
         axes.plot(places, [values[place] for place in places], label=label, **style)
         label = "_again"

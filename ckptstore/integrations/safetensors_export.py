@@ -2,7 +2,7 @@
 
 The layout is a u64 length, a JSON header and the data. All sizes are known from the manifest, so
 the header is written first and the tensors follow one after the other, as they are read and
-checked. The file appears under its name when it is whole and on disk, or not at all.
+checked. The file appears under its name when it is complete and on disk, or not at all.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SUFFIX: Final = ".safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export wrote."""
+    """Result of an export."""
 
     path: str
     version: Version
@@ -60,10 +60,10 @@ def export_safetensors(
     overwrite: bool = False,
     progress: ProgressCallback = silent,
 ) -> Exported:
-    """Write the tensors of a version to a safetensors file; every byte is checked on the way.
+    """Write the tensors of a version to a safetensors file; checks every byte.
 
     Tied tensors and views are written once for each path, NumPy arrays as tensors. Host memory
-    stays near ``EXPORT_WINDOW_BYTES``, but a tensor that does not lie row by row in the store
+    stays near ``EXPORT_WINDOW_BYTES``, but a tensor that is not stored row by row
     (channels-last, transposed, a view, blocks of ranks) is held whole.
 
     Parameters
@@ -75,10 +75,10 @@ def export_safetensors(
     include, exclude
         Patterns of paths as in :meth:`ckptstore.Store.load`.
     strip_prefix
-        Taken off names that begin with it: ``model.`` makes ``model.embed.weight`` the
+        Prefix removed from names: ``model.`` makes ``model.embed.weight`` the
         ``embed.weight`` that ``load_state_dict`` expects.
     overwrite
-        Replace a file that is there.
+        Replace an existing file.
     progress
         Called with the bytes done.
 
@@ -92,7 +92,7 @@ def export_safetensors(
     InvalidInputError
         Two tensors would have one name; or the name does not end in ``.safetensors``.
     ConflictError
-        The file is there, and `overwrite` is False.
+        The file exists, and `overwrite` is False.
     CorruptTensorError
         A stored tensor is damaged; names it. No file appears.
     StorageError
@@ -118,21 +118,21 @@ def export_safetensors(
 
 
 def _check_name(path: Path) -> None:
-    """Refuse a name by which nothing, ``import`` neither, would know what the file is."""
+    """Refuse a file name that hides the format from readers, ``import`` included."""
     if path.is_dir():
-        msg = f"{path} is a folder, and what is exported is one file"
+        msg = f"{path} is a folder, but an export is one file"
         raise InvalidInputError(msg, hint=f"name the file: {path / ('model' + _SUFFIX)}")
     if path.suffix != _SUFFIX:
-        msg = f"{path} does not end in {_SUFFIX}, which is what is written"
+        msg = f"{path} does not end in {_SUFFIX}, the format of the export"
         name = "NAME" if path.name == "-" or not path.name else path.stem or path.name
         raise InvalidInputError(msg, hint=f"call it {path.with_name(name + _SUFFIX)}")
 
 
 def _checked_size(file: BinaryIO, header: bytes, items: Sequence[FileTensor]) -> int:
-    """Return the bytes that were written, which are as many as the header says."""
+    """Return the number of bytes written, after comparing it with the header's."""
     size = file.tell()
     expected = len(header) + sum(item.nbytes for item in items)
-    if size != expected:  # the manifest and its skeleton were checked, so this is a defect
+    if size != expected:  # the manifest and its skeleton were checked, so this is a bug
         msg = f"{size} bytes were written, not {expected}"
         raise CorruptObjectError(msg)
     return size
@@ -149,7 +149,7 @@ class _Segment:
 
 
 def _segments(content: Content, index: int) -> Iterator[_Segment]:
-    """Yield a tensor in parts of at most the window, or one piece where that is larger."""
+    """Yield a tensor in parts of at most the window, or one piece if that is larger."""
     item = ITEM_BYTES[content.manifest.tensors[index].dtype]
     start = stop = 0
     for end in (piece_ends(content.manifest, index) * item).tolist():
@@ -181,7 +181,7 @@ def _write_data(
 
 
 class _Writer:
-    """Collects segments up to the window, reads them at once, and writes them."""
+    """Collects segments up to the window, then reads and writes them together."""
 
     def __init__(
         self,
@@ -204,14 +204,14 @@ class _Writer:
         """Of the tensor that is being read in parts; one comes after the other."""
 
     def add(self, segment: _Segment) -> None:
-        """Take what comes next in the file."""
+        """Append the next segment of the file."""
         if self._batch_bytes + segment.nbytes > limits.EXPORT_WINDOW_BYTES:
             self.flush()
         self._batch.append(segment)
         self._batch_bytes += segment.nbytes
 
     def flush(self) -> None:
-        """Write what was collected."""
+        """Write the collected segments."""
         memory = memoryview(bytearray(self._batch_bytes))
         ranges: list[Range] = []
         at = 0
@@ -227,10 +227,10 @@ class _Writer:
         self._batch, self._batch_bytes = [], 0
 
     def _check(self, one: Range) -> None:
-        """Compare a tensor that follows from others with its digest, once all of it was read."""
+        """Compare a derived tensor with its digest, once all of it was read."""
         record = self._content.manifest.tensors[one.index]
         if record.recipe is None or one.out is None or one.nbytes == record.nbytes:
-            return  # what is read whole is compared by who reads it
+            return  # tensors read whole are compared by their reader
         if one.start == 0:
             self._made = Hasher()
         self._made.update(one.out)
@@ -238,7 +238,7 @@ class _Writer:
             check_made(self._content, one.index, self._made)
 
     def write_rearranged(self, item: FileTensor) -> None:
-        """Write a tensor that does not lie in the store as in the file."""
+        """Write a tensor whose stored order is not the file's."""
         record = self._content.manifest.tensors[item.index]
         memory = memoryview(bytearray(record.nbytes))
         self._read([Range(index=item.index, start=0, nbytes=len(memory), out=memory)])
@@ -276,9 +276,9 @@ class _Writer:
 
 @contextmanager
 def _new_file(path: Path, mark: str, *, overwrite: bool) -> Iterator[BinaryIO]:
-    """Give a file that gets its name, durable, when the block ends well, and is removed else.
+    """Yield a file that gets its name, durably, if the block succeeds, and is removed otherwise.
 
-    Between the last look and the rename another process could make the file, which is then
+    Between the last check and the rename another process could make the file, which is then
     replaced.
     """
     if not overwrite and path.exists():

@@ -1,4 +1,4 @@
-"""What goes into a safetensors file, decided from the manifest alone: names, dtypes, header.
+"""Plans a safetensors file from the manifest alone: names, dtypes, header.
 
 Pure: no data is read and nothing is written.
 """
@@ -60,7 +60,7 @@ class FileTensor:
     index: int
     """Its record in the manifest."""
     order: tuple[int, ...] | None = None
-    """How its dimensions lie in the store; None if as in the file."""
+    """Stored order of its dimensions; None if as in the file."""
     view: tuple[int, tuple[int, ...]] | None = None
     """Byte offset and strides in elements, if it is a part of the record."""
     blocks: bool = False
@@ -73,12 +73,12 @@ class FileTensor:
 
     @property
     def streams(self) -> bool:
-        """Whether the stored bytes are the file's, in order."""
+        """True if the stored bytes are the file's, in order."""
         return self.order is None and self.view is None and not self.blocks
 
     @property
     def file_shape(self) -> list[int]:
-        """Shape in the file: of packed 4-bit elements it counts each, torch two as one."""
+        """Shape in the file: counts packed 4-bit elements singly, where torch counts pairs."""
         shape = list(self.shape)
         if self.dtype == "float4_e2m1fn_x2":
             shape[-1] *= 2
@@ -88,7 +88,7 @@ class FileTensor:
 def plan_file(
     content: Content, wanted: PathFilter, strip_prefix: str
 ) -> tuple[list[FileTensor], tuple[str, ...]]:
-    """Return the tensors in the order of the file, and the paths of what is left out."""
+    """Return the tensors in the order of the file, and the paths that are left out."""
     left_out = [path_text(path) for path in _plain_values(content.node, ()) if wanted(path)]
     items: dict[str, FileTensor] = {}
     for leaf in content.leaves:
@@ -107,7 +107,7 @@ def plan_file(
     if not items:
         msg = "there is no tensor to export"
         raise TensorNotFoundError(msg)
-    # The widest elements first keep every tensor aligned, as the library itself does.
+    # The widest elements first keep every tensor aligned, as in the safetensors library.
     order = sorted(items.values(), key=lambda item: (-ITEM_BYTES[item.dtype], item.name))
     return order, tuple(left_out)
 

@@ -8,10 +8,10 @@
     trainer.train(resume_from_checkpoint=trainer.has_version)
     export_pretrained(store, "gpt@best:eval_loss", "exported")
 
-A callback alone could not do it: where a ``Trainer`` saves and what it resumes from are files of a
-folder, written and read by its own methods. The mixin replaces those methods, so that no folder
-``checkpoint-100`` is written, and everything a resumed training needs comes from the store. It
-goes in front of any class derived from ``Trainer``.
+A callback alone is not enough: a ``Trainer`` saves to and resumes from files of a
+folder, by its own methods. The mixin replaces those methods: no folder
+``checkpoint-100`` is written, and a resumed training gets its whole state from the store. It
+is put in front of any class derived from ``Trainer``.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ _ELSEWHERE: Final = "save with torch.distributed.checkpoint: docs/howto/torch-di
 class StoreTrainerMixin:
     """Makes a class derived from ``Trainer`` save to and resume from a run.
 
-    What the arguments of the training say about saving holds: ``save_strategy``, ``save_steps``,
+    The training arguments about saving apply: ``save_strategy``, ``save_steps``,
     ``save_total_limit`` (older versions are deleted by commits), ``save_only_model``,
     ``load_best_model_at_end``, and with it ``EarlyStoppingCallback``. A version holds the model,
     optimizer, scheduler, gradient scaler, random state of each rank, the trainer's state, and
-    what ``from_pretrained`` needs: configuration (of adapters of PEFT too) and tokenizer. Its
+    the files for ``from_pretrained``: configuration (of adapters of PEFT too) and tokenizer. Its
     metrics are those logged at its step, such as ``loss`` and ``eval_loss``.
 
     Parameters
     ----------
     run
-        To save to and resume from. Its store must be open for writing on rank 0. What it is to
-        store in fewer bytes, its ``encodings``, hold here.
+        The run to save to and resume from. Its store must be open for writing on rank 0. Its
+        ``encodings`` apply here.
     background
         Save with ``save_async``. Errors are raised by the next save, or when training ends.
     preemption
-        Asked after every step: when all ranks agree to stop, a version is saved and ``train``
+        Checked after every step: when all ranks agree to stop, a version is saved and ``train``
         returns. Exit with ``preemption.exit_code`` then.
     args, kwargs
         For the trainer.
@@ -82,7 +82,7 @@ class StoreTrainerMixin:
         is no run of a store.
     """
 
-    if TYPE_CHECKING:  # what the trainer has
+    if TYPE_CHECKING:  # attributes of the trainer
         args: Any
         model: Any
         state: Any
@@ -125,7 +125,7 @@ class StoreTrainerMixin:
 
     @property
     def has_version(self) -> bool:
-        """Whether the run has a version to resume from; the same on all ranks.
+        """True if the run has a version to resume from; the same on all ranks.
 
         A run that only begins with weights, as a fork of an imported folder does, has none yet:
         the training begins with the model that it was given.
@@ -157,16 +157,16 @@ class StoreTrainerMixin:
         ----------
         resume_from_checkpoint
             A ref (``gpt@latest-valid``, or the part after the ``@``), or True for the newest
-            version of the run. A folder that ``Trainer`` wrote is resumed from as ever.
+            version of the run. A folder that ``Trainer`` wrote is resumed from by ``Trainer``.
 
         Raises
         ------
         VersionNotFoundError
             The ref names nothing, or the run has no version yet.
         StateError
-            Another loop has saved the version, or only its weights are left.
+            Another training loop saved the version, or only its weights are left.
         CkptStoreError
-            A version could not be read, or not be saved.
+            A version cannot be read or saved.
         """
         ref = "latest" if resume_from_checkpoint is True else resume_from_checkpoint
         if not ref or Path(str(ref)).is_dir():
@@ -225,7 +225,7 @@ class StoreTrainerMixin:
         elif "optimizer" in self._resumed:
             self.optimizer.load_state_dict(self._resumed["optimizer"])
             self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
-            if not self.args.auto_find_batch_size:  # which may come back for it
+            if not self.args.auto_find_batch_size:  # else a later try may need it again
                 del self._resumed["optimizer"]
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -242,7 +242,7 @@ class StoreTrainerMixin:
 
     def _load_best_model(self) -> None:
         if self._preemption is not None and self._preemption.requested:
-            return  # there is no time, and the training goes on elsewhere
+            return  # preempted: no time is left, and the training resumes elsewhere
         ref = str(self.state.best_model_checkpoint)
         if Path(ref).is_dir():
             super()._load_best_model()  # type: ignore[misc]
@@ -270,16 +270,16 @@ class StoreTrainerMixin:
             "step": step,
             "metrics": self._metrics(step),
             "metadata": {"transformers": {"epoch": self.state.epoch}},
-            "roles": {BESIDE: "weights"},  # stays with them when the version is aged
+            "roles": {BESIDE: "weights"},  # ageing keeps it with the weights
         }
         if not self._background:
-            from_first(lambda: self._run.save(state, **wanted).id)  # all ranks fail if it fails
+            from_first(lambda: self._run.save(state, **wanted).id)  # all ranks raise its error
             self._rotate()
         elif place()[0] == 0:
             self._pending = self._run.save_async(state, **wanted)
 
     def _whole_state(self) -> dict[str, Any]:
-        """Return what a version holds. All ranks call."""
+        """Return the state to save as a version. All ranks call it."""
         state: dict[str, Any] = {"model": self.model.state_dict()}
         if not self.args.save_only_model:
             state["optimizer"] = self.optimizer.state_dict()
@@ -328,7 +328,7 @@ class StoreTrainerMixin:
             return None
 
     def _settle(self) -> None:
-        """Wait for the save under way, and delete what is over the limit. All ranks call."""
+        """Wait for the running save, and delete versions over the limit. All ranks call it."""
         if self._background:
             from_first(self._finish)
 
@@ -362,7 +362,7 @@ def _check_hub(arguments: Any) -> None:  # noqa: ANN401 - TrainingArguments, or 
     strategy = str(getattr(arguments, "hub_strategy", "")).rpartition(".")[2].lower()
     if getattr(arguments, "push_to_hub", False) and strategy != "end":
         msg = "push_to_hub needs a folder at every save"
-        raise InvalidInputError(msg, hint="set hub_strategy='end', or push what was exported")
+        raise InvalidInputError(msg, hint="set hub_strategy='end', or push an exported folder")
 
 
 def _stop_when_asked(preemption: Preemption) -> Any:  # noqa: ANN401 - a TrainerCallback
@@ -376,7 +376,7 @@ def _stop_when_asked(preemption: Preemption) -> Any:  # noqa: ANN401 - a Trainer
                 control.should_evaluate = False
 
         def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ANN401
-            if preemption.stop_at is not None:  # it was saved at the end of the step
+            if preemption.stop_at is not None:  # on_step_end saved it
                 control.should_save = control.should_evaluate = False
 
     return StopWhenAsked()

@@ -1,4 +1,4 @@
-"""How far apart the tensors of two versions are, read a window at a time."""
+"""Measures the difference between tensors of two versions, a window at a time."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _STORED_WHOLE = frozenset({"tensor", "parameter", "buffer"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorError:
-    """How far apart two tensors of one shape are, computed in float64.
+    """Difference of two tensors of one shape, computed in float64.
 
-    Elements of which one or both are NaN or infinite take no part in the errors: those that differ
-    are counted in `nonfinite`.
+    Elements with a NaN or an infinite value on either side do not count in the errors; those
+    that differ are counted in `nonfinite`.
     """
 
     relative_l2: float
@@ -46,7 +46,7 @@ class TensorError:
     unequal: int
     """Elements that differ at all, NaN from NaN not."""
     nonfinite: int
-    """Elements that differ and of which one is NaN or infinite."""
+    """Elements that differ and have a NaN or an infinite value on either side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Pair:
 
 @dataclass(slots=True)
 class _Sums:
-    """What windows of one pair add up to."""
+    """Sums over the windows of one pair."""
 
     square_difference: float = 0.0
     square_first: float = 0.0
@@ -69,7 +69,7 @@ class _Sums:
     nonfinite: int = 0
 
     def add(self, first: torch.Tensor, second: torch.Tensor) -> None:
-        """Take in one window of both tensors."""
+        """Add one window of both tensors."""
         one, two = _float64(first), _float64(second)
         unequal = (one != two) & ~(one.isnan() & two.isnan())
         finite = one.isfinite() & two.isfinite()
@@ -121,10 +121,10 @@ def compare(
     *,
     progress: ProgressCallback = silent,
 ) -> list[TensorError | None]:
-    """Return the error of each pair; None where the leaves have no values to subtract.
+    """Return the error of each pair; None if the leaves have no values to subtract.
 
     Reads each tensor once, some 64 MB of it at a time; but views, NumPy arrays, quantized tensors
-    and those that are stored in another order, or in other blocks, are held whole.
+    and those stored in different orders or blocks are held whole.
 
     Raises
     ------
@@ -166,7 +166,7 @@ def _streams(pair: Pair, contents: tuple[Content, Content]) -> bool:
 
 
 def _real(dtype: str) -> torch.dtype:
-    """Return a dtype by name; of complex elements that of their two parts."""
+    """Return a dtype by name; for complex elements that of their two parts."""
     parts = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
     return dtype_named(parts.get(dtype, dtype))
 
@@ -187,7 +187,7 @@ def _is_numeric(dtype: str) -> bool:
 def _groups(
     pairs: list[Pair], streamed: list[int], contents: tuple[Content, Content]
 ) -> Iterator[list[_Window]]:
-    """Yield windows to be read at once: a part of a large tensor, or many small ones."""
+    """Yield windows to read together: a part of a large tensor, or many small ones."""
     group: list[_Window] = []
     filled = 0
     for place in streamed:
@@ -236,7 +236,7 @@ def _read(
 
 
 def _whole(repo: Repo, pair: Pair, contents: tuple[Content, Content]) -> _Sums | None:
-    """Compare leaves that are rebuilt first; None where they are no tensors of numbers."""
+    """Compare leaves that are rebuilt first; return None if they are no tensors of numbers."""
     if {pair.first.kind, pair.second.kind} & {"bytes", "generator"}:
         return None
     values = []
@@ -244,7 +244,7 @@ def _whole(repo: Repo, pair: Pair, contents: tuple[Content, Content]) -> _Sums |
         value = LazyTensor(repo, content, leaf).load()
         try:
             values.append(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
-        except (TypeError, ValueError):  # an array of text, say
+        except (TypeError, ValueError):  # an array of text, for example
             return None
     if values[0].shape != values[1].shape:
         msg = f"the shapes {tuple(values[0].shape)} and {tuple(values[1].shape)} differ"

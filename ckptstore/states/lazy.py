@@ -1,4 +1,4 @@
-"""Lazy reading: a version whose tensors are fetched when they are asked for, and only as far."""
+"""Lazy reading: a version whose tensors are fetched on access, and only the parts needed."""
 
 from __future__ import annotations
 
@@ -44,17 +44,18 @@ _SLICEABLE = frozenset({"tensor", "parameter", "buffer"})
 
 
 class LazyVersion:
-    """One version, of which nothing but the manifest has been read.
+    """One version, read only as far as its manifest.
 
-    Attributes of :class:`ckptstore.Version` (``id``, ``run``, ``step``, ``metrics``, ...) are
-    there too. Safe to use from any thread, as long as the store is open.
+    It has the attributes of :class:`ckptstore.Version` (``id``, ``run``, ``step``, ``metrics``,
+    ...). Any thread may use it while the store is open.
 
     Parameters
     ----------
     whole
-        Of a version of which a part is kept: returns all of it, from elsewhere; is given why.
+        For a version that is kept only in part: gets the error that makes it necessary, and returns
+        the whole version from another store.
     again
-        Returns the version again; a pickle holds this. None: the version cannot be pickled.
+        Returns the version again; stored in a pickle. None: the version cannot be pickled.
     """
 
     def __init__(
@@ -94,17 +95,17 @@ class LazyVersion:
 
     @property
     def step(self) -> int:
-        """Step that it was saved at."""
+        """Training step at which it was saved."""
         return self.info.step
 
     @property
     def metrics(self) -> Mapping[str, float]:
-        """Metrics as of when it was looked up."""
+        """Metrics at the time of the lookup."""
         return self.info.metrics
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tags as of when it was looked up."""
+        """Tags at the time of the lookup."""
         return self.info.tags
 
     @property
@@ -114,7 +115,7 @@ class LazyVersion:
 
     @property
     def created_at(self) -> datetime:
-        """When it was committed, UTC."""
+        """Time of the commit, UTC."""
         return self.info.created_at
 
     @property
@@ -139,7 +140,7 @@ class LazyVersion:
         return key in self._leaves if isinstance(key, tuple) else key in self.keys()
 
     def tensors(self) -> list[TensorInfo]:
-        """Return what each tensor is; tied ones once."""
+        """Return a description of each tensor; tied ones once."""
         return self._content.tensors()
 
     def __getitem__(self, key: Pattern) -> LazyTensor:
@@ -161,7 +162,7 @@ class LazyVersion:
         return LazyTensor(self._repo, self._content, self._leaves[path])
 
     def _all(self, error: CkptStoreError) -> LazyVersion:
-        """Return all of a version of which a part is kept here."""
+        """Return the whole of a version that is kept here only in part."""
         assert self._whole is not None  # noqa: S101  # for the type checker: the callers looked
         return LazyVersion(self._repo, self.info, self._whole(error))
 
@@ -190,18 +191,18 @@ class LazyVersion:
         ):
             try:
                 return load_state(self._repo, self._content, request)
-            except TensorNotFoundError as error:  # before anything was read
+            except TensorNotFoundError as error:  # raised before anything is read
                 if self._whole is None:
                     raise
                 return load_state(self._repo, self._all(error)._content, request)
 
 
 class LazyTensor:
-    """One tensor of a version, unread. Indexing fetches the chunks that it needs and no more.
+    """One tensor of a version, unread. Indexing fetches only the chunks that it needs.
 
     Leading integers and one slice after them select a range of stored bytes; the rest of the index
-    is applied in memory; of a tensor that ranks stored in blocks, any leading integers and slices
-    select. Views, quantized tensors and NumPy arrays are read whole, then indexed.
+    is applied in memory. A tensor that ranks stored in blocks takes any leading integers and
+    slices. Views, quantized tensors and NumPy arrays are read whole, then indexed.
     """
 
     def __init__(self, repo: Repo, content: Content, leaf: Leaf) -> None:
@@ -216,12 +217,12 @@ class LazyTensor:
 
     @property
     def path(self) -> str:
-        """Where it is in the state, with dots between the keys."""
+        """Path in the state, with dots between the keys."""
         return path_text(self._leaf.path)
 
     @property
     def key(self) -> Path:
-        """Where it is in the state, as the tuple of keys."""
+        """Path in the state, as the tuple of keys."""
         return self._leaf.path
 
     @property
@@ -291,7 +292,7 @@ class LazyTensor:
         CorruptTensorError
             A piece that is needed is damaged.
         CorruptObjectError
-            The manifest says another size than dtype and shape do.
+            The manifest's size does not fit dtype and shape.
         """
         keys = index if isinstance(index, tuple) else (index,)
         if bytes_of(self.dtype, self.shape) != self.nbytes:
@@ -313,7 +314,7 @@ class LazyTensor:
             raise TensorIndexError(msg) from error
 
     def _range(self, keys: tuple[Any, ...]) -> tuple[int, tuple[int, ...], tuple[Any, ...]]:
-        """Return the first byte and the shape of what must be read, and what is left to index."""
+        """Return the first byte and the shape of the part to read, and the rest of the index."""
         shape = self.shape
         order = self._record.order
         rows_first = not shape or order is None or order[0] == 0
@@ -343,7 +344,7 @@ class LazyTensor:
     def _box(
         self, keys: tuple[Any, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-        """Return offsets and sizes of what must be read of blocks, and what is left to index."""
+        """Return offsets and sizes of the part to read of blocks, and the rest of the index."""
         offsets = [0] * len(self.shape)
         sizes = [*self.shape]
         rest: list[Any] = []
@@ -360,7 +361,7 @@ class LazyTensor:
         return tuple(offsets), tuple(sizes), (*rest, *keys[len(rest) :])
 
     def _fetch_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return a box of a tensor in blocks; reads the blocks that it meets, and what it needs."""
+        """Return a box of a tensor in blocks, reading the parts of blocks that lie in it."""
         item = ITEM_BYTES[self._record.dtype]
         nbytes = math.prod(sizes) * item
         record = replace(self._record, shape=sizes, nbytes=nbytes, blocks=None, recipe=None)

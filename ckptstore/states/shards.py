@@ -1,4 +1,4 @@
-"""The part of a save that one rank does: its boxes of tensors, and some values, into packs."""
+"""One rank's part of a save: writes its boxes of tensors, and some values, into packs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _check_shard(tensor: torch.Tensor, name: str) -> None:
     Raises
     ------
     StateError
-        It is of a type, layout or dtype that cannot; names it.
+        Its type, layout or dtype cannot be stored so; names it.
     """
     if not is_box(tensor):
         raise refusal(tensor, (name,))
@@ -79,24 +79,24 @@ def write_part(
 ) -> RankPart:
     """Write this rank's part of a state; return when its packs are durable.
 
-    No one may change the tensors meanwhile. Nothing becomes visible: what was written is an orphan
-    until :func:`ckptstore.checkpoint.commit_parts.commit_parts` names it.
+    The tensors must not change during the call. Nothing becomes visible: the packs are orphans
+    until :func:`ckptstore.checkpoint.commit_parts.commit_parts` names them.
 
     Parameters
     ----------
     paths
-        Where in the state each name belongs; by default, at its top.
+        Path in the state of each name; by default, at its top.
     shared
-        Tables of versions to share with.
+        Tables of the versions whose pieces may be shared.
     looked
-        Number of the catalog that these were looked up in; by default, of what is known now.
+        Number of the catalog in which those were looked up; by default, the one known now.
 
     Raises
     ------
     StateError
-        Something cannot be represented; names it. Nothing was written.
+        A value cannot be represented; names it. Nothing was written.
     LimitError
-        Something is nested too deep; names it. Nothing was written.
+        A value is nested too deep; names it. Nothing was written.
     StorageError
         A write failed.
     """
@@ -137,7 +137,7 @@ def write_part(
 def _cut_shards(
     shards: Sequence[Shard], chunk_bytes: int
 ) -> tuple[list[SourceTensor], list[tuple[int, int]]]:
-    """Return the tensors to write, and per shard where its own begin and end among them."""
+    """Return the tensors to write, and per shard the range of its own among them."""
     sources: list[SourceTensor] = []
     spans: list[tuple[int, int]] = []
     for shard in shards:
@@ -155,7 +155,7 @@ def _write(
     codec: str,
     progress: ProgressCallback,
 ) -> Written:
-    """Write the packs, and learn from it how fast the storage and the codec are."""
+    """Write the packs, and record the measured speed of storage and codec."""
     choice, _ = save_speed.choose(repo, codec, workers=repo.options.workers)
     began = repo.environment.monotonic()
     written = write_pieces(
@@ -177,7 +177,7 @@ _Flat = tuple[Node, tuple[SourceTensor, ...]]
 
 
 def _shard_info(shard: Shard, start: int, stop: int) -> ShardInfo:
-    """Return what the coordinator is told of a shard that lies in these rows."""
+    """Return the coordinator's record of a shard stored in these rows."""
     return ShardInfo(
         name=shard.name,
         dtype=dtype_text(shard.tensor.dtype) or "",
@@ -189,7 +189,7 @@ def _shard_info(shard: Shard, start: int, stop: int) -> ShardInfo:
 
 
 def _value_info(name: str, flat: _Flat, first: Sequence[int]) -> ValueInfo:
-    """Return what the coordinator is told of a value whose tensors begin in these rows."""
+    """Return the coordinator's record of a value whose tensors begin in these rows."""
     node, tensors = flat
     return ValueInfo(
         name=name,
@@ -200,7 +200,7 @@ def _value_info(name: str, flat: _Flat, first: Sequence[int]) -> ValueInfo:
 
 
 def _flat_value(path: Path, value: object, adapters: Sequence[TypeAdapter]) -> _Flat:
-    """Flatten a value in its place of the state, so that errors name it and depth counts."""
+    """Flatten a value at its place in the state, so that errors name it and depth counts."""
     state = value
     for key in reversed(path):
         state = {key: state}
@@ -214,9 +214,9 @@ def _flat_value(path: Path, value: object, adapters: Sequence[TypeAdapter]) -> _
 def _sources(shard: Shard, chunk_bytes: int) -> list[SourceTensor]:
     """Return a shard as one or two tensors to write.
 
-    Where it is a slab of the tensor's rows, its pieces are to be those that the tensor would be
-    cut into as a whole, so that versions that were saved by other numbers of ranks share them. What
-    comes before the first border of that grid then is a tensor of its own.
+    If it is a range of the tensor's rows, its pieces follow the grid on which the whole tensor
+    would be cut, so that versions saved by other numbers of ranks share them. The rows before the
+    first border of that grid then are a separate tensor.
     """
     tensor = shard.tensor.detach()
     slab = tensor.ndim > 0 and tuple(tensor.shape[1:]) == tuple(shard.shape[1:])

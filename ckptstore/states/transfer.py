@@ -1,4 +1,4 @@
-"""Loading into a different model: what fits by name is filled in place, the rest is reported.
+"""Loads into a different model: fills tensors that fit by name in place, reports the rest.
 
 For transfer learning: the names of a version are renamed to those of the model, dtypes are cast,
 tensors of another shape are left alone. Only the chunks that are needed are read.
@@ -37,13 +37,13 @@ _SEEN = _TAKEN | {"quantized"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferRequest:
-    """What the user asks for."""
+    """The user's options of one transfer."""
 
     include: Sequence[Pattern] | None = None
     """Patterns of paths of the version, before renaming."""
     exclude: Sequence[Pattern] | None = None
     rename: Mapping[Pattern, Pattern] | None = None
-    """Prefix of a path of the version to what the target calls it."""
+    """Prefix of a path of the version to the target's name for it."""
     cast: bool = True
     """Convert to the dtype of the target, where torch does that without losing the kind."""
     strict: bool | None = None
@@ -53,15 +53,15 @@ class TransferRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """A name that both have, and that was left as it is in the target."""
+    """A name that both sides have, whose tensor in the target was left unchanged."""
 
     name: str
     """In the target."""
     path: str
     """In the version."""
     why: str
-    """``shape``, ``dtype``, ``shared`` (its memory was filled under another name), or what is
-    unusual about a tensor that cannot be filled."""
+    """``shape``, ``dtype``, ``shared`` (its memory was filled under another name), or the
+    unusual property of a tensor that cannot be filled."""
     version_shape: tuple[int, ...]
     version_dtype: str
     target_shape: tuple[int, ...]
@@ -70,7 +70,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """What was taken over, and what was not."""
+    """Names that were loaded, and names that were not."""
 
     version: Version
     loaded: tuple[str, ...]
@@ -87,11 +87,11 @@ class TransferReport:
 
     @property
     def complete(self) -> bool:
-        """Whether every name of the target was filled and nothing was left over."""
+        """True if every name of the target was filled and nothing was left over."""
         return not (self.missing or self.unexpected or self.mismatched)
 
     def __str__(self) -> str:
-        """Return the counts, and the first few names of what does not fit."""
+        """Return the counts, and the first few names that do not fit."""
         wrong = [f"{m.name} ({m.why}: {_words(m)})" for m in self.mismatched]
         parts = [f"{len(self.loaded)} loaded"]
         if self.cast:
@@ -118,7 +118,7 @@ def _words(item: Mismatch) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """One leaf that goes into one tensor."""
+    """One leaf to read into one tensor."""
 
     leaf: Leaf
     name: str
@@ -155,9 +155,9 @@ def transfer(
         A pattern or a prefix matches nothing.
     InvalidInputError
         Two paths have one name after renaming; the target holds no tensor; nothing fits; or
-        `strict` is asked for and something does not fit. Nothing was read.
+        `strict` is set and something does not fit. Nothing was read.
     CorruptTensorError, StorageError
-        A tensor cannot be read. The target may then hold anything.
+        A tensor cannot be read. The target's contents are then undefined.
     """
     sources = _sources(content, request)
     targets = dict(_targets(target, ""))
@@ -183,12 +183,12 @@ def _check_fit(
     sources: Mapping[str, Leaf],
     targets: Mapping[str, torch.Tensor],
 ) -> None:
-    """Refuse what loads nothing, or not all if that is asked for; else warn, unless told not to.
+    """Refuse a transfer that loads nothing, or with `strict` not all; else warn, if not disabled.
 
     Raises
     ------
     InvalidInputError
-        Says what does not fit, and the renaming that would.
+        Names the tensors that do not fit, and the renaming that would make them fit.
     """
     if strict is False and report.loaded:
         return
@@ -196,7 +196,9 @@ def _check_fit(
     rename = fitting_rename(sources, targets)
     if strict or not report.loaded:
         how = "does not fit the target" if report.loaded else "has nothing that fits the target"
-        otherwise = "load what fits with strict=False" if report.loaded else "compare the names"
+        otherwise = (
+            "load the matching tensors with strict=False" if report.loaded else "compare the names"
+        )
         hint = f"pass {rename}" if rename else f"rename, or {otherwise}"
         raise InvalidInputError(f"{shown} {how}: {report}", hint=hint)
     hint = f"{rename} fits more" if rename else "strict=False says that this is meant"
@@ -204,7 +206,7 @@ def _check_fit(
 
 
 def _sources(content: Content, request: TransferRequest) -> dict[str, Leaf]:
-    """Return the leaves that are wanted, by the name that the target should have for them."""
+    """Return the selected leaves, by the name that they should have in the target."""
     wanted = PathFilter(request.include, request.exclude)
     renames = Renames(request.rename or {})
     found: dict[str, Leaf] = {}
@@ -312,7 +314,7 @@ def _dtype(target: torch.Tensor) -> str:
 
 
 def _memory(target: torch.Tensor) -> object:
-    """Return what is equal for tensors that are one and the same memory."""
+    """Return a key that is equal for tensors over the same memory."""
     if target.is_meta or target.layout != torch.strided or not target.numel():
         return id(target)
     return (target.device, target.data_ptr(), target.dtype, target.shape, target.stride())
@@ -341,7 +343,7 @@ def _refusal(
 def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
     """Yield jobs in batches of at most `host_bytes`, one at least; leaves of one tensor together.
 
-    Bytes that go straight to where they belong count too: a batch is also what is planned at once.
+    Bytes read straight into the target count too, since a batch is also planned at once.
     """
     batch: list[_Job] = []
     filled = 0
@@ -357,7 +359,7 @@ def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
 
 
 def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:
-    """Read the leaves of a batch; those of the target's dtype right into it, where it lies so."""
+    """Read the leaves of a batch; those of the target's dtype straight into its memory."""
     exact = {
         place: job.target
         for place, job in enumerate(batch)

@@ -1,1 +1,1 @@
-"""See the modules."""
+"""Conversion between Python states and skeletons with tensors."""

@@ -1,4 +1,4 @@
-"""How objects of other types enter a state: by adapters, the caller's or built-in ones."""
+"""Adapters, the caller's or built-in ones, by which objects of other types enter a state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["TypeAdapter", "adapters_by_name", "adapters_by_type"]
 class TypeAdapter:
     """Represents the objects of one type by a plain state, on save and again on load.
 
-    Only objects of exactly `type` are represented, not those of its subclasses. Nothing of the
-    type itself is stored but `name`, which is compared with the names of the adapters that are
-    passed on load, and of those that are built in: it never leads to other code.
+    Only objects of exactly `type` are represented, not those of its subclasses. Of the type only
+    `name` is stored. It is compared with the names of the built-in adapters and of those passed on
+    load: it never leads to other code.
     """
 
     name: str
@@ -34,7 +34,7 @@ class TypeAdapter:
     def of(cls, kind: Any, *, name: str = "") -> TypeAdapter:  # noqa: ANN401 - a class
         """Return the adapter of an enum, a named tuple, a dataclass or a tensor subclass.
 
-        An enum is stored by its value, the others by their fields; a dataclass is made again
+        An enum is stored by its value, the others by their fields; a dataclass is restored
         without calling ``__init__``. A tensor subclass needs ``__tensor_flatten__`` and
         ``__tensor_unflatten__``, and is stored as its inner tensors and their context.
 
@@ -43,13 +43,13 @@ class TypeAdapter:
         kind
             The class.
         name
-            Stored; by default its module and name. Give one to a class that may move, and to one
-            of a script, whose module is ``__main__`` there and has another name elsewhere.
+            The stored name; by default module and name of the class. Pass one for a class that may
+            move, and for one of a script, whose module ``__main__`` has another name elsewhere.
 
         Raises
         ------
         InvalidInputError
-            It is a class of another sort.
+            `kind` is none of these.
         """
         to_state, from_state = converters(kind)
         name = name or f"{kind.__module__}.{kind.__qualname__}"
@@ -57,12 +57,12 @@ class TypeAdapter:
 
 
 def adapters_by_type(adapters: Sequence[TypeAdapter]) -> dict[type[Any], TypeAdapter]:
-    """Return the adapters by type.
+    """Return a mapping of the adapters by type.
 
     Raises
     ------
     InvalidInputError
-        Two are for one type or have one name, or one is no adapter.
+        Two adapters are for one type or have one name, or an item is no adapter.
     """
     adapters_by_name(adapters)
     found = {adapter.type: adapter for adapter in adapters}
@@ -72,12 +72,12 @@ def adapters_by_type(adapters: Sequence[TypeAdapter]) -> dict[type[Any], TypeAda
 
 
 def adapters_by_name(adapters: Sequence[TypeAdapter]) -> dict[str, TypeAdapter]:
-    """Return the adapters by name.
+    """Return a mapping of the adapters by name.
 
     Raises
     ------
     InvalidInputError
-        Two have one name, or one is no adapter.
+        Two adapters have one name, or an item is no adapter.
     """
     found: dict[str, TypeAdapter] = {}
     for adapter in adapters:

@@ -1,14 +1,14 @@
-"""Which tensors of a state share memory, and what is stored for them.
+"""Finds tensors of a state that share memory, and chooses the tensors to store for them.
 
 Leaves of one storage are grouped by the bytes that they really touch:
 
 - same place, shape and strides: one tensor, many leaves (tied);
 - bytes in common, but not the same view: one base tensor, and views of it; the base is the leaf
-  that holds the others, or else the run of bytes from the first to the last one;
-- nothing in common: tensors of their own, whatever lies between them in the storage.
+  that contains the others, or else the range of bytes from the first to the last one;
+- nothing in common: separate tensors, whatever lies between them in the storage.
 
 A tensor with gaps is stored densely. Dimensions of stride 0 are stored once. A tensor whose
-elements overlap each other otherwise (``unfold``) is stored as the run of bytes below it.
+elements overlap each other otherwise (``unfold``) is stored as the range of bytes below it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Occurrence:
     tensor: torch.Tensor
     path: Path
     position: int
-    """How many leaves came before it."""
+    """Number of leaves before it."""
     node: list[Node]
     """Empty until :meth:`Pending.fill`."""
     flags: int
     identity: int
     """id() of the Python object that the leaf stands for."""
     device: str
-    """Where it is; empty for the CPU."""
+    """Its device; empty for the CPU."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,7 +67,7 @@ class Pending:
     """The node of a leaf that is no tensor; gets the index at position 1."""
 
     def fill(self, index: int) -> SourceTensor:
-        """Write `index` into the nodes of the leaves and return what is to be stored."""
+        """Write `index` into the nodes of the leaves and return the tensor to store."""
         objects: dict[int, int] = {}
         for occurrence in self.whole:
             _fill(occurrence, ["T", index], objects)
@@ -95,7 +95,7 @@ def _fill(occurrence: Occurrence, node: list[Node], objects: dict[int, int]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Place:
-    """One view of a storage, with the leaves that have exactly it."""
+    """One view of a storage, with the leaves that are exactly this view."""
 
     tensor: torch.Tensor
     item: int
@@ -107,7 +107,7 @@ class _Place:
 
 
 def resolve_storage(occurrences: Sequence[Occurrence]) -> list[Pending]:
-    """Return what is to be stored for the leaves of one storage.
+    """Return the tensors to store for the leaves of one storage.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def _place(leaves: list[Occurrence]) -> _Place:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return how many elements lie from the first to the last one, both included."""
+    """Return the number of elements from the first to the last one, both included."""
     if not tensor.numel():
         return 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
@@ -161,7 +161,7 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _name(tensor: torch.Tensor) -> str:
     name = dtype_text(tensor.dtype)
-    if name is None:  # refused by name while walking the state
+    if name is None:  # the walk of the state refuses it by path
         raise StateError(f"the dtype {tensor.dtype} cannot be stored")
     return name
 
@@ -191,7 +191,7 @@ def _alone(place: _Place) -> Pending:
     steps = zip(strides, dense_strides, strict=True)
     view = [old if dense or old == 0 else new for old, new in steps]
     if (once, view) != (shape, list(dense_strides)):
-        # Dimensions of stride 0, or odd strides of dimensions of size 1, which torch may look at.
+        # Dimensions of stride 0, or odd strides of dimensions of size 1, which torch may read.
         pending.whole = []
         entry: list[Node] = [pending.dtype, 0, list(shape), list(view)]
         pending.views = [(leaf, entry) for leaf in place.leaves]
@@ -217,12 +217,12 @@ def _whole(
 
 
 def _same_strides(shape: Sequence[int], a: Sequence[int], b: Sequence[int]) -> bool:
-    """Return whether two strides walk the same memory: those of dims of size 1 do not count."""
+    """Return whether two strides walk the same memory; dimensions of size 1 do not count."""
     return all(size == 1 or x == y for size, x, y in zip(shape, a, b, strict=True)) or 0 in shape
 
 
 def _injective(shape: Sequence[int], strides: Sequence[int], order: Sequence[int] | None) -> bool:
-    """Return whether each step passes all that lies within it, so that no two elements overlap."""
+    """Return whether no two elements overlap: each step is longer than all dimensions inside it."""
     reach = 0
     for dim in reversed(range(len(shape)) if order is None else order):
         if shape[dim] > 1:
@@ -313,7 +313,7 @@ def _truly_overlapping(cluster: list[_Place]) -> list[list[_Place]]:
 
 
 class _Address:
-    """Tells NumPy a shape at an address that nobody will read: for overlap tests on any device."""
+    """Describes a shape at an address that nobody reads to NumPy: overlap tests on any device."""
 
     def __init__(self, interface: dict[str, Any]) -> None:
         self.__array_interface__ = interface
@@ -338,4 +338,4 @@ def _share(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
     try:
         return np.shares_memory(a, b, max_work=10_000)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
-        return True  # one base more than needed; never a wrong result
+        return True  # at worst one base too many; never a wrong result

@@ -20,7 +20,7 @@ _TWIN_NAMES: Final = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 complex64 "
     "complex128"
 )
-# On a big-endian machine only single bytes mean the same in both worlds; records are little-endian.
+# On a big-endian machine only single bytes mean the same as in records, which are little-endian.
 TWINS: Final[Mapping[np.dtype[Any], str]] = MappingProxyType(
     {
         np.dtype(name): name
@@ -30,7 +30,7 @@ TWINS: Final[Mapping[np.dtype[Any], str]] = MappingProxyType(
 )
 """NumPy dtypes whose records carry the dtype of the same name."""
 
-# What numpy.dtype.str gives for types without Python objects. Fullmatch, so that no other spelling
+# Values of numpy.dtype.str for types without Python objects. Fullmatch, so that no other spelling
 # (aliases, comma lists) ever reaches numpy.dtype().
 _SIMPLE: Final = re.compile(r"[<>|][?biufcmMSUV][0-9]{1,10}(\[[0-9]{0,9}[A-Za-z]{1,8}\])?")
 
@@ -41,7 +41,7 @@ def describe_dtype(dtype: np.dtype[Any]) -> Node:
     Raises
     ------
     StateError
-        It holds Python objects, or it is a type that its own description does not bring back.
+        It holds Python objects, or its own description does not restore it.
     """
     node = _describe(dtype)
     try:
@@ -121,7 +121,7 @@ def build_scalar(dtype: np.dtype[Any], data: bytes) -> object:
     Raises
     ------
     CorruptObjectError
-        The length is not that of the dtype.
+        `data` has another length than the dtype.
     """
     if len(data) != dtype.itemsize:
         raise CorruptObjectError(f"a NumPy scalar of {dtype} has {len(data)} bytes")

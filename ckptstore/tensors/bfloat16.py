@@ -1,4 +1,4 @@
-"""float32 to bfloat16 by torch: in one pass over memory, and with one release of the lock.
+"""float32 to bfloat16 by torch: in one pass over memory, and with one release of the GIL.
 
 A :data:`ckptstore.encodings.casts.Rounding`: what it gives is compared with the definition before
 it is used.
@@ -17,20 +17,20 @@ import torch
 
 __all__ = ["to_bfloat16"]
 
-# Elements that torch is given at once, where it cannot be kept from calling threads of its own.
-# Source: it does from 32,768 on (at::internal::GRAIN_SIZE); a whole number of lines.
+# Elements that torch gets at once where its own threads cannot be turned off.
+# Source: it starts them from 32,768 on (at::internal::GRAIN_SIZE); a whole number of lines.
 _BLOCK: Final = (1 << 15) - 64
 
 
 def to_bfloat16(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) -> None:
     """Fill `out` with values rounded to bfloat16, a NaN with any NaN; in the calling thread alone.
 
-    Threads that torch would call take turns with ours on the same cores.
+    Threads started by torch would compete with ckptstore's for the same cores.
 
     Parameters
     ----------
     values
-        Writable, since torch warns of memory that is not.
+        Writable, since torch warns of read-only memory.
     """
     given = torch.from_numpy(values)
     made = torch.from_numpy(out.view(np.int16)).view(torch.bfloat16)
@@ -44,11 +44,11 @@ def to_bfloat16(values: npt.NDArray[np.float32], out: npt.NDArray[np.uint16]) ->
 
 
 def _copied_alone(made: torch.Tensor, given: torch.Tensor) -> bool:
-    """Copy with one thread of torch's, if OpenMP can be told so; return whether it could.
+    """Copy with one thread of torch's if OpenMP can be limited to it; return whether it could.
 
-    How many threads OpenMP takes is set for the calling thread alone (OpenMP 5.2, 2.4: nthreads-var
-    belongs to the data environment of a task), and set back here. A torch that was made with
-    something else, or with another copy of the library, does not see it, and is asked.
+    The number of threads of OpenMP is set for the calling thread alone (OpenMP 5.2, 2.4:
+    nthreads-var belongs to the data environment of a task), and set back here. A torch built with
+    another threading library, or another copy of OpenMP, ignores it; so torch itself is asked.
     """
     openmp = _openmp()
     if openmp is None:
@@ -67,11 +67,11 @@ def _copied_alone(made: torch.Tensor, given: torch.Tensor) -> bool:
 
 @cache
 def _openmp() -> tuple[Callable[[], int], Callable[[int], None]] | None:
-    """Return OpenMP's functions that read and write how many threads it takes; None without it."""
+    """Return OpenMP's functions that read and set its number of threads; None without OpenMP."""
     try:
-        library = ctypes.PyDLL(None)  # of this process; these calls are short: the lock is kept
+        library = ctypes.PyDLL(None)  # of this process; the calls are short, so keep the GIL
         read, write = library.omp_get_max_threads, library.omp_set_num_threads
-    except (AttributeError, OSError, TypeError):  # not there; or no such call (Windows)
+    except (AttributeError, OSError, TypeError):  # no OpenMP; or no such call (Windows)
         return None
     read.argtypes, read.restype = (), ctypes.c_int
     write.argtypes, write.restype = (ctypes.c_int,), None

@@ -1,4 +1,4 @@
-"""From a skeleton and finished tensors to the state."""
+"""Builds the state from a skeleton and finished tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Missing:
 
 
 MISSING: Final = Missing()
-"""In a list, tuple or deque of which a load took only some elements, the others."""
+"""Stands for the elements that a load of a part left out of a list, tuple or deque."""
 
 _FACTORIES: Final[Mapping[str, type]] = {
     kind.__name__: kind for kind in (int, float, str, bool, bytes, list, dict, set, tuple)
@@ -87,9 +87,9 @@ class Builder:
     records
         All records, by index.
     adapters
-        By name.
+        Adapters by name.
     targets
-        Existing tensors, by path, that receive the leaf's values and stand in its place.
+        Existing tensors, by path, that hold the leaf's values and are returned in its place.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Builder:
         Raises
         ------
         CorruptObjectError
-            A value cannot be made; names the path.
+            A value cannot be built; names the path.
         StateError
             An adapter failed; names the path.
         """
@@ -189,7 +189,7 @@ class Builder:
         target = self._targets.get(path)
         if target is not None:
             if node[0] == "T" and self._tensors[node[1]] is target:
-                return target  # it was read right into it
+                return target  # its bytes were read straight into it
             source = self._plain_tensor(node)
             mine, theirs = as_integers(target), as_integers(source)
             if target.is_conj() or target.is_neg():

@@ -1,7 +1,7 @@
-"""Adapters that need not be passed: those of Python and torch, and those of torchao's classes.
+"""Built-in adapters: for classes of Python and torch, and for torchao's.
 
-A stored name is compared with the names below, and never used as one. Code that is imported on
-load is that of a class listed here, which whoever saved it had installed too.
+A stored name is compared with the names below, and never used as one. A load imports only the
+module of a class listed here, whose library the saving process had installed too.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ SPARSE: Final = TypeAdapter(
 
 
 def builtin_for(kind: type[Any]) -> TypeAdapter | None:
-    """Return the adapter of a class; None where there is none of it."""
+    """Return the built-in adapter of a class, or None."""
     if kind is io.BytesIO:
         return BYTES_IO
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -102,12 +102,12 @@ def builtin_for(kind: type[Any]) -> TypeAdapter | None:
 
 
 def builtin_named(name: str) -> TypeAdapter | None:
-    """Return the adapter of a stored name; None where there is none of it.
+    """Return the built-in adapter of a stored name, or None.
 
     Raises
     ------
     StateError
-        It is that of a class of a library that is not installed.
+        Its class belongs to a library that is not installed.
     """
     if name in SUBCLASSES or name in _CONTEXTS:
         return _listed(name)

@@ -20,12 +20,12 @@ _HOLD_MORE = (dict, list, set, frozenset, str, bytes, bytearray, int, float, com
 
 
 def converters(kind: type[Any]) -> tuple[Callable[[Any], object], Callable[[Any], object]]:
-    """Return how an object of the class `kind` becomes a state, and how that becomes an object.
+    """Return two functions: from an object of the class `kind` to a state, and back.
 
     Raises
     ------
     InvalidInputError
-        It is a class of another sort.
+        `kind` is none of these kinds of class.
     """
     if isinstance(kind, type):
         if issubclass(kind, enum.Enum):
@@ -61,14 +61,14 @@ def _dataclass_state(value: Any) -> dict[str, Any]:  # noqa: ANN401 - a dataclas
 
 def _dataclass(kind: type[Any], state: Any) -> Any:  # noqa: ANN401
     _check_fields(kind, state, [field.name for field in dataclasses.fields(kind)])
-    made = object.__new__(kind)  # as copy.copy: what __init__ computed is in the fields
+    made = object.__new__(kind)  # as copy.copy: the results of __init__ are in the fields
     for name, value in state.items():
         object.__setattr__(made, name, value)
     return made
 
 
 def _check_attributes(value: object, names: Iterable[str]) -> None:
-    """Refuse an object with attributes that are no fields, which would be lost."""
+    """Refuse an object with attributes that are no fields, since they would be lost."""
     more = sorted({*getattr(value, "__dict__", {})} - {*names})
     if more:
         raise StateError(f"it has attributes that are no fields: {', '.join(more)}")

@@ -1,6 +1,6 @@
 """Tensors made of others: sparse ones, and subclasses with ``__tensor_flatten__``.
 
-Each is stored as a dict: ``tensors`` by name, ``context`` (plain values that say how to read them),
+Each is stored as a dict: ``tensors`` by name, ``context`` (plain values for rebuilding it),
 and ``dtype``, ``shape``, ``stride`` and ``flags`` of the whole. The context of a sparse tensor is
 its layout (``coo``, ``csr``, ``csc``, ``bsr``, ``bsc``) and whether it is coalesced.
 """
@@ -46,12 +46,12 @@ _FIELDS: Final[Mapping[str, Any]] = {
 
 
 def describe_subclass(tensor: torch.Tensor) -> dict[str, object]:
-    """Take a tensor apart whose class has ``__tensor_flatten__``; its memory is shared.
+    """Return the parts of a tensor whose class has ``__tensor_flatten__``, sharing its memory.
 
     Raises
     ------
     StateError
-        Its parts do not make it again, so that it could not be loaded.
+        Its parts do not rebuild it, so that it could not be loaded.
     """
     whole: Any = tensor
     names, context = whole.__tensor_flatten__()
@@ -65,7 +65,7 @@ def describe_subclass(tensor: torch.Tensor) -> dict[str, object]:
 
 
 def build_subclass(kind: type[Any], state: object) -> torch.Tensor:
-    """Put a tensor of the class `kind` together again.
+    """Return a tensor of the class `kind`, rebuilt from its parts.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def build_subclass(kind: type[Any], state: object) -> torch.Tensor:
 
 
 def describe_sparse(tensor: torch.Tensor) -> dict[str, object]:
-    """Take a sparse tensor apart; its memory is shared."""
+    """Return the parts of a sparse tensor, sharing its memory."""
     layout = SPARSE_LAYOUTS[tensor.layout]
     plain = tensor.detach()
     if layout == "coo":
@@ -97,7 +97,7 @@ def describe_sparse(tensor: torch.Tensor) -> dict[str, object]:
 
 
 def build_sparse(state: object) -> torch.Tensor:
-    """Put a sparse tensor together again; its indices are checked.
+    """Return a sparse tensor, rebuilt from its parts; its indices are checked.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def build_sparse(state: object) -> torch.Tensor:
     if values.dtype != dtype:
         raise CorruptObjectError(f"its values are {values.dtype}, not {dtype}")
     with warnings.catch_warnings():
-        # Making one warns, once, that some layouts are in beta; reading must go on.
+        # Making one warns, once, that some layouts are in beta; a load must not fail on that.
         warnings.simplefilter("ignore", UserWarning)
         if layout == "coo":
             built = torch.sparse_coo_tensor(
@@ -141,7 +141,7 @@ def _described(
 
 
 def _checked(state: object) -> tuple[Any, ...]:
-    """Return dtype, shape, stride, tensors, context and flags, each of the type that it must be."""
+    """Return dtype, shape, stride, tensors, context and flags, their types checked."""
     if not isinstance(state, dict) or state.keys() != _FIELDS.keys():
         raise CorruptObjectError(f"its fields are not {', '.join(_FIELDS)}")
     for name, kind in _FIELDS.items():
@@ -156,7 +156,7 @@ def _checked(state: object) -> tuple[Any, ...]:
 
 
 def flags_of(tensor: torch.Tensor) -> int:
-    """Return the flags of a tensor's node: whether it is a Parameter or Buffer, and has a grad."""
+    """Return the flags of a tensor's node: Parameter, Buffer, requires grad."""
     flags = REQUIRES_GRAD if tensor.requires_grad else 0
     if isinstance(tensor, torch.nn.Parameter):
         return flags | PARAMETER

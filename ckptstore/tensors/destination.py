@@ -18,7 +18,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class Record(Protocol):
-    """What the manifest says of one tensor."""
+    """A manifest's record of one tensor."""
 
     @property
     def dtype(self) -> str:
@@ -42,7 +42,7 @@ class Record(Protocol):
 
     @property
     def blocks(self) -> Blocks | None:
-        """Return the boxes that it is stored in; None where it is stored as one."""
+        """Return the boxes that hold its bytes; None if they are stored as one."""
 
 
 class Destination:
@@ -53,19 +53,19 @@ class Destination:
     record
         Its dtype, shape and order.
     device
-        Where the tensor is to be; other devices than the CPU are reached through host memory
+        Device of the finished tensor; devices other than the CPU are reached through host memory
         (pinned for CUDA) of the tensor's size.
     into
         A tensor on the CPU whose memory has exactly the record's layout: decode right into it.
-        Not for one in blocks: these are put in order when all are there, which for that moment
-        takes the tensor's memory twice.
+        Not for one in blocks: these are put in order once all are there, which takes the tensor's
+        memory twice for that moment.
 
     Raises
     ------
     LimitError
-        The memory cannot be had.
+        The memory cannot be allocated.
     CorruptObjectError
-        The record's size is not that of its dtype and shape, or its order is no order.
+        The record's size does not fit its dtype and shape, or its order is no permutation.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Destination:
     def finish(self) -> torch.Tensor:
         """Return the tensor, moved to its device. `view` must have been filled.
 
-        May be called again; the host memory of other devices is given back at the first call.
+        May be called again; the first call frees the host memory of other devices.
         """
         if self._done is None:
             self._done = self._into if self._into is not None else self._tensor()
@@ -113,7 +113,7 @@ class Destination:
 
 
 def _gathered(record: Record, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:
-    """Return new memory with a tensor's bytes row by row, out of those of its blocks."""
+    """Return new memory with a tensor's bytes row by row, gathered from its blocks."""
     try:
         memory = torch.empty(record.nbytes, dtype=torch.uint8, device=_CPU)
     except RuntimeError as error:
@@ -130,7 +130,7 @@ def check_record(record: Record) -> None:
     Raises
     ------
     CorruptObjectError
-        It is not.
+        They do not fit.
     """
     if bytes_of(record.dtype, record.shape) != record.nbytes:
         raise CorruptObjectError(

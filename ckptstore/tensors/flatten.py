@@ -1,7 +1,7 @@
-"""From a nested state to a skeleton and a list of tensors; nothing is pickled, nothing is guessed.
+"""From a nested state to a skeleton and a list of tensors, without pickling or guessing.
 
-What is kept: values, order, types of containers, which tensors share memory and which are one
-object, dtype, shape, memory order, Parameter and Buffer, ``requires_grad``. What is not: the
+Kept: values, order, types of containers, which tensors share memory and which are one
+object, dtype, shape, memory order, Parameter and Buffer, ``requires_grad``. Lost: the
 autograd graph, ``.grad``, hooks and attributes set on tensors; that one plain container occurs
 twice; that a NumPy array shares memory with anything but itself; gaps between elements (stored
 densely); that a NumPy array is read-only or a memory map.
@@ -49,7 +49,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlatState:
-    """A state taken apart."""
+    """A flattened state: skeleton and tensors."""
 
     skeleton: Node
     """Everything but the bytes of tensors; see :mod:`ckptstore.format.skeleton`."""
@@ -58,14 +58,14 @@ class FlatState:
 
 
 def flatten(state: object, adapters: Sequence[TypeAdapter] = ()) -> FlatState:
-    """Take a state apart without copying a tensor.
+    """Flatten a state without copying a tensor.
 
     Parameters
     ----------
     state
         Nested dicts, lists, tuples and so on; see ``docs/concepts/state.md``.
     adapters
-        Represent objects of other types; also override how a known type is represented.
+        Represent objects of other types; also override the representation of known types.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def flatten(state: object, adapters: Sequence[TypeAdapter] = ()) -> FlatState:
     Raises
     ------
     StateError
-        Something cannot be represented; the message names its path and type and says what to do.
+        A value cannot be represented; the message names its path and type, and the remedy.
     LimitError
         The state is nested too deep or has too many values.
     """
@@ -96,10 +96,10 @@ class _Walker:
         self._storages: dict[tuple[str, int], list[Occurrence]] = {}
         self._pending: list[Pending] = []
         self._arrays: dict[int, Pending] = {}
-        self._kept: list[object] = []  # objects told apart by id() must not be freed on the way
+        self._kept: list[object] = []  # objects identified by id() must outlive the walk
 
     def walk(self, value: Any, path: Path, depth: int) -> Node:  # noqa: ANN401 - anything at all
-        """Return the node of a value, whatever it is."""
+        """Return the node of a value of any type."""
         kind = type(value)
         if kind in _PLAIN:
             return value  # type: ignore[no-any-return]
@@ -116,7 +116,7 @@ class _Walker:
         return handler(self, value, path, depth)
 
     def resolve(self) -> tuple[SourceTensor, ...]:
-        """Decide what is stored, and fill the nodes of all leaves."""
+        """Choose the tensors to store, and fill the nodes of all leaves."""
         for occurrences in self._storages.values():
             self._pending += resolve_storage(occurrences)
         self._pending.sort(key=lambda pending: pending.position)
@@ -158,7 +158,7 @@ class _Walker:
         return ["o", extra, *self._entries(value, path, depth)]
 
     def on_default(self, value: defaultdict[Any, Any], path: Path, depth: int) -> Node:
-        """Represent a defaultdict, whose factory must be a plain type's."""
+        """Represent a defaultdict, whose factory must be a plain type."""
         factory = value.default_factory
         if factory is not None and factory not in _FACTORIES:
             raise StateError(
@@ -254,7 +254,7 @@ class _Walker:
     # --- tensors ----------------------------------------------------------------------------
 
     def on_tensor(self, value: torch.Tensor, path: Path, depth: int) -> Node:
-        """Represent a tensor; what it shares memory with is found out later."""
+        """Represent a tensor; ``resolve`` finds later with which others it shares memory."""
         self._kept.append(value)
         plain = type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta
         if plain and value.layout in SPARSE_LAYOUTS:

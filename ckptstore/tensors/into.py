@@ -1,4 +1,4 @@
-"""Tensors that a load fills in place: where a state has them, and whether they fit the version."""
+"""Tensors that a load fills in place: finds them in a state, and checks that they fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
 
 
 def is_view(leaf: Leaf) -> bool:
-    """Return whether a leaf is a view into the memory of its record, and not all of it."""
+    """Return whether a leaf is a view of only a part of its record's memory."""
     node = leaf.node
     inner = node[1] if isinstance(node, list) and node[0] == "Q" else node
     return isinstance(inner, list) and inner[0] == "V"
@@ -35,7 +35,7 @@ def tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch.
     Raises
     ------
     InvalidInputError
-        It is a module, or nested too deep.
+        The state is a module, or nested too deep.
     """
     if isinstance(value, torch.Tensor):
         return [(path, value)]
@@ -61,7 +61,7 @@ def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
     Raises
     ------
     InvalidInputError
-        The leaf is no tensor, or theirs are other dtypes or shapes; names the path.
+        The leaf is no tensor, or its dtype or shape differs; names the path.
     """
     if leaf.kind in ON_CPU or leaf.kind == "quantized":
         where = repr(path_text(leaf.path))
@@ -95,7 +95,7 @@ def decodable(record: Record, target: torch.Tensor) -> bool:
 
 
 def _reach(target: torch.Tensor) -> int:
-    """Return from where to where in memory a tensor has elements, in elements."""
+    """Return the number of elements that a tensor spans in memory, first to last."""
     if target.is_contiguous():
         return target.numel()
     return 1 + sum(
@@ -108,21 +108,21 @@ def check_apart(
     leaves: Mapping[Path, Leaf],
     direct: Mapping[int, torch.Tensor],
 ) -> None:
-    """Refuse memory that two different tensors of the version would be read into.
+    """Refuse memory that would receive two different tensors of the version.
 
     Parameters
     ----------
     targets
         The tensors to fill.
     leaves
-        Those of the version.
+        The leaves of the version.
     direct
-        By record: the tensor whose memory it is decoded into.
+        By record: the tensor that receives its decoded bytes.
 
     Raises
     ------
     InvalidInputError
-        Two share memory; names their paths.
+        Two tensors share memory; names their paths.
     """
     spans: list[tuple[str, int, int, int, Path]] = []
     for path, target in targets.items():

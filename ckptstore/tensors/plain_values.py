@@ -1,4 +1,4 @@
-"""Plain values as nodes of a skeleton: those that need more than to stand for themselves."""
+"""Plain values as nodes of a skeleton: those that cannot be stored as they are."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def int_node(value: int, path: Path) -> Node:
     Raises
     ------
     StateError
-        It has more digits than the format takes.
+        It has more digits than the format allows.
     """
     if -(1 << 63) <= value < (1 << 63):
         return value
@@ -33,7 +33,7 @@ def int_node(value: int, path: Path) -> Node:
 
 
 def str_node(value: str) -> Node:
-    """Return the node of a string; lone surrogates (from file names, say) are kept."""
+    """Return the node of a string; lone surrogates (from file names, for example) are kept."""
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -47,7 +47,7 @@ def key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: AN
     Raises
     ------
     StateError
-        It is not plain; names the path of what it is in.
+        It is not plain; names the path of the dict or set.
     """
     kind = type(key)
     if kind is str:

@@ -1,4 +1,4 @@
-"""Quantized tensors: integers, and how to read them.
+"""Quantized tensors: their integers, scales and zero points.
 
 The scheme of a ``Q`` node is ``tensor`` (parameters: scale, zero point), ``channel`` or
 ``channel_float`` (scales and zero points as tensors, axis), or ``none`` for a tensor that was
@@ -27,7 +27,7 @@ __all__ = ["Quantized", "build_quantized", "describe_quantized"]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantized:
-    """A quantized tensor taken apart."""
+    """The parts of a quantized tensor."""
 
     integers: torch.Tensor
     """Same memory; for types packed below a byte, one-dimensional."""
@@ -42,7 +42,7 @@ class Quantized:
 
 
 def describe_quantized(tensor: torch.Tensor) -> Quantized:
-    """Take a quantized tensor apart.
+    """Return the parts of a quantized tensor.
 
     Raises
     ------
@@ -95,7 +95,7 @@ def build_quantized(
     scheme: str,
     parameters: tuple[object, ...],
 ) -> torch.Tensor:
-    """Put a quantized tensor together; it shares the memory of `integers` unless it is packed.
+    """Return a quantized tensor that shares the memory of `integers` unless it is packed.
 
     Raises
     ------
@@ -131,7 +131,7 @@ def _empty(
     full: tuple[int, ...],
 ) -> torch.Tensor:
     with warnings.catch_warnings():
-        # Making any quantized tensor warns, once, that torch will drop them; reading must go on.
+        # Making any quantized tensor warns, once, that torch will drop them; a load must not fail.
         warnings.simplefilter("ignore", UserWarning)
         return _make(shape, dtype, scheme, parameters, like.device, full)
 
@@ -150,7 +150,7 @@ def _make(
         scale, zero = parameters
         if not isinstance(scale, float) or not isinstance(zero, int):
             raise CorruptObjectError("the scale of a quantized tensor is no number")
-        return torch._empty_affine_quantized(  # what torch.load itself uses
+        return torch._empty_affine_quantized(  # torch.load itself uses it
             shape, scale=scale, zero_point=zero, dtype=dtype, device=device
         )
     scales, zeros, axis = parameters

@@ -1,4 +1,4 @@
-"""Why a value cannot be stored, and what to do instead."""
+"""Errors for values that cannot be stored: the reason, and the remedy."""
 
 from __future__ import annotations
 

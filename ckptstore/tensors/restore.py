@@ -1,4 +1,4 @@
-"""Where a load decodes to: memory for each tensor, existing tensors, devices, and the state again.
+"""Plans a load: memory for each tensor, existing tensors, devices; then rebuilds the state.
 
 The order of calls, by the loader:
 
@@ -48,7 +48,7 @@ class Restorer:
     Parameters
     ----------
     skeleton
-        Validated; pruned to what is wanted (:func:`ckptstore.format.skeleton.prune`), or the node
+        Validated; pruned to the selection (:func:`ckptstore.format.skeleton.prune`), or the node
         of a single leaf.
     records
         All records of the version, by index.
@@ -57,13 +57,13 @@ class Restorer:
     map_location
         As in ``torch.load``, but None is the CPU: a device for all; a dict from the device at
         save time to a device; or a callable that gets an empty storage and the saved device, and
-        returns a storage on the device wanted. NumPy arrays, generators and tensors of role
-        ``rng``, which torch itself wants on the CPU, stay there.
+        returns a storage on the target device. NumPy arrays, generators and tensors of role
+        ``rng``, which torch itself needs on the CPU, stay there.
     into
-        A state with tensors, which are filled in place and come back in the result; what it does
-        not have is made new. Until the load is done, they may hold anything.
+        A state with tensors, which are filled in place and are part of the result; tensors that it
+        lacks are new. Their contents are undefined until the load is done.
     leaves
-        Those of the skeleton, where they are known.
+        The leaves of the skeleton, if known.
 
     Raises
     ------
@@ -73,9 +73,9 @@ class Restorer:
         `into` has a tensor at a path where the version has none.
     InvalidInputError
         A tensor of `into` differs in dtype or shape, or shares memory with another that is not
-        shared in the version; or `map_location` names no device, or one that is not there.
+        shared in the version; or `map_location` names no device, or one that does not exist.
     CorruptObjectError, UnsupportedFeatureError
-        A record is not valid, or its dtype is unknown to this torch.
+        A record is not valid, or the installed torch does not know its dtype.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Restorer:
     def batches(self, host_bytes: int) -> Iterator[list[int]]:
         """Yield the needed indices in batches, to be read and finished one after another.
 
-        Tensors for the CPU are decoded where they stay, and make one batch; those for other
-        devices pass through host memory, `host_bytes` at a time (one tensor at least).
+        Tensors for the CPU are decoded into their final memory, and make one batch; those for
+        other devices pass through host memory, `host_bytes` at a time (one tensor at least).
         """
         stay = [i for i in self.needed if self._devices.get(i, _CPU).type == "cpu"]
         if stay:
@@ -199,7 +199,7 @@ class Restorer:
 
 
 def _device_for(saved: str, map_location: MapLocation) -> torch.device:
-    """Return where a tensor goes that was saved from a device, by what the caller wishes."""
+    """Return the device of a tensor saved from `saved`, according to `map_location`."""
     wanted: Any = map_location
     if isinstance(wanted, Mapping):
         wanted = wanted.get(saved, "cpu")
@@ -221,7 +221,7 @@ def _device_for(saved: str, map_location: MapLocation) -> torch.device:
         raise InvalidInputError("a state cannot be loaded to the meta device")
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ImportError) as error:  # by kind of device
+    except (RuntimeError, AssertionError, ImportError) as error:  # depends on the kind of device
         why = str(error).strip().partition("\n")[0][:120]
         raise InvalidInputError(
             f"map_location is {str(device)!r}, a device that this process does not have: {why}",

@@ -1,4 +1,4 @@
-"""What a save reads: one tensor's bytes in their stored order, as a whole or piece by piece."""
+"""Sources of a save: one tensor's bytes in their stored order, as a whole or piece by piece."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class TensorPayload(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Return where the bytes are."""
+        """Return the device that holds the bytes."""
 
     def view(self) -> memoryview | None:
-        """Return the CPU memory itself, without a copy; None if the bytes do not lie there so."""
+        """Return the CPU memory itself, without a copy; None if it does not hold the bytes so."""
 
     def copy_into(self, start: int, out: memoryview) -> None:
         """Write the bytes from `start` on into `out`, which must not reach past the end."""
@@ -80,10 +80,10 @@ class SourceTensor:
 
 
 def settle(tensors: Iterable[SourceTensor]) -> None:
-    """Wait until what was queued on the devices before this call has been done.
+    """Wait for the work queued on the devices before this call.
 
-    Work that the calling thread has queued on its current stream is then in the tensors' memory,
-    so that worker threads, which have streams of their own, read what the caller sees.
+    Results of work that the calling thread queued on its current stream are then in memory,
+    so that worker threads, which have streams of their own, read the same as the caller.
     """
     devices = {tensor.payload.device for tensor in tensors} - {_CPU}
     for device in devices:
@@ -98,9 +98,9 @@ class TensorBytes:
     tensor
         Not quantized; may have gaps, and conjugate or negative bits. Must not overlap itself.
     order
-        The order in which its dimensions are to be stored.
+        The order in which its dimensions are stored.
     dense
-        Its memory, from its first to its last byte, is exactly what is to be stored.
+        Whether its memory, from first to last byte, is exactly the bytes to store.
     """
 
     def __init__(self, tensor: torch.Tensor, order: Sequence[int] | None, *, dense: bool) -> None:
@@ -115,11 +115,11 @@ class TensorBytes:
 
     @property
     def dense(self) -> bool:
-        """Return whether its memory is exactly what is to be stored."""
+        """Return whether its memory is exactly the bytes to store."""
         return self._dense
 
     def flat(self) -> torch.Tensor:
-        """Return the bytes of a dense tensor, ``uint8[nbytes]``, where they are."""
+        """Return the bytes of a dense tensor, ``uint8[nbytes]``, on its device."""
         tensor = self._tensor
         item = tensor.element_size()
         start, size = offset_of(tensor) * item, tensor.numel() * item
@@ -156,7 +156,7 @@ class ArrayBytes:
     Parameters
     ----------
     array
-        Already transposed to the order in which it is stored; any strides.
+        Already transposed to the stored order; any strides.
     """
 
     device = _CPU
@@ -181,7 +181,7 @@ class ArrayBytes:
 
 
 class BlobBytes:
-    """Bytes that are kept as a tensor of uint8."""
+    """Bytes that are stored as a tensor of uint8."""
 
     device = _CPU
 
@@ -198,7 +198,7 @@ class BlobBytes:
 
 
 def _copy_rows(
-    source: Any,  # noqa: ANN401 - a torch tensor or a NumPy array: what both can is used
+    source: Any,  # noqa: ANN401 - a torch tensor or a NumPy array: by their common methods
     item: int,
     start: int,
     out: memoryview,

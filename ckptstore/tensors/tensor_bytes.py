@@ -33,7 +33,7 @@ _BY_NAME: Final[Mapping[str, torch.dtype]] = MappingProxyType(
 _NAMES: Final[Mapping[torch.dtype, str]] = MappingProxyType(
     {dtype: name for name, dtype in _BY_NAME.items()}
 )
-# Same-sized integers: they can be copied on every device, where packed and bits types cannot.
+# Integers of the same size: every device can copy them, unlike packed and bits types.
 _INTEGERS: Final[Mapping[int, torch.dtype]] = MappingProxyType(
     {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 )
@@ -61,7 +61,7 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def offset_of(tensor: torch.Tensor) -> int:
-    """Return where in its storage a tensor begins, in elements."""
+    """Return the offset of a tensor in its storage, in elements."""
     return int(tensor.storage_offset())
 
 

@@ -1,4 +1,4 @@
-"""What shows whether a storage backend can be trusted; for backends of your own too.
+"""Tests that show whether a storage backend can be trusted, also for backends of third parties.
 
 Subclass :class:`~ckptstore.testing.conformance.BackendConformance` in a pytest module, give it a
 ``backend`` fixture and a side door, and run it. ``FaultyBackend`` makes a good backend fail on

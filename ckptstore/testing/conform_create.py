@@ -1,4 +1,4 @@
-"""Conformance of put-if-absent, on which every promise to concurrent writers rests."""
+"""Conformance of put-if-absent, the basis of every promise to concurrent writers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CHILD_S = 60.0
 
 
 def create_all(backend: Backend, who: int, rounds: int, won: Queue[tuple[int, int]]) -> None:
-    """Try to create one key a round, and report the rounds that were won; run in a child."""
+    """Try to create one key a round, and report the rounds won; runs in a child process."""
     for turn in range(rounds):
         try:
             backend.put_if_absent(f"race/{turn}", pattern(2000, who))
@@ -48,7 +48,7 @@ class CreateConformance(SideDoor):
         assert self.raw_keys() == {"commits/1.json"}
 
     def test_second_create_is_told(self, backend: Backend) -> None:
-        """A name that is taken, by whomever, stays as it is, and the caller is told."""
+        """A taken name keeps its content, and the caller gets an error, even the first creator."""
         backend.put_if_absent("a", b"first")
         self.raw_write("b", b"other")
         for key in ("a", "b"):
@@ -58,7 +58,7 @@ class CreateConformance(SideDoor):
         assert self.raw_keys() == {"a", "b"}
 
     def test_same_bytes_are_no_excuse(self, backend: Backend) -> None:
-        """Even the same content loses: who came first must be known."""
+        """Even the same content loses: exactly one caller must know that it was first."""
         backend.put_if_absent("a", b"same")
         with pytest.raises(ObjectExistsError):
             backend.put_if_absent("a", b"same")
@@ -78,7 +78,7 @@ class CreateConformance(SideDoor):
         assert self.raw_read("a") == b"second"
 
     def test_create_is_seen_whole(self, backend: Backend) -> None:
-        """A reader that looks all the time sees the whole object or none."""
+        """A reader that reads all the time sees the whole object or none."""
         data = pattern(300_000)
         seen: list[bytes] = []
         done = threading.Event()
@@ -107,7 +107,7 @@ class CreateConformance(SideDoor):
         gate = threading.Barrier(THREADS)
 
         def create(who: int, key: str) -> bool:
-            """Create the object when all can; say whether it won."""
+            """Create the object once all are ready; return whether it won."""
             gate.wait(CHILD_S)
             try:
                 backend.put_if_absent(key, pattern(3000, who))

@@ -28,7 +28,7 @@ KEYS = [
 
 
 class ListingConformance(SideDoor):
-    """A listing is compared with what the side door stored."""
+    """Compares listings with the objects that the side door stored."""
 
     def test_all_in_order(self, backend: Backend) -> None:
         """Everything is listed once, in the order of the whole keys, with its size."""
@@ -42,7 +42,7 @@ class ListingConformance(SideDoor):
         "prefix", ["", "a", "a/", "a/z", "a/z/", "c", "commits/00000", "packs/a", "store.json", "z"]
     )
     def test_prefix_and_after(self, backend: Backend, prefix: str) -> None:
-        """For each place to go on from, exactly the later keys of the prefix are listed."""
+        """For each position to continue from, exactly the later keys of the prefix are listed."""
         for key in KEYS:
             self.raw_write(key, b"x")
         cuts = ["", *KEYS, "a/", "a/y", "b", "commits/0", "commits/000000/9", "packs/aa/0", "zz"]
@@ -51,14 +51,14 @@ class ListingConformance(SideDoor):
             assert found == [key for key in KEYS if key.startswith(prefix) and key > after], after
 
     def test_nothing_there(self, backend: Backend) -> None:
-        """A folder that is not there, and an empty store, are empty listings."""
+        """A missing folder and an empty store are empty listings."""
         assert list(backend.list("")) == []
         assert list(backend.list("no/such/")) == []
         self.raw_write("a/b", b"x")
         assert list(backend.list("a/b/c")) == []
 
     def test_write_shows_at_once(self, backend: Backend) -> None:
-        """A listing shows what was written, created or deleted before it, by anybody."""
+        """A listing shows every object written, created or deleted before it, by any client."""
         for index in range(5):
             assert len(list(backend.list("a/"))) == 2 * index
             backend.put(f"a/{index}", b"x")
@@ -73,14 +73,14 @@ class ListingConformance(SideDoor):
         assert "a/0" not in {info.key for info in backend.list("a/")}
 
     def test_foreign_names_are_left_out(self, backend: Backend) -> None:
-        """Temporary files and names that no key may have are not listed."""
+        """Temporary files and names that break the key rules are not listed."""
         for name in (".tmp-123", "a/.tmp-456", "a/B", "a/with space", ".hidden/x", "a/good"):
             self.raw_write(name, b"x")
         assert [info.key for info in backend.list("")] == ["a/good"]
         assert [info.key for info in backend.list("a/")] == ["a/good"]
 
     def test_listing_agrees_with_stat(self, backend: Backend) -> None:
-        """Size and time in a listing are those that ``stat`` tells."""
+        """Size and time in a listing are those of ``stat``."""
         backend.put("a/b", b"12345")
         (listed,) = backend.list("a/")
         looked = backend.stat("a/b")

@@ -1,4 +1,4 @@
-"""Conformance of single objects: write, read, look, delete."""
+"""Conformance of single objects: write, read, stat, delete."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ BAD_KEYS = [
 
 
 class ObjectConformance(SideDoor):
-    """Every effect of a write is looked at through the side door, and the reverse."""
+    """Checks every effect of a write through the side door, and the reverse."""
 
     def test_put_stores_exactly_the_bytes(self, backend: Backend) -> None:
-        """What ``put`` is given is what is stored, under the key and nothing beside it."""
+        """``put`` stores exactly its bytes, under the key and nothing beside it."""
         data = pattern(100_001)
         backend.put("packs/ab/one.pack", data)
         assert self.raw_read("packs/ab/one.pack") == data
         assert self.raw_keys() == {"packs/ab/one.pack"}
 
     def test_get_returns_what_is_stored(self, backend: Backend) -> None:
-        """``get`` returns the stored bytes, whoever stored them."""
+        """``get`` returns the stored bytes, whichever client stored them."""
         self.raw_write("a/b.json", b"from somewhere else")
         assert backend.get("a/b.json", bytes_max=100) == b"from somewhere else"
 
@@ -77,16 +77,16 @@ class ObjectConformance(SideDoor):
         assert self.raw_read("a/put") == self.raw_read("a/create") == pattern(1000)
 
     def test_put_again_is_no_error(self, backend: Backend) -> None:
-        """A ``put`` that is tried again with the same bytes succeeds."""
+        """A ``put`` that is repeated with the same bytes succeeds."""
         backend.put("a/b", b"same")
         backend.put("a/b", b"same")
         assert self.raw_read("a/b") == b"same"
 
     @pytest.mark.parametrize("other", [b"else", b"", b"longer than the first"])
     def test_put_of_other_content(self, backend: Backend, other: bytes) -> None:
-        """A key that is taken is replaced whole, or stays and the caller is told; nothing between.
+        """A taken key is replaced whole, or stays and the caller gets an error; nothing between.
 
-        So whoever hears of no error finds what it wrote.
+        So a caller without an error finds its own bytes.
         """
         backend.put("a/b", b"same")
         try:
@@ -100,7 +100,7 @@ class ObjectConformance(SideDoor):
         assert self.raw_keys() == {"a/b"}
 
     def test_missing_object_is_not_found(self, backend: Backend) -> None:
-        """Every read of an object that is not there raises the one not-found error."""
+        """Every read of a missing object raises the one not-found error."""
         with pytest.raises(ObjectNotFoundError):
             backend.get("no/such", bytes_max=10)
         with pytest.raises(ObjectNotFoundError):
@@ -136,7 +136,7 @@ class ObjectConformance(SideDoor):
         ],
     )
     def test_ranges(self, backend: Backend, offset: int, sizes: list[int]) -> None:
-        """Buffers are filled one after another from the offset on, however many there are."""
+        """Buffers are filled one after another from the offset on, in any number."""
         data = pattern(5000)
         self.raw_write("a/b", data)
         buffers = [memoryview(bytearray(size)) for size in sizes]
@@ -145,7 +145,7 @@ class ObjectConformance(SideDoor):
 
     @pytest.mark.parametrize(("offset", "size"), [(0, 101), (100, 1), (99, 2), (5000, 10)])
     def test_truncated_object(self, backend: Backend, offset: int, size: int) -> None:
-        """A range that the object does not have is damage, not a short read."""
+        """A range beyond the object's end is damage, not a short read."""
         self.raw_write("a/b", pattern(100))
         with pytest.raises(CorruptObjectError):
             backend.read_into("a/b", offset, [memoryview(bytearray(size))])
@@ -165,7 +165,7 @@ class ObjectConformance(SideDoor):
         assert part == data[11 * MIB + 3 : 18 * MIB + 3]
 
     def test_stat(self, backend: Backend) -> None:
-        """Size and time are the stored object's, the time by a clock near ours."""
+        """Size and time are the stored object's, the time by a clock near this machine's."""
         backend.put("a/b", pattern(321))
         info = backend.stat("a/b")
         assert (info.key, info.size_bytes) == ("a/b", 321)
@@ -181,7 +181,7 @@ class ObjectConformance(SideDoor):
             backend.get("a/b", bytes_max=10)
 
     def test_delete_is_idempotent(self, backend: Backend) -> None:
-        """To delete what is not there, or no longer there, is no error."""
+        """Deleting a missing or deleted object is no error."""
         backend.delete("never/was")
         backend.put("a", b"1")
         backend.delete("a")
@@ -201,13 +201,13 @@ class ObjectConformance(SideDoor):
         assert self.raw_keys() == {"a/b"}
 
     def test_writer_without_bytes(self, backend: Backend) -> None:
-        """A writer that was given nothing makes an empty object."""
+        """A writer without any bytes makes an empty object."""
         with backend.open_writer("a/b") as writer:
             writer.commit()
         assert self.raw_read("a/b") == b""
 
     def test_object_appears_at_commit(self, backend: Backend) -> None:
-        """Before its commit an object is not there, neither for reads nor in listings."""
+        """Before its commit an object is absent, for reads and in listings."""
         with backend.open_writer("a/b") as writer:
             writer.write(pattern(MIB))
             assert self.raw_read("a/b") is None
@@ -239,7 +239,7 @@ class ObjectConformance(SideDoor):
 
     @pytest.mark.parametrize("key", BAD_KEYS)
     def test_bad_keys_are_refused(self, backend: Backend, key: str) -> None:
-        """Every method refuses a key that breaks the rules, and nothing happens."""
+        """Every method refuses a key that breaks the rules, and does nothing."""
         calls: list[Callable[[], object]] = [
             lambda: backend.put(key, b"x"),
             lambda: backend.put_if_absent(key, b"x"),
@@ -255,11 +255,11 @@ class ObjectConformance(SideDoor):
         assert self.raw_keys() == set()
 
     def test_threads(self, backend: Backend) -> None:
-        """Eight threads at once each read back what they wrote."""
+        """Eight threads at once each read back their own bytes."""
         gate = threading.Barrier(8)
 
         def work(seed: int) -> bool:
-            """Write and read back some objects; say whether all came back right."""
+            """Write and read back some objects; return whether all came back right."""
             gate.wait(30)
             good = True
             for index in range(4):

@@ -1,4 +1,4 @@
-"""The conformance suite as a whole; see :mod:`ckptstore.testing.side_door` for how to use it."""
+"""The whole conformance suite; :mod:`ckptstore.testing.side_door` shows its use."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = [
 class BackendConformance(
     ObjectConformance, ListingConformance, CreateConformance, ProcessConformance
 ):
-    """Everything that a store for many writers asks of a backend.
+    """All requirements of a store for many writers on a backend.
 
     For storage that promises less, inherit the parts: without ``CreateConformance`` a store may
-    only have a single writer, without ``ProcessConformance`` it lives in one process.
+    only have a single writer, without ``ProcessConformance`` it is limited to one process.
     """

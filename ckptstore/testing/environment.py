@@ -1,4 +1,4 @@
-"""Time and randomness under a test's control: nothing waits, everything can be repeated."""
+"""Time and randomness under a test's control: no waiting, and every test can be repeated."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["SimulatedEnvironment"]
 
 
 class SimulatedEnvironment:
-    """An ``Environment`` whose clock moves only when someone sleeps, or by hand.
+    """An ``Environment`` whose clock moves only by ``sleep``, or by hand.
 
     Safe from any thread. Two instances of one seed give the same random numbers.
 
     Parameters
     ----------
     seed
-        What the random numbers are drawn from.
+        Seed of the random numbers.
     now_ms
         The wall clock at the beginning, in milliseconds since 1970.
     """
@@ -38,7 +38,7 @@ class SimulatedEnvironment:
         return self._elapsed_s
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` pass at once."""
+        """Advance the clock by `seconds` at once."""
         with self._lock:
             self._elapsed_s += seconds
 

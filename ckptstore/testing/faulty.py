@@ -32,7 +32,7 @@ CALLS = WRITES | {"get", "read_into", "list", "stat"}
 
 
 class When(StrEnum):
-    """What becomes of a call that is hit."""
+    """Effect of a fault on the call that it hits."""
 
     BEFORE = "before"
     """It raises, and the storage never hears of it."""
@@ -46,16 +46,16 @@ class When(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """Which calls are hit, and how. Counts on its own; safe from any thread.
+    """A choice of calls, and their failure. Counts its own calls; safe from any thread.
 
     Parameters
     ----------
     calls
         Names out of ``CALLS``; calls of other names are not counted.
     at
-        The first call that is hit, counted from 1; 0 hits none and only counts.
+        The first call that fails, counted from 1; 0 fails none and only counts.
     times
-        How many calls in a row from `at` on; 0 for every one: a failure for good.
+        Number of calls in a row from `at` on; 0 for every one: a permanent failure.
     error
         Makes the exception that is raised.
     callback
@@ -82,7 +82,7 @@ class Fault:
             raise ValueError(msg)
 
     def takes(self, call: str) -> bool:
-        """Count one call, and tell whether it is hit."""
+        """Count one call, and return whether it fails."""
         if call not in self.calls:
             return False
         with self._lock:
@@ -94,7 +94,7 @@ class Fault:
 
 
 class FaultyBackend(WrapperBackend):
-    """Passes calls on, except for those that one of its faults takes.
+    """Passes calls on, except for those that one of its faults hits.
 
     ::
 
@@ -134,10 +134,10 @@ class FaultyBackend(WrapperBackend):
         return self.run("get", key, lambda: self.inner.get(key, bytes_max=bytes_max), half=half)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Read, or fail; truncated: the second half of each buffer is zeros, and nobody says so."""
+        """Read, or fail; truncated: silently, the second half of each buffer is zeros."""
 
         def half() -> None:
-            """Fill the buffers, and make zeros of the second half of each."""
+            """Fill the buffers, and zero the second half of each."""
             self.inner.read_into(key, offset, buffers)
             for buffer in buffers:
                 tail = len(buffer) // 2
@@ -158,7 +158,7 @@ class FaultyBackend(WrapperBackend):
         yield from self.run("list", prefix, whole, half=half)
 
     def stat(self, key: str) -> ObjectInfo:
-        """Look, or fail."""
+        """Stat, or fail."""
         return self.run("stat", key, lambda: self.inner.stat(key))
 
     def delete(self, key: str) -> None:
@@ -168,7 +168,7 @@ class FaultyBackend(WrapperBackend):
     def run(
         self, call: str, key: str, action: Callable[[], T], *, half: Callable[[], T] | None = None
     ) -> T:
-        """Carry out one call the way the first fault that takes it says."""
+        """Carry out one call with the effect of the first fault that hits it."""
         hit = [fault for fault in self.faults if fault.takes(call)]
         if not hit:
             return action()

@@ -1,4 +1,4 @@
-"""What a conformance suite needs from its subclass: a backend, and a way around it."""
+"""Requirements of a conformance suite on its subclass: a backend, and a way around it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ __all__ = ["SideDoor", "pattern"]
 
 
 def pattern(size_bytes: int, seed: int = 0) -> bytes:
-    """Return bytes of which any shift or swap shows: a fixed sequence of period 251."""
+    """Return bytes in which any shift or swap shows: a fixed sequence of period 251."""
     period = bytes((7 * i + 31 * seed) % 251 for i in range(251))
     return (period * (size_bytes // 251 + 1))[:size_bytes]
 
 
 class SideDoor:
-    """Looks at the storage, and changes it, without the backend under test.
+    """Reads and changes the storage without the backend under test.
 
-    A subclass sets what the three ``raw_`` methods need in its ``backend`` fixture::
+    A subclass sets the attributes that its three ``raw_`` methods need in its ``backend`` fixture::
 
         class TestMine(BackendConformance):
             backend_name = "mine"
@@ -34,14 +34,14 @@ class SideDoor:
     """
 
     backend_name: ClassVar[str]
-    """``Backend.name`` of what is tested."""
+    """``Backend.name`` of the tested backend."""
     secrets: ClassVar[tuple[str, ...]] = ()
     """Credentials that the fixture gives to the backend; they must not show anywhere."""
     clock_skew_s: ClassVar[float] = 120.0
-    """How far the storage's clock may be from this machine's, in seconds."""
+    """Largest difference of the storage's clock from this machine's, in seconds."""
 
     def raw_read(self, key: str) -> bytes | None:
-        """Return the stored bytes of an object, None where there is none."""
+        """Return the stored bytes of an object, or None."""
         raise NotImplementedError
 
     def raw_write(self, key: str, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""What the golden store of arranged deltas holds: numbers that move as training moves them."""
+"""State of the golden store of arranged deltas: numbers that change as in a training."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """moto's S3 with one write at a time, run as ``python atomic_moto.py PORT``.
 
-moto looks whether an object is there and writes it later, without a lock in between: now and then
-two conditional writes win. AWS promises that one does, so here a lock makes the fake keep that.
+moto checks whether an object exists and writes it later, without a lock in between: now and then
+two conditional writes win. AWS promises that only one does, so here a lock makes moto keep that.
 """
 
 from __future__ import annotations

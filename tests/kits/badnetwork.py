@@ -1,4 +1,4 @@
-"""What a network and a server do to requests, one kind of fault after the other."""
+"""Faults of networks and servers, one kind after the other."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ KINDS = [
     Fault(kind=Kind.STATUS_AFTER, status=500, code="InternalError"),
 ]
 OFTEN = [fault for fault in KINDS if fault.status != 403]
-"""What a single retry overcomes."""
+"""Faults that a single retry overcomes."""
 SLOW = Fault(kind=Kind.DELAY, seconds=2.0)
 
 
 class Hasty(SystemEnvironment):
-    """Waits no time."""
+    """An environment that never waits."""
 
     def sleep(self, seconds: float) -> None:
         """Return at once."""
 
 
 def named(fault: Fault) -> str:
-    """Return what a test with this fault is called."""
+    """Return the test id of a fault."""
     return f"{fault.kind}-{fault.status}"
 
 
 def hitting(fault: Fault, *, every: int = 1, times: int = 0, skip: int = 0) -> Fault:
-    """Return a new fault of the kind of another, which hits so many requests, 0 for all."""
+    """Return a copy of a fault that hits `times` requests, 0 for all."""
     return Fault(
         kind=fault.kind,
         status=fault.status,

@@ -16,7 +16,7 @@ from local_servers import SECRET
 __all__ = ["PREFIX", "GcsBucket", "S3Bucket"]
 
 PREFIX = "some/Place/"
-"""Where in a bucket the tested store lies; upper case, which keys may not have."""
+"""Prefix of the tested store in a bucket; upper case, which keys may not have."""
 
 
 @cache
@@ -56,7 +56,7 @@ class S3Bucket:
         }
 
     def chain(self) -> dict[str, str]:
-        """Return the credentials as variables of the environment, where a user has them."""
+        """Return the credentials as variables of the environment, as a user would set them."""
         return {
             "AWS_ACCESS_KEY_ID": "labaccess",
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -64,7 +64,7 @@ class S3Bucket:
         }
 
     def read(self, key: str) -> bytes | None:
-        """Return the stored bytes, None where there is no object."""
+        """Return the stored bytes, or None if there is no object."""
         try:
             answer = self._client.get_object(Bucket=self.name, Key=PREFIX + key)
         except ClientError as error:
@@ -109,7 +109,7 @@ class GcsBucket:
         return {"token": "anon", "endpoint_url": endpoint_url or self.endpoint_url}
 
     def read(self, key: str) -> bytes | None:
-        """Return the stored bytes, None where there is no object."""
+        """Return the stored bytes, or None if there is no object."""
         path = f"/storage/v1/b/{self.name}/o/{quote(PREFIX + key, safe='')}?alt=media"
         answer = self._session.get(self.endpoint_url + path, timeout=30)
         if answer.status_code == 404:

@@ -1,4 +1,4 @@
-"""What a store must hold: read from the stored commits as JSON, sharing no code with the fold."""
+"""Model of a store's contents, built from the stored commits as JSON, without code of the fold."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Row:
     """The version that it was forked from."""
     level: str = "full"
     may_round: bool = False
-    """Its weights were rounded; or those of what it was forked from, by then or just so."""
+    """Its weights were rounded; or those of its fork's origin, before or at the fork."""
     may_lack: bool = False
-    """It was forked from a version of which less than everything was kept, by then or just so."""
+    """It was forked from a version that had been reduced before, or was at the fork."""
     deleted: bool = False
     pinned: bool = False
     needs: frozenset[str] = frozenset()
@@ -40,13 +40,13 @@ class Row:
 
     @property
     def live(self) -> bool:
-        """Say whether it must load."""
+        """Return whether it must load."""
         return not self.deleted and self.level != "record"
 
 
 @dataclass
 class CatalogModel:
-    """The versions after the commits so far, and what was condemned."""
+    """The versions after the commits so far, and the condemned objects."""
 
     backend: MemoryBackend
     number: int = 0
@@ -62,7 +62,7 @@ class CatalogModel:
     """Per commit: versions to the level that it left them, or ``gone``."""
 
     def catch_up(self) -> list[Row]:
-        """Apply the commits that came; return the rows that came or changed their manifest."""
+        """Apply the new commits; return the rows that are new or changed their manifest."""
         changed: dict[str, Row] = {}
         while True:
             item = self.backend.objects.get(commit_key(self.number + 1))
@@ -125,7 +125,7 @@ class CatalogModel:
 
     def _relocate(self, op: dict[str, Any]) -> list[Row]:
         row = self.rows[op["version"]]
-        # Two clients may both let go of all but the record: the second changes nothing.
+        # Two clients may both evict all but the record: the second changes nothing.
         assert row.live or (not row.deleted and op["level"] == "record")
         level = f"weights-{op['encoding']}" if op.get("encoding") else op["level"]
         if level != row.level:
@@ -161,9 +161,9 @@ class CatalogModel:
         self.effects.setdefault(self.number, {})[row.id] = fate
 
     def _read(self, row: Row) -> Row:
-        """Find out what a version needs, from its manifest as stored."""
+        """Read a version's needed objects from its manifest as stored."""
         item = self.backend.objects.get(row.manifest)
-        if item is None:  # a later commit replaced it; if none did, it is missed in what is reached
+        if item is None:  # a later commit replaced it; if none did, its objects count as unneeded
             row.needs = frozenset({row.manifest})
             return row
         table = manifests.decode(item.data, where=row.manifest, version=row.id).pieces
@@ -172,11 +172,11 @@ class CatalogModel:
         return row
 
     def _check(self) -> None:
-        """After each commit: no live version names what was ever condemned."""
+        """Check after each commit that no live version names a condemned object."""
         for row in self.rows.values():
             if row.live:
                 assert not row.needs & self.condemned, f"{row.id} names what was condemned"
 
     def reach(self) -> set[str]:
-        """Return what live versions need."""
+        """Return the objects that live versions need."""
         return {key for row in self.rows.values() if row.live for key in row.needs}

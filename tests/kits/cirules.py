@@ -1,4 +1,4 @@
-"""Rules of a run of the tests: nothing is left out unseen, and nothing hangs for long."""
+"""Rules for a run of the tests: no test is skipped unseen, and none hangs for long."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _TIMES_S: Final = {"lab": 600.0, "soak": 7200.0}
 
 
 def checked(report: Report) -> Report:
-    """Turn a skip into a failure where ``CI`` is set, unless it is for want of a CUDA device.
+    """Turn a skip into a failure if ``CI`` is set, unless a CUDA device is missing.
 
-    What CI skips is seen by nobody: a package that is not installed would switch its tests off.
+    Nobody sees skips in CI: a package that is not installed would switch its tests off.
     """
     if report.outcome == "skipped" and os.environ.get("CI") and not hasattr(report, "wasxfail"):
         told = report.longrepr
@@ -36,7 +36,7 @@ def give_time(items: Iterable[pytest.Item], default_s: float) -> None:
     Parameters
     ----------
     default_s
-        Of all others; if it is longer, it counts for these too.
+        Limit of all other tests; if it is longer, it counts for these too.
     """
     for item in items:
         limits_s = [limit for name, limit in _TIMES_S.items() if item.get_closest_marker(name)]

@@ -1,4 +1,4 @@
-"""Storage with classes, in memory: what is in an archive class is refused until it is restored."""
+"""Storage with classes, in memory: it refuses to read archived objects until they are restored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ColdBackend", "Shelf"]
 
 @dataclass(slots=True)
 class Shelf:
-    """What is known of objects beside their bytes; several backends may share one."""
+    """Classes and restores of objects; several backends may share one."""
 
     classes: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
@@ -27,15 +27,15 @@ class Shelf:
     """Keys whose state was asked for."""
     restored: set[str] = field(default_factory=set)
     after: int = 0
-    """How often a restoring object is looked at before it is restored."""
+    """Number of looks at a restoring object before it is restored."""
     left: dict[str, int] = field(default_factory=dict)
     days: dict[str, int] = field(default_factory=dict)
     until: float | None = None
-    """When restored objects are cold again, as told."""
+    """Time when restored objects are cold again, as reported."""
     before_move: Callable[[str], None] = lambda _key: None
 
     def state(self, info: ObjectInfo) -> ObjectState:
-        """Return the state of an object; each look brings its restore forward."""
+        """Return the state of an object; each call advances its restore."""
         key, name = info.key, self.classes.get(info.key, STANDARD)
         state = ObjectState(
             storage_class=name,
@@ -64,22 +64,22 @@ class ColdBackend(WrapperBackend):
         self.shelf = shelf
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
-        """Refuse what is cold."""
+        """Refuse cold objects."""
         self._check(key)
         return self.inner.get(key, bytes_max=bytes_max)
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Refuse what is cold."""
+        """Refuse cold objects."""
         self._check(key)
         self.inner.read_into(key, offset, buffers)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Tell the classes."""
+        """List with the classes."""
         for info in self.inner.list(prefix, after=after):
             yield replace(info, storage_class=self.shelf.classes.get(info.key, STANDARD))
 
     def cold_storage(self) -> ColdStorage:
-        """Return what moves and restores."""
+        """Return access to the storage classes."""
         return _Cold(self)
 
     def _check(self, key: str) -> None:

@@ -1,7 +1,7 @@
 """Reports the tests of the short tier that take more processor time than they should.
 
-The figures are of the test and of the processes that it started and waited for. They fail nothing:
-on a busy machine a second of work takes longer.
+The figures are of the test and of the processes that it started and waited for. No test fails by
+them: on a busy machine a second of work takes longer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class CpuTimes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
-        """Note the time before the first fixture of a test."""
+        """Record the time before the first fixture of a test."""
         self._began = _spent()
         return (yield)
 
@@ -47,7 +47,7 @@ class CpuTimes:
     def pytest_runtest_makereport(
         self, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Let the last report of a test carry its time, from a worker of xdist too."""
+        """Add the time to the last report of a test, from a worker of xdist too."""
         report = yield
         if call.when == "teardown":
             report.user_properties.append((_PROPERTY, _spent() - self._began))
@@ -62,7 +62,7 @@ class CpuTimes:
                     self._slow.add(report.nodeid)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Name the tests that should bear ``slow``, and write the file that was asked for."""
+        """Name the tests that should be marked ``slow``, and write the file if one was named."""
         ordered = sorted(self._spent.items(), key=lambda item: -item[1])
         if self._path is not None:
             with open(self._path, "w", encoding="utf-8") as out:  # noqa: PTH123 - a user's path

@@ -1,4 +1,4 @@
-"""A Dask scheduler and workers as programs of their own, as on a cluster."""
+"""A Dask scheduler and workers as separate programs, as on a cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Self
 
 __all__ = ["Cluster"]
 
-# How long workers may take until the scheduler knows them: seconds, on a machine that is busy more.
+# Seconds that workers may take until the scheduler knows them, on a busy machine too.
 _START_S = 120
 
 
@@ -32,7 +32,7 @@ class Cluster:
         self._programs: list[subprocess.Popen[str]] = []
 
     def __enter__(self) -> Self:
-        """Start the programs; a scheduler prints its address when it is there."""
+        """Start the programs; a scheduler prints its address when it is ready."""
         scheduler = self._start("scheduler", "--host=127.0.0.1", "--port=0", "--no-dashboard")
         assert scheduler.stderr is not None
         for line in scheduler.stderr:
@@ -75,7 +75,7 @@ class Cluster:
         return program
 
     def kill_scheduler(self) -> None:
-        """End the scheduler at once, as a machine that fails does."""
+        """Kill the scheduler at once, as a failing machine does."""
         self._programs[0].kill()
         self._programs[0].wait()
 
@@ -85,7 +85,7 @@ class Cluster:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End everything, workers of nannies too."""
+        """End all programs, workers of nannies too."""
         for program in reversed(self._programs):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(program.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""States that move a little from step to step, and what is known of how they are stored."""
+"""States that change a little from step to step, and checks of their stored deltas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_store(backend: Backend, **options: Any) -> Store:  # noqa: ANN401
 
 
 def state_of(step: int, *, elements: int = ELEMENTS) -> dict[str, Any]:
-    """Return the state after so many steps: weights move little, first moments are new noise."""
+    """Return the state of a step: weights change little, first moments are new noise."""
     noise = torch.Generator().manual_seed(7)
     weights = torch.randn(elements, generator=noise) * 0.02
     way = torch.randn(elements, generator=noise) * 1e-6
@@ -49,7 +49,7 @@ def state_of(step: int, *, elements: int = ELEMENTS) -> dict[str, Any]:
 
 
 def same(found: Any, expected: Any) -> bool:  # noqa: ANN401 - nested dicts
-    """Say whether two states are equal, bit by bit."""
+    """Return whether two states are equal, bit by bit."""
     if isinstance(expected, dict):
         return list(found) == list(expected) and all(same(found[k], expected[k]) for k in expected)
     if isinstance(expected, torch.Tensor):
@@ -59,12 +59,12 @@ def same(found: Any, expected: Any) -> bool:  # noqa: ANN401 - nested dicts
 
 
 def manifest_of(store: Store, version: Version) -> Manifest:
-    """Return the manifest of a version as it is now."""
+    """Return the current manifest of a version."""
     return store.repo.manifests.load(store.repo.refresh().version(version.id))
 
 
 def deltas_of(store: Store, version: Version) -> int:
-    """Return how many pieces of a version are deltas, after checking that bases are none."""
+    """Return the number of a version's pieces that are deltas; their bases must not be deltas."""
     manifest = manifest_of(store, version)
     table, own = manifest.pieces, manifest.first[-1]
     if table.base is None:

@@ -19,7 +19,7 @@ class Block:
 
     language: str
     reason: str
-    """Why it is not run; empty if it is."""
+    """Reason for not running it; empty if it runs."""
     line: int
     """Of its first line of text, from 1."""
     text: str
@@ -41,7 +41,7 @@ def pages() -> list[Path]:
 
 
 def read_page(path: Path) -> Page:
-    """Take a page apart; an unclosed fence is an error."""
+    """Return a page as blocks; an unclosed fence is an error."""
     lines = path.read_text(encoding="utf-8").splitlines()
     blocks, prose = [], list(lines)
     numbered = iter(enumerate(lines, start=1))

@@ -13,7 +13,7 @@ __all__ = ["Strange", "die", "die_once", "fail", "hang", "hold", "number_of", "s
 
 
 class Strange(Exception):
-    """An error that cannot be made again from its arguments."""
+    """An error that cannot be rebuilt from its arguments."""
 
     def __init__(self, first: str, second: str) -> None:
         super().__init__(f"{first} {second}")
@@ -43,7 +43,7 @@ def die(_: object) -> None:
 
 
 def die_once(marker: str) -> int:
-    """Kill the process that runs this, the first time for a marker; then return a process id."""
+    """Kill the process on the first call for a marker; then return a process id."""
     path = Path(marker)
     if not path.exists():
         path.touch()
@@ -52,7 +52,7 @@ def die_once(marker: str) -> int:
 
 
 def hold(folder: str) -> int:
-    """Tell who runs this, and wait until the folder has a file ``go``."""
+    """Write the process id of the worker, and wait until the folder has a file ``go``."""
     path = Path(folder)
     (path / f"{os.getpid()}.pid").touch()
     while not (path / "go").exists():
@@ -61,7 +61,7 @@ def hold(folder: str) -> int:
 
 
 def hang(folder: str) -> None:
-    """Tell who runs this, and take no notice of anything that can be taken no notice of."""
+    """Write the process id of the worker, then ignore every signal that can be ignored."""
     path = Path(folder)
     (path / f"{os.getpid()}.pid").touch()
     while True:
@@ -72,5 +72,5 @@ def hang(folder: str) -> None:
 
 
 def number_of(_: object) -> int:
-    """Return the process id of who runs this."""
+    """Return the process id of the worker."""
     return os.getpid()

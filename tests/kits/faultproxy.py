@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a storage server that misbehaves exactly when it is told to."""
+"""An HTTP proxy in front of a storage server that misbehaves exactly as a test says."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _IDLE_S = 30.0
 
 
 class Kind(StrEnum):
-    """What is done to a request."""
+    """Effect of a fault on a request."""
 
     RESET = "reset"
     """The connection is reset before the server hears of the request."""
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Fault:
-    """Which requests are hit, and how."""
+    """A choice of requests, and the fault that hits them."""
 
     kind: Kind
     method: str = ""
@@ -44,14 +44,14 @@ class Fault:
     path: str = ""
     """A part of the path; empty for any."""
     skip: int = 0
-    """How many matching requests go undisturbed first."""
+    """Number of matching requests that pass first."""
     times: int = 1
-    """How many are hit then; 0 for all."""
+    """Number of requests hit after that; 0 for all."""
     every: int = 1
     """Only each so many-th of these."""
     status: int = 503
     code: str = "SlowDown"
-    """Of S3; what it is with GCS does not matter, which knows only the status."""
+    """S3's error code; GCS ignores it, since it knows only the status."""
     seconds: float = 0.0
     seen: int = 0
     hits: int = 0
@@ -90,7 +90,7 @@ class FaultProxy:
             request_queue_size = 64
 
             def handle_error(self, request: object, client_address: object) -> None:
-                """Say nothing: broken connections are what a proxy sees all day."""
+                """Print nothing: broken connections are normal here."""
 
         self._listener = Listener(("127.0.0.1", 0), Handler)
         self.port: int = self._listener.server_address[1]
@@ -98,7 +98,7 @@ class FaultProxy:
         self._thread.start()
 
     def set(self, *faults: Fault) -> None:
-        """Replace all faults; without any the proxy behaves."""
+        """Replace all faults; without any the proxy passes everything on."""
         with self._lock:
             self._faults = list(faults)
 
@@ -126,7 +126,7 @@ class FaultProxy:
         return None
 
     def _serve(self, client: socket.socket) -> None:
-        """Serve one connection until either side is done with it."""
+        """Serve one connection until either side closes it."""
         client.settimeout(_IDLE_S)
         with (
             socket.create_connection(("127.0.0.1", self.target_port)) as server,
@@ -151,7 +151,7 @@ class FaultProxy:
 
 
 def _before(fault: Fault, client: socket.socket) -> bool:
-    """Do what happens before the server hears of the request; tell whether to go on."""
+    """Apply a fault before the server sees the request; return whether to go on."""
     if fault.kind is Kind.RESET:
         _reset(client)
         return False
@@ -164,7 +164,7 @@ def _before(fault: Fault, client: socket.socket) -> bool:
 
 
 def _after(fault: Fault, client: socket.socket, answer: _Message) -> bool:
-    """Do what happens once the server has answered; tell whether to pass the answer on."""
+    """Apply a fault after the server has answered; return whether to pass the answer on."""
     if fault.kind is Kind.LOST:
         _reset(client)
         return False
@@ -193,7 +193,7 @@ def _receive(
 ) -> _Message | None:
     """Return one whole message, None at the end of the connection.
 
-    A client that waits for leave to send its body (``Expect``) gets it from the proxy.
+    A client that waits for permission to send its body (``Expect``) gets it from the proxy.
     """
     start = stream.readline()
     if not start:
@@ -217,7 +217,7 @@ def _receive(
 
 
 def _chunked(stream: BinaryIO) -> bytes:
-    """Return a chunked body as it is, framing included."""
+    """Return a chunked body unchanged, framing included."""
     parts = []
     while True:
         line = stream.readline()

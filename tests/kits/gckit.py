@@ -1,4 +1,4 @@
-"""Small stores in memory whose clock is the test's, and what is known of them without asking."""
+"""Small stores in memory whose clock is the test's, and checks that do not ask the store."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _trusting(_backend: Backend, _environment: object) -> Finding:
 
 @dataclass
 class Place:
-    """A store in memory, and what is known of it without asking it."""
+    """A store in memory, with checks that do not ask it."""
 
     backend: MemoryBackend
     environment: SimulatedEnvironment
 
     def open(self, backend: Backend | None = None, **options: Any) -> Store:  # noqa: ANN401
-        """Open the store as another process would; on a backend around this one, if given."""
+        """Open the store as another process would; with `backend`, on that."""
         repo = open_on(
             backend or self.backend,
             environment=self.environment,
@@ -67,7 +67,7 @@ class Place:
 
 
 def needs(store: Store, version: Version) -> set[str]:
-    """Return the keys of what a version is made of."""
+    """Return the keys of the objects that a version needs."""
     table = store.repo.manifests.load(version).pieces
     packs = {table.packs[int(place)] for place in table.pack}
     return {version.manifest_key, *map(pack_key, packs)}
@@ -86,7 +86,7 @@ class _Skewed(SimulatedEnvironment):
 
 
 def new_place(*, ahead_s: float = 0.0) -> Place:
-    """Make an empty store of its own, whose storage's clock is ahead of its clients'."""
+    """Return a new, empty store, whose storage's clock is ahead of its clients'."""
     number = next(_names)
     environment = SimulatedEnvironment(number)
     backend = MemoryBackend(f"gc/{number}", environment=_Skewed(environment, ahead_s))
@@ -104,7 +104,7 @@ def parts_of(*numbers: int, elements: int = 1 << 14) -> dict[str, dict[str, torc
 
 
 def equal(found: object, meant: object) -> bool:
-    """Say whether two such states are the same, bit by bit."""
+    """Return whether two such states are the same, bit by bit."""
     if isinstance(meant, dict):
         assert isinstance(found, dict)
         return found.keys() == meant.keys() and all(equal(found[k], meant[k]) for k in meant)
@@ -114,11 +114,11 @@ def equal(found: object, meant: object) -> bool:
 
 
 def delete(store: Store, *versions: str) -> None:
-    """Delete versions, whatever they are."""
+    """Delete versions, also pinned or tagged ones."""
     store.repo.log.append(lambda now: lifecycle_ops.delete(now, versions, force=True))
 
 
 def undelete(store: Store, version: str) -> None:
-    """Undelete a version the way a client does: read what it needs, then commit."""
+    """Undelete a version as a client does: read the objects that it needs, then commit."""
     keys = needs(store, store.repo.refresh().version(version))
     store.repo.log.append(lambda now: lifecycle_ops.undelete(now, [version], {version: keys}))

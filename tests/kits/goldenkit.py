@@ -1,4 +1,4 @@
-"""What the tests of golden stores share: where they are, what is in them, copies of them."""
+"""Golden stores for tests: their folders, their contents, copies of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READER = Path(__file__).parents[2] / "docs" / "reference" / "read_version.py"
 
 
 def golden(name: str) -> Path:
-    """Return where a golden store is; nothing may write there."""
+    """Return the folder of a golden store; nothing may write there."""
     return Path(__file__).parents[1] / "compat" / "golden" / name
 
 
@@ -30,13 +30,13 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def copied(folder: Path, to: Path, *, without: tuple[str, ...]) -> Path:
-    """Copy a store but for files of these names, such as ``*.snap``; return where it is."""
+    """Copy a store except files of these names, such as ``*.snap``; return the copy's folder."""
     shutil.copytree(folder, to, ignore=shutil.ignore_patterns(*without))
     return to
 
 
 def chunks_of(folder: Path) -> Iterator[tuple[ChunkHeader, memoryview]]:
-    """Yield every chunk of a store's packs: what its header says, and what is stored behind it."""
+    """Yield header and stored bytes of every chunk in a store's packs."""
     for path in folder.glob("packs/*/*.pack"):
         data = memoryview(path.read_bytes())
         index, count, _ = parse_trailer(bytes(data[-32:]), pack_bytes=len(data), where=path.name)

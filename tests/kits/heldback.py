@@ -1,4 +1,4 @@
-"""Backends that wait, or break, when a test says so: also in a child process, by files."""
+"""Backends that wait, or fail, at a test's command: also in a child process, by files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PATIENCE_S = 300.0
 
 
 def wait_until_there(path: Path) -> None:
-    """Return once a file exists; raises when it takes minutes."""
+    """Return once a file exists; raise if that takes minutes."""
     end = time.monotonic() + _PATIENCE_S
     while not path.exists():
         if time.monotonic() > end:
@@ -27,7 +27,7 @@ def wait_until_there(path: Path) -> None:
 
 
 class HeldBackend(WrapperBackend):
-    """Holds every pack back until the file ``go`` is in a folder; tells by the file ``held``."""
+    """Holds every pack back until its folder has a file ``go``; writes a file ``held`` then."""
 
     def __init__(self, inner: Backend, folder: Path) -> None:
         super().__init__(inner)
@@ -40,7 +40,7 @@ class HeldBackend(WrapperBackend):
         return self.inner.open_writer(key)
 
     def hold(self) -> None:
-        """Hold back what comes from now on."""
+        """Hold back packs from now on."""
         (self._folder / "go").unlink(missing_ok=True)
         (self._folder / "held").unlink(missing_ok=True)
 
@@ -49,7 +49,7 @@ class HeldBackend(WrapperBackend):
         wait_until_there(self._folder / "held")
 
     def go(self) -> None:
-        """Let everything pass."""
+        """Let all packs pass."""
         (self._folder / "go").touch()
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -57,7 +57,7 @@ class HeldBackend(WrapperBackend):
 
 
 class BrokenBackend(WrapperBackend):
-    """Lets the kernel fail writes of packs with an error number, as long as a file exists."""
+    """Makes the kernel fail writes of packs with an error number while a file exists."""
 
     def __init__(self, inner: Backend, code: int, switch: Path) -> None:
         super().__init__(inner)
@@ -87,7 +87,7 @@ class _BrokenWriter(WrapperWriter):
 
 
 class OnlyHereBackend(WrapperBackend):
-    """Can be pickled, and not unpickled: as a class of a notebook."""
+    """Can be pickled but not unpickled, like a class of a notebook."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _refuse, ()

@@ -29,7 +29,7 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL at which it listens."""
         return f"http://127.0.0.1:{self.port}"
 
     def stop(self) -> None:
@@ -75,7 +75,7 @@ def start_gcs(folder: Path) -> Server:
 
 
 def _start(name: str, folder: Path, command: Callable[[int], list[str]]) -> Server:
-    """Start a server on a free port; another one if somebody else took it meanwhile."""
+    """Start a server on a free port; try another if a different process took it in between."""
     for _ in range(3):
         port = _free_port()
         with (folder / f"{name}.log").open("ab") as log:

@@ -11,15 +11,15 @@
     python tests/kits/make_golden.py tests/compat/golden/v1-tiers
     python tests/kits/make_golden.py tests/compat/golden/v1-arranged
 
-The later ones hold what came to the format later: tensors in blocks, tensors that follow from
+The later ones hold later additions to the format: tensors in blocks, tensors derived from
 others, pieces that are differences to those of older versions, versions whose weights were rounded,
 versions that came from another store, or came back, encrypted objects, names of replicas, and
-differences that were put in order.
-The golden stores are committed. Later versions of ckptstore must read them as they are, so a store
-that is there is never made again; ``test_golden_v1.py`` and its like hold what every value must be,
-as literals.
-Ids, times and names come from simulated surroundings: the same program gives the same store, but
-for what zstd makes of the chunks.
+differences that were rearranged.
+The golden stores are committed. Later versions of ckptstore must read them unchanged, so an
+existing store is never made again; ``test_golden_v1.py`` and the other tests hold every value, as
+literals.
+Ids, times and names come from a simulated environment: the same program gives the same store, but
+for zstd's compression of the chunks.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def others() -> dict[str, Any]:
 def create(
     folder: pathlib.Path, environment: SimulatedEnvironment, key: UserKey | None = None
 ) -> Repo:
-    """Create a store in a folder that is not there yet."""
+    """Create a store in a folder that does not exist yet."""
     for module in (repo, keyring):
         module.writer_identity = lambda: "golden@example 1"  # type: ignore[attr-defined]
     limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]
@@ -212,7 +212,7 @@ def make_blocks(folder: pathlib.Path) -> None:
 
 
 def make_recipes(folder: pathlib.Path) -> None:
-    """Make the golden store of tensors that follow from others, in every form that there is."""
+    """Make the golden store of tensors derived from others, in every form."""
     master = (((torch.arange(20_000) * 7919) % 2003 - 1001) / 256).reshape(100, 200)
     wave = master.flatten()[:5000]
     spread = wave * 2.0 ** -((torch.arange(5000) % 23).to(torch.float32))
@@ -250,7 +250,7 @@ def make_recipes(folder: pathlib.Path) -> None:
 
 
 def make_aged(folder: pathlib.Path) -> None:
-    """Make the golden store of versions of which less was kept, at every level."""
+    """Make the golden store of versions that are kept only in part, at every level."""
     master = (((torch.arange(5_000) * 7919) % 2003 - 1001) / 300).reshape(100, 50)
     least = limits.SNAPSHOT_COMMITS_MIN
     limits.SNAPSHOT_COMMITS_MIN = 3  # type: ignore[misc]  # so that there is a snapshot, too
@@ -276,7 +276,7 @@ def make_aged(folder: pathlib.Path) -> None:
 
 
 def moved(bits: np.ndarray[Any, Any], step: int) -> np.ndarray[Any, Any]:
-    """Return words of any width, each a few away from what it was at step 0."""
+    """Return words of any width, each a few away from its value at step 0."""
     away = np.arange(bits.size) * 7 % 23 * step
     made: np.ndarray[Any, Any] = bits + away.astype(bits.dtype)
     return made
@@ -322,9 +322,9 @@ def make_delta(folder: pathlib.Path) -> None:
 
 
 def make_replica(folder: pathlib.Path) -> None:
-    """Make the golden store that has versions of another, a part of them as records, and its own.
+    """Make the golden store that has versions of another, some of them as records, and its own.
 
-    Beside it, in a folder that is no part of it, the other one is made and goes.
+    The other store is made beside it, in a folder outside of it, and removed.
     """
     least = limits.SNAPSHOT_COMMITS_MIN
     limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]  # so that snapshots hold versions
@@ -364,9 +364,10 @@ def make_replica(folder: pathlib.Path) -> None:
 
 
 def make_again(folder: pathlib.Path) -> None:
-    """Make the golden store of a replica that decided for itself, and took some of it back.
+    """Make the golden store of a replica that changed versions itself, and took some of it back.
 
-    A deleted and collected version that came again, a rollback that follows, and one that does not.
+    A deleted and collected version that came again, a rollback that follows the source, and one
+    that does not.
     """
     least = limits.SNAPSHOT_COMMITS_MIN
     limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]  # so that snapshots hold who decided
@@ -420,7 +421,7 @@ def make_tiers(folder: pathlib.Path) -> None:
 def make_encrypted(folder: pathlib.Path) -> None:
     """Make the golden store of encrypted objects: of one segment and of several; a rotated key.
 
-    What users keep are 32 times 7 and a one, then bytes from 0 on.
+    The users' keys are 32 times 7 and a one, then bytes from 0 on.
     """
     environment = SimulatedEnvironment(9)
     first, second = UserKey(b"\7" * 31 + b"\1"), UserKey(bytes(range(32)))
@@ -436,7 +437,7 @@ def make_encrypted(folder: pathlib.Path) -> None:
 
 
 def make(folder: pathlib.Path) -> None:
-    """Make the golden store in a folder that is not there yet."""
+    """Make the golden store in a folder that does not exist yet."""
     environment = SimulatedEnvironment(1)
     opened = create(folder, environment)
     state: dict[str, Any] = {"model": tensors(), "extra": others()}

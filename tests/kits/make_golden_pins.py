@@ -1,4 +1,4 @@
-"""Makes the golden store with pins for other stores; see ``make_golden.py`` for what it is.
+"""Makes the golden store with pins for other stores; ``make_golden.py`` explains golden stores.
 
 python tests/kits/make_golden_pins.py tests/compat/golden/v1-pins
 """

@@ -1,4 +1,4 @@
-"""Makes the golden store whose record of keys has a seal; see ``make_golden.py`` for what it is.
+"""Makes the golden store whose key record has a seal; ``make_golden.py`` explains golden stores.
 
 python tests/kits/make_golden_sealed.py tests/compat/golden/v1-sealed
 """

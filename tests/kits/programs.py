@@ -42,7 +42,7 @@ def forkserver() -> ForkServerContext:
 def _main(
     module: str, words: tuple[str, ...], fds: tuple[Any, ...], environ: dict[str, str]
 ) -> None:
-    """Be ``python -m MODULE WORDS``."""
+    """Run as ``python -m MODULE WORDS`` does."""
     os.environ.clear()
     os.environ.update(environ)
     for place, fd in enumerate(fds):
@@ -57,7 +57,7 @@ def _main(
 
 
 class Program:
-    """A program at work; a context manager that kills it at its end.
+    """A running program; a context manager that kills it at its end.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ class Program:
         Raises
         ------
         TimeoutError
-            The program runs on.
+            The program still runs.
         """
         self._process.join(timeout_s)
         if self._process.exitcode is None:
@@ -109,7 +109,7 @@ class Program:
 
 
 class _Sent:
-    """A file descriptor that travels with the start of a process."""
+    """A file descriptor that is sent with the start of a process."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -123,7 +123,7 @@ def _received(sent: Any) -> Any:  # noqa: ANN401 - multiprocessing gives it no t
 
 
 def run_program(module: str, *words: object, given: str = "", timeout_s: float = 500.0) -> str:
-    """Return what a program prints, which must exit with 0.
+    """Return the output of a program, which must exit with 0.
 
     Parameters
     ----------
@@ -132,7 +132,7 @@ def run_program(module: str, *words: object, given: str = "", timeout_s: float =
     given
         Text on its standard input.
     timeout_s
-        When it is killed.
+        Seconds after which it is killed.
     """
     with (
         tempfile.TemporaryFile() as stdin,

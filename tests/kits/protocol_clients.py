@@ -1,4 +1,4 @@
-"""The clients of the protocol, each as short as the rules that it keeps; and rules to leave out."""
+"""The clients of the protocol, each as short as its rules; and rules to leave out."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Collector", "Deleter", "Relocator", "Undeleter", "Writer"]
 Steps = Iterator[tuple[Log, Objects, Client]]
 NONE: Objects = frozenset()
 TRIES = 2
-"""How often a writer writes again what was condemned: a bound of the exploration."""
+"""Times that a writer rewrites condemned objects: a bound of the exploration."""
 
 
 class Writer(NamedTuple):
-    """Saves one version that shares a pack with those that are there."""
+    """Saves one version that shares a pack with existing ones."""
 
     name: str
     at: str = "look"
@@ -61,7 +61,7 @@ class Writer(NamedTuple):
 
 
 class Deleter(NamedTuple):
-    """Deletes a version, if it is there."""
+    """Deletes a version if it exists."""
 
     version: str
     at: str = "read"
@@ -80,7 +80,7 @@ class Deleter(NamedTuple):
 
 
 class Undeleter(NamedTuple):
-    """Opens the store at some moment, and makes a deleted version be there again."""
+    """Opens the store at some moment, and undeletes a deleted version."""
 
     version: str
     at: str = "open"
@@ -95,7 +95,7 @@ class Undeleter(NamedTuple):
     def steps(self, log: Log, store: Objects) -> Steps:
         """Open, read the manifest, look for packs, then read the log and commit."""
         if self.at == "open":
-            # Before the version is deleted there is nothing to do: it waits.
+            # Before the version is deleted it has to wait.
             if self.version in fold(log).deleted:
                 yield log, store, self._replace(at="manifest", opened=len(log))
         elif self.at == "manifest":
@@ -119,7 +119,7 @@ class Undeleter(NamedTuple):
 
 
 class Relocator(NamedTuple):
-    """Writes the packs of a version anew, and makes it lie there."""
+    """Rewrites the packs of a version, and relocates it to them."""
 
     version: str
     at: str = "look"
@@ -154,7 +154,7 @@ class Relocator(NamedTuple):
 
 
 class Collector(NamedTuple):
-    """Condemns what no live version reaches, in one or more commits, and deletes it."""
+    """Condemns objects that no live version reaches, in one or more commits, and deletes them."""
 
     at: str = "read"
     listed: Objects = NONE
@@ -170,14 +170,14 @@ class Collector(NamedTuple):
     brief: bool = False
     """It is done when it has deleted, without saying so: fewer states, where clients are many."""
     looks_again: bool = True
-    """Rule: what became live since the listing is not condemned."""
+    """Rule: an object that became live since the listing is not condemned."""
     manifests_first: bool = True
     """Rule: manifests of deleted versions are condemned no later than packs, whatever their age."""
     commits_first: bool = True
     """Rule: nothing is deleted before it was condemned."""
 
     def steps(self, log: Log, store: Objects) -> Steps:
-        """Read the log, list, condemn part by part, delete one by one, say so."""
+        """Read the log, list, condemn part by part, delete one by one, commit that."""
         if self.at == "read":
             catalog = fold(log)
             entries = (*catalog.live.values(), *catalog.deleted.values())

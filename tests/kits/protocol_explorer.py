@@ -1,11 +1,11 @@
-"""Visits every state that some clients of one store can reach, whatever the order of their calls.
+"""Visits every state that some clients of one store can reach, in every order of their calls.
 
-A world is the log, the objects that are stored, and where each client stands. One step is one call
-of one client to the storage: reading the log, listing, creating, deleting. Grace and age of
-orphans are zero. A client that dies is one that is never stepped again, so crashes are included.
+A world is the log, the stored objects, and the position of each client. One step is one call
+of one client to the storage: reading the log, listing, creating, deleting. Grace and minimum age
+of orphans are zero. A client that dies is one that is never stepped again: crashes are included.
 
-What must hold in every world: what a live version names is stored. And from every world, if all
-clients die there, one last collection leaves exactly what live versions need.
+The invariant of every world: the objects that a live version names are stored. And from every
+world, if all clients die there, one last collection leaves exactly the objects of live versions.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Objects = frozenset[str]
 
 
 class Commit(NamedTuple):
-    """One commit; which fields count is said by `op`."""
+    """One commit; `op` decides which fields count."""
 
     op: str
     """``save``, ``delete``, ``undelete``, ``relocate``, ``condemn`` or ``swept``."""
@@ -48,7 +48,7 @@ Log = tuple[Commit, ...]
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """What a log amounts to."""
+    """State of the store after a log."""
 
     live: dict[str, tuple[str, Objects]]
     """Version to its manifest and the packs that this names."""
@@ -56,7 +56,7 @@ class Catalog:
     pending: Objects
     """Condemned, and not swept."""
     reach: Objects
-    """What live versions need."""
+    """Objects that live versions need."""
 
 
 @cache
@@ -82,16 +82,16 @@ def fold(log: Log) -> Catalog:
 
 @cache
 def gone_since(log: Log, opened: int) -> Objects:
-    """Return what a client knows to be condemned that began to read at commit `opened`.
+    """Return the objects that a client which began at commit `opened` knows to be condemned.
 
-    It starts from a snapshot, which names what is pending, but not what was swept before.
+    It starts from a snapshot, which names pending objects, but not those swept earlier.
     """
     later = (commit.keys for commit in log[opened:] if commit.op != "swept")
     return fold(log[:opened]).pending.union(*later)
 
 
 class World(NamedTuple):
-    """Everything at one moment."""
+    """The state of everything at one moment."""
 
     log: Log
     store: Objects
@@ -99,10 +99,10 @@ class World(NamedTuple):
 
 
 class Client(Protocol):
-    """One client, where it stands; a hashable value."""
+    """One client at one position; a hashable value."""
 
     def steps(self, log: Log, store: Objects) -> Iterator[tuple[Log, Objects, Client]]:
-        """Yield what its next call may lead to; nothing if it is done."""
+        """Yield the possible results of its next call; nothing if it is done."""
 
 
 class Found(NamedTuple):
@@ -111,17 +111,17 @@ class Found(NamedTuple):
     states: int
     violation: World | None
     trace: tuple[World, ...]
-    """How the violation came about, from the start."""
+    """Worlds from the start to the violation."""
 
 
 def explore(start: World, last: Client | None = None) -> Found:
-    """Visit every world that can be reached; stop at the first in which something is lost.
+    """Visit every reachable world; stop at the first that has lost something.
 
     Parameters
     ----------
     last
-        The collection that is run to its end, alone, on each log and store that was met: it must
-        leave exactly what live versions need. None leaves this out.
+        The collection that is run to its end, alone, on each log and store found: it must
+        leave exactly the objects of live versions. None leaves this out.
     """
     before: dict[World, World | None] = {start: None}
     todo = [start]
@@ -144,8 +144,8 @@ def explore(start: World, last: Client | None = None) -> Found:
 def count(start: World) -> Found:
     """Visit every world as :func:`explore` does, in a twentieth of the memory, without a trace.
 
-    Of a world that was seen only a 64-bit hash is kept: that two of some 10^7 worlds have the same
-    one, so that a world is missed, has a chance of about one in 10^5.
+    Only a 64-bit hash of each world is kept: the chance that two of some 10^7 worlds have the same
+    one, so that a world is missed, is about one in 10^5.
     """
     seen = {hash(start)}
     todo = [start]
@@ -169,7 +169,7 @@ def _after(world: World) -> Iterator[World]:
 
 
 def _cleans(log: Log, store: Objects, client: Client) -> bool:
-    """Say whether a collection that is alone leaves what live versions need, and no more."""
+    """Return whether a lone collection leaves exactly the objects of live versions."""
     while True:
         after = next(client.steps(log, store), None)
         if after is None:

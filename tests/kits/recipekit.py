@@ -1,7 +1,7 @@
-"""Saves versions with recipes by hand, and says what must come back, by torch's own arithmetic.
+"""Saves versions with recipes by hand, and computes the loaded values by torch's own arithmetic.
 
-Codes are made as plainly as can be: this is the other side that the reading paths are held against,
-and owes nothing to how ckptstore itself encodes.
+Codes are made as plainly as possible: the tests compare the reading paths with them, and they use
+no code of ckptstore's own encoder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Form", "save", "saved_as", "stored_bytes"]
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How one tensor is to be stored."""
+    """Stored form of one tensor."""
 
     to: str = ""
     """A cast through a hidden tensor of this dtype."""
@@ -45,7 +45,7 @@ class Form:
 
 
 def stored_order(tensor: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """Return the elements one after another as they lie in memory."""
+    """Return the elements in the order of memory."""
     return (tensor if order is None else tensor.permute(order)).contiguous().reshape(-1)
 
 
@@ -58,7 +58,7 @@ def stored_bytes(tensor: torch.Tensor, order: tuple[int, ...] | None = None) -> 
 def saved_as(
     tensor: torch.Tensor, form: Form, order: tuple[int, ...] | None = None
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Return the hidden tensors of a lossy form, and what a load must give back."""
+    """Return the hidden tensors of a lossy form, and the value that a load must give."""
     if form.to:
         hidden = tensor.to(getattr(torch, form.to))
         return [hidden], hidden.to(tensor.dtype)
@@ -92,7 +92,7 @@ def save(
     step: int = 0,
     change: Mapping[str, Any] | None = None,
 ) -> tuple[Version, dict[str, torch.Tensor]]:
-    """Save a state with recipes for some of its tensors; return also what these must be loaded as.
+    """Save a state with recipes for some of its tensors; return also their expected loads.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """The short tier of the tests: ``pytest --short``, which ``make test`` runs.
 
-The short tier covers every promise once; the whole one is every test but those of the lab and of
-``make soak``. A test of the whole tier alone bears ``slow``; ``short`` names the
+The short tier covers every promise once; the whole tier is every test but those of the lab and of
+``make soak``. A test that only the whole tier runs is marked ``slow``; ``short`` names the
 parameters that a test has in the short tier. A grid that tries every place of a
 kind takes a fifth of its places in the short tier; which fifth follows from the name of the test,
 so it is the same in every run.
@@ -44,5 +44,5 @@ def places(count: int, name: str, *, every: int = _EVERY) -> Iterable[int]:
 
 
 def examples(whole: int) -> int:
-    """Return how many examples a test of Hypothesis tries: `whole`, or a quarter of them."""
+    """Return the number of examples of a Hypothesis test: `whole`, or a quarter of it."""
     return max(5, whole // 4) if is_short() else whole

@@ -1,4 +1,4 @@
-"""Clients whose every call to the storage waits for its turn, and who may die at any of them."""
+"""Simulated clients: every call to the storage waits for its turn, and any may kill its client."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["Crash", "Fate", "Late", "SimClient", "trusting"]
 
 T = TypeVar("T")
 PATIENCE_S = 600.0
-"""How long a turn may take before it is taken for a deadlock: only a machine that does nothing at
-all for so long is mistaken for one."""
+"""Seconds of a turn after which it counts as a deadlock: only a machine that stands still for that
+long is mistaken for one."""
 
 Fate = Literal["go", "lose request", "lose answer", "late", "twice", "crash", "crash after"]
-"""What becomes of one call: it is carried out; its request or its answer is lost; its request
+"""Fate of one call: it is carried out; its request or its answer is lost; its request
 arrives much later (the sender has given up); it arrives once more much later; its sender dies
 before or after it."""
 
@@ -42,7 +42,7 @@ class Crash(BaseException):
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """A request that is still on its way."""
+    """A request that is still in transit."""
 
     key: str
     data: bytes
@@ -51,10 +51,10 @@ class Late:
 
 
 class SimClient:
-    """One process: a store, and at most one operation under way, in a thread of its own.
+    """One process: a store, and at most one running operation, in a thread of its own.
 
-    The thread stops before every call to the storage until :meth:`step` lets it go on. Threads
-    that the operation itself starts take their calls one after another.
+    The thread stops before every call to the storage until :meth:`step` lets it continue. Threads
+    that the operation itself starts make their calls one after another.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class SimClient:
     def start(
         self, work: Callable[[Store], object], done: Callable[[CkptStoreError | None], None]
     ) -> None:
-        """Run `work` in a thread up to its first call; `done` is told its end, but for a crash."""
+        """Run `work` in a thread up to its first call; call `done` at its end, not on a crash."""
 
         def run() -> None:
             error: CkptStoreError | None = None
@@ -151,7 +151,7 @@ class _Stepping(WrapperBackend):
         return replace(self.inner.capabilities, concurrency=1)
 
     def put(self, key: str, data: Buffer) -> None:
-        """Write; the sender of what is lost or late has to take it for not written."""
+        """Write; the sender must consider a lost or late request as not written."""
 
         def call(fate: Fate) -> None:
             self.send(key, bytes(data), fate, absent=False)
@@ -159,7 +159,7 @@ class _Stepping(WrapperBackend):
         self.client.perform(call)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create, with all that can happen to a message."""
+        """Create, with every fate of a message."""
 
         def call(fate: Fate) -> None:
             self.send(key, bytes(data), fate, absent=True)
@@ -192,11 +192,11 @@ class _Stepping(WrapperBackend):
         self.client.perform(lambda _: self.inner.read_into(key, offset, buffers))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """List what is there at that moment."""
+        """List the objects of that moment."""
         return iter(self.client.perform(lambda _: list(self.inner.list(prefix, after=after))))
 
     def stat(self, key: str) -> ObjectInfo:
-        """Look."""
+        """Stat."""
         return self.client.perform(lambda _: self.inner.stat(key))
 
     def delete(self, key: str) -> None:
@@ -205,7 +205,7 @@ class _Stepping(WrapperBackend):
 
 
 class _SteppingWriter(WrapperWriter):
-    """Collects, and sends when it is committed."""
+    """Collects bytes, and sends them on commit."""
 
     def __init__(self, inner: ObjectWriter, backend: _Stepping, key: str) -> None:
         super().__init__(inner)

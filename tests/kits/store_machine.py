@@ -1,17 +1,17 @@
-"""Several clients of one store, interleaved call by call, that do everything there is to do.
+"""Several clients of one store, interleaved call by call, that use every operation.
 
 Saves, forks, rollbacks, tags, metrics, pins, removals, undeletes, ageing, retention, repacks and
 collections, most without any grace or patience; messages are lost, late or doubled, and clients
-die. The oracle reads the stored commits itself; what it holds:
+die. The oracle reads the stored commits itself, and checks:
 
-- no live version ever names an object that was condemned, and all that it names is stored;
-- every live version loads, bit by bit what was saved;
-- no pinned version is ever deleted or aged; retention deletes no head and nothing tagged;
-- retention does what its dry run said, where nobody else committed in between;
-- no collection is ever stopped by what it finds;
-- when all is quiet, two collections leave exactly what live versions need.
+- no live version ever names a condemned object, and all objects that it names are stored;
+- every live version loads, equal to the saved state bit by bit;
+- no pinned version is ever deleted or aged; retention deletes no head and no tagged version;
+- retention does what its dry run said, if nobody else committed in between;
+- no collection is ever stopped by its findings;
+- when all is quiet, two collections leave exactly the objects that live versions need.
 
-One million bytes are never touched here: a state has three tensors of four numbers.
+All tensors are small: a state has three tensors of four numbers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONG = 100_000
 
 
 class Foretold(NamedTuple):
-    """What a dry run of retention said, on which commit, and the commits that carried it out."""
+    """Result of a dry run of retention, its commit, and the commits that carried it out."""
 
     number: int
     fates: dict[str, str]
@@ -73,7 +73,7 @@ def check_state(
     may_lack: bool,
     may_round: bool,
 ) -> None:
-    """Hold that a state is bit by bit that of `values`; or where it may be its weights, or near."""
+    """Assert that a state equals `values` bit by bit, or as allowed: weights alone, or rounded."""
     meant = state_of(values)
     for part in ("model",) if may_lack and "optimizer" not in found else meant:
         assert found[part].keys() == meant[part].keys()
@@ -85,7 +85,7 @@ def check_state(
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """See the module."""
+    """The state machine; the module describes its checks."""
 
     count = 0
     figures: ClassVar[Counter[str]] = Counter()
@@ -117,7 +117,7 @@ class StoreMachine(RuleBasedStateMachine):
     def _client(self) -> SimClient:
         return SimClient(self.backend, self.environment, self.late)
 
-    # --- what clients do ----------------------------------------------------------------------
+    # --- operations of clients ----------------------------------------------------------------
 
     def _idle(self) -> list[int]:
         return [index for index, client in enumerate(self.clients) if not client.running]
@@ -132,7 +132,7 @@ class StoreMachine(RuleBasedStateMachine):
         def done(error: CkptStoreError | None) -> None:
             kind = error.kind if error else "done"
             StoreMachine.figures[f"{name}: {kind}"] += 1
-            # A collection is stopped by no one: neither by others nor by what it reads.
+            # Nothing stops a collection: neither other clients nor the objects that it reads.
             if name.startswith("gc") and isinstance(error, IntegrityError):
                 self.broken = error
 
@@ -158,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._idle())
     @rule(draw=DRAW, run=st.sampled_from("ab"), values=VALUES)
     def save(self, draw: int, run: str, values: tuple[int, int, int]) -> None:
-        """Save; what equals the head's is shared."""
+        """Save; values equal to the head's are shared."""
         self._saves(draw, run, values)
 
     @precondition(lambda self: self._idle() and self._versions())
@@ -201,7 +201,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._idle() and self._versions())
     @rule(draw=DRAW)
     def pin(self, draw: int) -> None:
-        """Pin a version, or take the pin of one away: there are never more than a few."""
+        """Pin a version, or unpin one: there are never more than a few pins."""
         pinned = [row.id for row in self.model.rows.values() if row.pinned]
         if len(pinned) > draw % 4:
             version = pinned[draw % len(pinned)]
@@ -230,7 +230,7 @@ class StoreMachine(RuleBasedStateMachine):
         level=st.sampled_from(["weights", "weights", "weights-bf16", "weights-int8", "record"]),
     )
     def age(self, draw: int, level: Any) -> None:  # noqa: ANN401
-        """Keep less of a version."""
+        """Reduce a version to a lower level."""
         version = self._pick(draw)
         self._begin(draw, "age", lambda store: store.age([f"#{version}"], level, force=True))
 
@@ -265,14 +265,14 @@ class StoreMachine(RuleBasedStateMachine):
         below=st.sampled_from([None, 0.5, 1.0]),
     )
     def gc(self, draw: int, grace_s: float, patience_s: float, below: float | None) -> None:
-        """Collect; with a grace, what is condemned is left for others to sweep."""
+        """Collect; with a grace, condemned objects are left for others to sweep."""
 
         def work(store: Store) -> object:
             return store.gc(grace_s=grace_s, orphan_age_s=patience_s, repack_below=below)
 
         self._begin(draw, "gc" if grace_s == 0 else "gc with grace", work)
 
-    # --- what befalls them --------------------------------------------------------------------
+    # --- fates of calls -----------------------------------------------------------------------
 
     def _step(self, draw: int, fate: Fate, calls: int) -> None:
         busy = self._busy()
@@ -302,19 +302,19 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._busy())
     @rule(draw=DRAW, fate=st.sampled_from(FATES), calls=st.integers(1, 12))
     def suffer(self, draw: int, fate: Fate, calls: int) -> None:
-        """Let a client make some calls; what befalls the last of them is drawn."""
+        """Let a client make some calls; the fate of the last of them is drawn."""
         self._step(draw, fate, calls)
 
     @precondition(lambda self: self._busy())
     @rule(draw=DRAW)
     def finish(self, draw: int) -> None:
-        """Let a client finish what it does."""
+        """Let a client finish its operation."""
         self._step(draw, "go", 10_000)
 
     @precondition(lambda self: self._idle())
     @rule(draw=DRAW)
     def reopen(self, draw: int) -> None:
-        """Close a store and open it again: it knows of the past what a snapshot tells."""
+        """Close a store and open it again: its only history is a snapshot's."""
         idle = self._idle()
         self._renew(idle[draw % len(idle)])
 
@@ -325,7 +325,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.late)
     @rule(data=st.data())
     def deliver(self, data: st.DataObject) -> None:
-        """Let a request arrive that its sender gave up long ago."""
+        """Deliver a request that its sender has given up long ago."""
         self._deliver(self.late.pop(data.draw(st.integers(0, len(self.late) - 1))))
 
     def _deliver(self, request: Late) -> None:
@@ -337,11 +337,11 @@ class StoreMachine(RuleBasedStateMachine):
         except ObjectExistsError:
             assert request.key in self.backend.objects
 
-    # --- what must hold -----------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------
 
     @invariant()
     def live_versions_are_whole(self) -> None:
-        """Hold that what they name is stored, and that what is new loads, bit by bit."""
+        """Assert that named objects are stored, and that new versions load, bit by bit."""
         StoreMachine.figures["steps"] += 1
         assert self.broken is None, self.broken
         self._look()
@@ -355,7 +355,7 @@ class StoreMachine(RuleBasedStateMachine):
                         self._loads(store, row)
 
     def _look(self) -> None:
-        """After each call of any client: what live versions name is stored."""
+        """Check after each call of any client that the objects of live versions are stored."""
         self.changed += self.model.catch_up()
         missing = self.model.reach() - self.backend.objects.keys()
         assert not missing, missing
@@ -363,14 +363,14 @@ class StoreMachine(RuleBasedStateMachine):
             self._as_foretold(self.foretold.pop())
 
     def _as_foretold(self, said: Foretold) -> None:
-        """Hold that retention did what its dry run said, if no one committed in between."""
+        """Assert that retention did what its dry run said, if no one committed in between."""
         commits = range(said.number + 1, said.number + 1 + len(said.commits))
         if said.commits != tuple(commits) or any(number > self.model.number for number in commits):
             return
         done: dict[str, str] = {}
         for number in commits:
             done |= self.model.effects.get(number, {})
-        # Without a commit it may be that others did the same meanwhile.
+        # Without a commit, others may have done the same in between.
         if said.commits:
             assert done == said.fates
             StoreMachine.figures["retain: as foretold"] += 1
@@ -379,7 +379,7 @@ class StoreMachine(RuleBasedStateMachine):
         return Store(open_on(self.backend, environment=self.environment, prober=trusting))
 
     def _same_catalog(self, store: Store) -> None:
-        """Hold that a client that opens now sees the model's versions."""
+        """Assert that a client that opens now sees the model's versions."""
         catalog = store.repo.refresh()
         assert catalog.number == self.model.number
         rows = self.model.rows.values()
@@ -406,7 +406,7 @@ class StoreMachine(RuleBasedStateMachine):
                     may_round=row.may_round)  # fmt: skip
 
     def teardown(self) -> None:
-        """Everyone finishes, late messages arrive, and two collections leave what is needed."""
+        """Finish all operations, deliver late messages; two collections leave the live set."""
         try:
             while self._busy():
                 self._step(0, "go", 10_000)
@@ -438,7 +438,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 
 def run(examples: int, steps: int, *, same: bool = False) -> Counter[str]:
-    """Run the machine on so many histories of so many steps, the `same` each time or new ones."""
+    """Run the machine on `examples` histories of `steps` steps, new ones unless `same`."""
     from hypothesis.stateful import run_state_machine_as_test
 
     StoreMachine.figures.clear()

@@ -1,4 +1,4 @@
-"""``torch.distributed.checkpoint`` on a store; and directories that it wrote, as versions.
+"""``torch.distributed.checkpoint`` on a store, and import of its directories as versions.
 
 ``dcp.save(state, storage_writer=CkptStoreWriter(run, step=100))`` and
 ``dcp.load(state, storage_reader=CkptStoreReader(run))``. Imported on first use:

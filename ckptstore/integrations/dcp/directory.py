@@ -74,15 +74,15 @@ def import_directory(
     codec: str | None = None,
     progress: ProgressCallback = silent,
 ) -> Version:
-    """Save what a directory of torch.distributed.checkpoint holds as a new version of a run.
+    """Save the content of a directory of torch.distributed.checkpoint as a new version of a run.
 
     Also called by :func:`ckptstore.integrations.files.import_file` for such a directory. Shards
-    become whole tensors for everyone who reads the version; none is put together in memory.
+    become whole tensors for every reader of the version; none is assembled in memory.
 
     Parameters
     ----------
     path
-        A local directory with a ``.metadata``; it must not change meanwhile.
+        A local directory with a ``.metadata``; it must not change during the import.
     run, step, metrics, directions, tags, metadata, roles, under, codec, progress
         As in :func:`ckptstore.integrations.files.import_file`.
 
@@ -91,13 +91,13 @@ def import_directory(
     ObjectNotFoundError
         The directory or a file of it is missing.
     PolicyError
-        A pickle in it wants more than a checkpoint needs; nothing of it was run.
+        A pickle in it needs more than a checkpoint does; nothing of it was run.
     FormatError, CorruptObjectError
-        It is damaged, or of a kind that is not read (extensions that compress, safetensors).
+        It is damaged, or of an unsupported kind (extensions that compress, safetensors).
     LimitError
-        It describes more than is read, or a value in it is larger than one may be.
+        It describes more items than allowed, or a value in it is too large.
     StateError
-        The chunks are not the whole of a tensor, or a value cannot be represented; names it.
+        The chunks do not cover a tensor, or a value cannot be represented; names it.
     StorageError
         A file or the store failed; no version appeared.
     """
@@ -128,7 +128,7 @@ def import_directory(
 
 
 class _Importing:
-    """Writes what lies in a directory, as much at a time as the store's host memory takes."""
+    """Writes the items of a directory in batches that fit the store's host memory."""
 
     def __init__(
         self, repo: Repo, folder: Path, paths: Mapping[str, Keys], *, looked: int, codec: str
@@ -154,7 +154,7 @@ class _Importing:
         return parts
 
     def _write_batch(self, batch: Sequence[_Item], known: Sequence[PieceTable]) -> RankPart:
-        """Read a batch and write it, as a rank would that holds it."""
+        """Read a batch and write it, like a rank that holds it."""
         shards = [_shard(self._folder, item) for item in batch if item.dtype]
         values = {item.name: _value(self._folder, item) for item in batch if not item.dtype}
         return write_part(
@@ -178,13 +178,13 @@ def _metadata_bytes(folder: Path) -> bytes:
 
 
 def _items(described: Described) -> list[_Item]:
-    """Return everything there is to read, in the order in which it lies."""
+    """Return everything to read, in the order of the files."""
     items: list[_Item] = []
     for name, tensor in described.tensors.items():
-        bytes_of(tensor.dtype, tensor.shape)  # refuses what is no shape
+        bytes_of(tensor.dtype, tensor.shape)  # refuses an invalid shape
         for box, place in tensor.chunks:
             nbytes = bytes_of(tensor.dtype, box[1])
-            # A chunk is stored as a file of torch.save: whatever it claims, it is not larger.
+            # A chunk is stored as a file of torch.save: it cannot exceed that, whatever it claims.
             if nbytes > place.length:
                 msg = f"{name!r}: {nbytes} bytes cannot be in {place.length} of {place.file}"
                 raise FormatError(msg, hint="extensions that compress are not read")
@@ -201,7 +201,9 @@ def _items(described: Described) -> list[_Item]:
     items += [_Item(name=n, place=p, nbytes=p.length) for n, p in described.values.items()]
     for item in items:
         if item.place.transforms:
-            msg = f"{item.name!r} went through {', '.join(item.place.transforms)} of an extension"
+            msg = (
+                f"{item.name!r} was transformed by an extension: {', '.join(item.place.transforms)}"
+            )
             raise FormatError(msg, hint="load it with torch, and save the state")
     return sorted(items, key=lambda item: (item.place.file, item.place.offset))
 
@@ -244,7 +246,7 @@ def _read(folder: Path, item: _Item) -> bytes:
 
 
 def _check_archive(data: bytes, where: str) -> None:
-    """Refuse an archive that torch.save would not write: compressed, or larger than it is."""
+    """Refuse an archive that torch.save would not write: compressed, or larger than its data."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             records = archive.infolist()
@@ -267,7 +269,7 @@ def _loaded(folder: Path, item: _Item) -> Any:  # noqa: ANN401 - a tensor or a p
             f"{item.name!r} in {item.place.file} needs more than weights_only=True allows: {text}",
             hint="if you trust it, load it with dcp.load and save it with CkptStoreWriter",
         ) from error
-    except Exception as error:  # what a hostile pickle makes torch raise is not known
+    except Exception as error:  # torch may raise any error on a hostile pickle
         text = str(error).strip().split("\n", 1)[0][:200]
         raise FormatError(f"{item.name!r} in {item.place.file} is not sound: {text}") from error
 
@@ -291,14 +293,15 @@ def _value(folder: Path, item: _Item) -> object:
 
 
 def _expanded(value: object, where: str, depth: int, known: dict[int, int]) -> int:
-    """Return how many values there are in one that was loaded, each as often as it is named.
+    """Return the number of values in a loaded one, each counted as often as it is referenced.
 
-    A pickle of some hundred bytes can name one list 2**40 times; saving would go through them all.
+    A pickle of some hundred bytes can name one list 2**40 times; saving would visit them all.
 
     Raises
     ------
     LimitError
-        They are more than ``STATE_NODES_MAX``, or nested deeper than ``STATE_DEPTH_MAX``.
+        There are more than ``STATE_NODES_MAX``, or they are nested deeper than
+        ``STATE_DEPTH_MAX``.
     """
     if isinstance(value, Mapping):
         below = itertools.chain(value.keys(), value.values())

@@ -1,8 +1,8 @@
-"""A version as the planners of torch see it: a flat dict of names.
+"""A version in the form that torch's planners use: a flat dict of names.
 
-Planners take dicts apart, with keys as text, and lists that hold tensors or dicts; everything else
-is one value. Here the same is done with a skeleton, so that a version has the names that planners
-give the state it is loaded into, whoever saved it. A planner with ``flatten_state_dict=False`` has
+Planners flatten dicts, with keys as text, and lists that hold tensors or dicts; any other
+value is a leaf. This module does the same with a skeleton, so that any version has the names that
+planners give the state to load into. A planner with ``flatten_state_dict=False`` has
 one name for each container at the top: such a name is found, but not listed.
 """
 
@@ -38,12 +38,12 @@ from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 __all__ = ["PLANNERS_OWN", "Adapted", "Entry", "entries_of", "metadata_of", "set_version"]
 
 PLANNERS_OWN: Final = "torch.distributed.checkpoint"
-"""Key of a version's metadata below which lies what a planner put into torch's."""
+"""Key of a version's metadata for a planner's own entries in torch's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a planner has one name for."""
+    """The item behind one name of a planner."""
 
     path: tuple[str | int, ...]
     """As planners write it: keys as text, positions of lists as ints."""
@@ -59,20 +59,20 @@ class Entry:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether planners take it for a tensor."""
+        """True if planners treat it as a tensor."""
         return bool(self.dtype)
 
 
 class Adapted:
-    """Tensors that adapters represent: which these are, and of what dtype and shape.
+    """Tensors represented by adapters, with their dtypes and shapes.
 
     Parameters
     ----------
     adapters
-        Those that the caller passes; others are built in.
+        Those that the caller passes; the built-in ones are known.
     build
-        Returns the object of a node. It is called for tensors of an adapter that the caller wrote,
-        whose state does not say what they are.
+        Returns the object of a node. Called for tensors of an adapter that the caller wrote,
+        whose state does not give dtype and shape.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Adapted:
         Raises
         ------
         CorruptObjectError
-            Its state does not say what it is.
+            Its state does not give dtype and shape.
         """
         if node[1] in self._built:
             tensor = self._build(node)
@@ -113,12 +113,12 @@ class Adapted:
 
 
 def entries_of(content: Content, adapted: Adapted) -> dict[str, Entry]:
-    """Return what a version holds, by the names of planners.
+    """Return the content of a version, by the names of planners.
 
     Raises
     ------
     InvalidInputError
-        Two things would have one name, as the keys ``1`` and ``"1"`` of one dict would.
+        Two items would have one name, as the keys ``1`` and ``"1"`` of one dict would.
     """
     found: dict[str, Entry] = {}
     for entry in _Walk(content, adapted).walk(content.node, ()):
@@ -182,7 +182,7 @@ class _Walk:
         return node[0] in ("T", "V", "Q") or (node[0] == "x" and self.adapted.is_tensor(node))
 
     def _is_value(self, node: list[Node]) -> bool:
-        """Return whether planners leave a list whole: no tensor and no dict in it, however deep."""
+        """Return whether planners keep a list whole: it has no tensor and no dict at any depth."""
         for item in node[1:]:
             if not isinstance(item, list):
                 continue
@@ -194,7 +194,7 @@ class _Walk:
 
 
 class _Names(dict[str, Any]):
-    """What planners ask of torch's metadata: the names, and the containers that are not listed."""
+    """The names in torch's metadata; it also finds the containers that are not listed."""
 
     def __init__(self, listed: Mapping[str, Any], containers: AbstractSet[str]) -> None:
         super().__init__(listed)
@@ -210,10 +210,10 @@ class _Names(dict[str, Any]):
 
 
 def metadata_of(version: Version, entries: Mapping[str, Entry]) -> Metadata:
-    """Return what torch wants to know of a version.
+    """Return torch's metadata of a version.
 
-    Each tensor is one chunk, whatever boxes it is stored in: which pieces a rank needs is decided
-    from the manifest when it reads.
+    Each tensor is one chunk, whatever boxes it is stored in: a rank selects the pieces that it
+    needs from the manifest when it reads.
     """
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     listed = {name: entry for name, entry in entries.items() if not entry.is_container}
@@ -237,12 +237,12 @@ def metadata_of(version: Version, entries: Mapping[str, Entry]) -> Metadata:
 
 
 def set_version(metadata: Metadata) -> None:
-    """Say of which version torch's metadata is: that of the torch that is installed."""
+    """Set the version of torch's metadata to that of the installed torch."""
     metadata.version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 def _add_planners_own(metadata: Metadata, own: object) -> None:
-    """Add what a planner put into the metadata on save; fields of torch's own stay as they are."""
+    """Add a planner's own entries of the metadata on save; torch's own fields stay unchanged."""
     for name, value in own.items() if isinstance(own, dict) else ():
         if name == "planner_data":
             merged = {**metadata.planner_data, **value} if isinstance(value, dict) else value

@@ -1,9 +1,9 @@
 """The ``.metadata`` of a directory that torch.distributed.checkpoint wrote, read without executing.
 
-It is a pickle, and a pickle is a program: of its instructions only those that build plain values
-are followed, and of the names that it may call only those of the classes that describe a
-checkpoint. None of these is looked up: each has a stand-in here that keeps what it is given. What
-comes out is checked field by field. Imports no torch.
+It is a pickle, and a pickle is a program: the reader follows only the instructions that build
+plain values, and allows only the names of the classes that describe a checkpoint. It looks up none
+of these names: each has a stand-in here that keeps its arguments. The result is checked field by
+field. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["Described", "Place", "StoredTensor", "read_metadata"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where one item lies."""
+    """Location of one item."""
 
     file: str
     """Relative to the directory; leads out of it nowhere."""
     offset: int
     length: int
     transforms: tuple[str, ...] = ()
-    """What extensions did to the bytes."""
+    """Names of the extensions that transformed the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +53,22 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Described:
-    """What a directory holds, by name, in the order of its metadata."""
+    """Content of a directory, by name, in the order of its metadata."""
 
     tensors: Mapping[str, StoredTensor]
     values: Mapping[str, Place]
     paths: Mapping[str, tuple[str | int, ...]]
-    """Where in the state each name belongs."""
+    """Path in the state of each name."""
 
 
 class _Kept:
-    """An object of a class that describes a checkpoint: what its pickle says, and no more."""
+    """An object of a class that describes a checkpoint: only the values in its pickle."""
 
     def __init__(self, *_: object) -> None:
         self.state: dict[str, Any] = {}
 
     def __setstate__(self, state: object) -> None:
-        # Nothing is copied: what many objects share is there once.
+        # Nothing is copied: an object shared by many exists once.
         if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
             if state[0]:
                 raise pickle.UnpicklingError("an object with two states")
@@ -126,11 +126,11 @@ def _size(values: object = ()) -> tuple[int, ...]:
 
 
 def _nothing(*_: object) -> None:
-    """Stand in for what is not needed: layouts, memory formats, paths."""
+    """Stand in for objects that are not needed: layouts, memory formats, paths."""
 
 
 class _Call:
-    """A function that a pickle may call, and cannot change."""
+    """A function that a pickle may call, and cannot modify."""
 
     __slots__ = ("_function",)
 
@@ -155,7 +155,7 @@ _NAMES: Final[Mapping[tuple[str, str], Callable[..., object]]] = {
     (f"{_CHECKPOINT}.metadata", "StorageMeta"): _Kept,
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"): _Call(_nothing),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): _Info,
-    # of torch before 2.3
+    # Names of torch before 2.3.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Call(_nothing),
     ("torch", "Size"): _Call(_size),
@@ -167,7 +167,7 @@ _NAMES: Final[Mapping[tuple[str, str], Callable[..., object]]] = {
 
 
 class _Reader(pickle.Unpickler):
-    """Knows the names above and those of dtypes."""
+    """Unpickler that knows the names above and those of dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:  # noqa: ANN401
         """Return the stand-in of a name.
@@ -175,7 +175,7 @@ class _Reader(pickle.Unpickler):
         Raises
         ------
         PolicyError
-            It is none of those that describe a checkpoint.
+            It is not a name that describes a checkpoint.
         """
         found = _NAMES.get((module, name))
         if found is not None:
@@ -186,19 +186,19 @@ class _Reader(pickle.Unpickler):
         raise PolicyError(msg, hint="nothing of it was run; do not load it with torch either")
 
     def persistent_load(self, pid: object) -> NoReturn:
-        """Refuse references to what is outside of the pickle."""
+        """Refuse references to objects outside of the pickle."""
         raise pickle.UnpicklingError(f"a {type(pid).__name__} refers outside of the metadata")
 
 
 def read_metadata(data: bytes, *, where: str) -> Described:
-    """Return what a ``.metadata`` says; nothing in it is executed.
+    """Return the content of a ``.metadata``; nothing in it is executed.
 
     Raises
     ------
     PolicyError
-        It names something that is no part of a description; names it.
+        It names an object that is no part of a description; names it.
     FormatError
-        It is no metadata, or of a kind that is not known.
+        It is no metadata, or of an unknown kind.
     CorruptObjectError
         It contradicts itself.
     LimitError
@@ -213,7 +213,7 @@ def read_metadata(data: bytes, *, where: str) -> Described:
         raise LimitError(f"{where} has {error.message}") from error
     except PolicyError:
         raise
-    except Exception as error:  # what a hostile pickle makes the unpickler raise is not known
+    except Exception as error:  # the unpickler may raise any error on a hostile pickle
         raise FormatError(f"{where} is not a sound description of a checkpoint: {error}") from error
     if not isinstance(found, _Metadata):
         raise FormatError(f"{where} does not describe a checkpoint")
@@ -239,7 +239,7 @@ def _described(state: Mapping[str, Any], where: str) -> Described:
         if isinstance(kept, _Bytes):
             values[name] = _place(places, name, None, where)
         elif isinstance(kept, _Tensor):
-            chunks += len(kept.state["chunks"])  # one list can be that of many tensors
+            chunks += len(kept.state["chunks"])  # many tensors can share one list
             if chunks > limits.BLOCKS_MAX:
                 raise LimitError(f"{where} has more than {limits.BLOCKS_MAX} chunks")
             tensors[name] = _tensor(name, kept.state, places, where)
@@ -265,7 +265,8 @@ _Places = Mapping[tuple[str, "tuple[int, ...] | None"], Place]
 def _places(storage: object, where: str) -> _Places:
     if not isinstance(storage, dict):
         raise FormatError(
-            f"{where} does not say where the data is", hint="of one file per rank and name only"
+            f"{where} does not say where the data is",
+            hint="only torch's own file writer is supported",
         )
     found: dict[tuple[str, tuple[int, ...] | None], Place] = {}
     for index, info in storage.items():
@@ -282,7 +283,7 @@ def _places(storage: object, where: str) -> _Places:
         start, length = _numbers((info.state["offset"], info.state["length"]))
         transforms = info.state.get("transform_descriptors") or ()
         if not isinstance(transforms, tuple | list) or len(transforms) > limits.DCP_TRANSFORMS_MAX:
-            raise FormatError(f"{where}: {key[0]!r} went through more than can be listed")
+            raise FormatError(f"{where}: {key[0]!r} has more extensions than allowed")
         found[key] = Place(
             file=file, offset=start, length=length, transforms=tuple(map(_text, transforms))
         )
@@ -318,7 +319,7 @@ def _text(value: object) -> str:
     Raises
     ------
     ValueError
-        It is none. What it is instead is not printed: it may be larger than it is in memory.
+        `value` is none. The message does not print it: its text may exceed its size in memory.
     """
     if type(value) is not str:
         raise ValueError(f"a {type(value).__name__} is no text")
@@ -331,7 +332,7 @@ def _numbers(values: object) -> tuple[int, ...]:
     Raises
     ------
     ValueError
-        They are none.
+        `values` are none.
     """
     if not isinstance(values, tuple | list) or len(values) > limits.TENSOR_DIMS_MAX:
         raise ValueError(f"a {type(values).__name__} is no list of sizes")

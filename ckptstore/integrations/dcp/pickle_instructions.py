@@ -1,4 +1,4 @@
-"""Which instructions a pickled description may have: they are followed, and nothing is made."""
+"""Checks the instructions of a pickled description by following them, without making objects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptstore.errors import LimitError
 __all__ = ["check_instructions"]
 
 _FLAT: Final = 0
-_NESTED: Final = 1  # a tuple, or what a call made: may hold others, and hashing goes through all
+_NESTED: Final = 1  # a tuple, or the result of a call: may hold others, and hashing visits all
 _MARK: Final = 2
 
 _PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
@@ -26,7 +26,7 @@ _VALUES: Final = _INTS | {
     *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
     *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "GLOBAL"),
 }
-# Instruction to how many values it takes, down to the last mark (-1), and what it puts there.
+# Instruction to the number of values it takes, down to the last mark (-1), and its result.
 _EFFECTS: Final[Mapping[str, tuple[int, int | None]]] = {
     **dict.fromkeys(_VALUES, (0, _FLAT)),
     **dict.fromkeys(("PROTO", "FRAME", "STOP"), (0, None)),
@@ -51,11 +51,11 @@ _EFFECTS: Final[Mapping[str, tuple[int, int | None]]] = {
 
 
 def check_instructions(data: bytes) -> None:
-    """Follow the instructions of a pickle without making anything of them.
+    """Follow the instructions of a pickle without making objects.
 
-    The unpickler reserves memory for the highest place of its memo, whatever is in it, and what is
-    in the memo can be named twice: some hundred bytes describe a tuple that takes years to hash.
-    Both are refused here, as is what no description of a checkpoint needs.
+    The unpickler reserves memory for the highest place of its memo, even if unused, and objects in
+    the memo can be named twice: some hundred bytes describe a tuple that takes years to hash.
+    Both are refused here, like any instruction that no description of a checkpoint needs.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def check_instructions(data: bytes) -> None:
         if name == "MEMOIZE" or name in _PUTS:
             place = len(memo) if name == "MEMOIZE" else int(argument or 0)
             if not 0 <= place <= len(memo) or not stack or stack[-1] == _MARK:
-                raise pickle.UnpicklingError(f"what is kept at place {place} of the memo")
+                raise pickle.UnpicklingError(f"a value for place {place} of the memo")
             memo[place : place + 1] = stack[-1:]
         elif name in _GETS:
             place = int(argument or 0)
@@ -86,7 +86,7 @@ def check_instructions(data: bytes) -> None:
 
 
 def _apply(name: str, stack: bytearray) -> None:
-    """Take from the stack, and leave on it, what an instruction does."""
+    """Apply an instruction's effect to the stack."""
     effect = _EFFECTS.get(name)
     if effect is None:
         raise pickle.UnpicklingError(f"the instruction {name} is in no description")

@@ -1,4 +1,4 @@
-"""Values that are no tensors, between the planners of torch, which pickle them, and the store."""
+"""Converts values that are no tensors between torch's planners, as pickles, and the store."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["from_planner", "pickled", "unpickled"]
 
 
 def from_planner(planner: SavePlanner, item: WriteItem) -> Any:  # noqa: ANN401 - any value
-    """Return the value that a planner gives for an item, itself and not as the pickle of it.
+    """Return a planner's value for an item, itself and not as its pickle.
 
-    Where it is the state's own value, as the default planner gives it, it can be anything that the
-    store keeps. What a planner makes of it comes as a pickle, of plain values.
+    The state's own value, as the default planner gives it, can be anything that the
+    store supports. A value that a planner makes comes as a pickle, of plain values.
 
     Raises
     ------
     StateError
-        The planner gives a pickle of other things, or no pickle.
+        The planner's pickle holds other objects, or is no pickle.
     """
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as Default
 
@@ -37,26 +37,26 @@ def from_planner(planner: SavePlanner, item: WriteItem) -> Any:  # noqa: ANN401 
         return data
     try:
         return unpickled(io.BytesIO(data.getvalue()))
-    except Exception as error:  # what torch raises for bytes that are no pickle is not known
+    except Exception as error:  # torch may raise any error for bytes that are no pickle
         found = getattr(planner, "state_dict", {}).get(item.index.fqn)
         if pickled(found).getvalue() == data.getvalue():
-            return found  # the planner has changed nothing of it
+            return found  # the planner has not changed it
         msg = f"{item.index.fqn!r} is a pickle of the planner's, and not of plain values"
         raise StateError(msg, hint="let the planner's resolve_data return the value") from error
 
 
 def _is_own(planner: object, name: str, kind: type) -> bool:
-    """Return whether a planner has the method of the class `kind`, and none in its place."""
+    """Return whether a planner has the method of the class `kind`, not an override."""
     return getattr(getattr(planner, name), "__func__", None) is getattr(kind, name)
 
 
 def unpickled(data: io.BytesIO) -> Any:  # noqa: ANN401 - any value
-    """Return what ``torch.load`` makes of a pickle of plain values, BytesIO among them.
+    """Return the result of ``torch.load`` on a pickle of plain values, BytesIO among them.
 
     Raises
     ------
     pickle.UnpicklingError
-        It is of other things, or no pickle.
+        It holds other objects, or is no pickle.
     """
     try:
         return torch.load(data, map_location="cpu", weights_only=True)
@@ -69,10 +69,10 @@ def unpickled(data: io.BytesIO) -> Any:  # noqa: ANN401 - any value
 
 
 def pickled(value: object) -> io.BytesIO:
-    """Return what planners expect of a reader: a value as ``torch.save`` writes it.
+    """Return a value as ``torch.save`` writes it, which planners expect of a reader.
 
-    It is made here, in memory, of a value that was rebuilt from the store, and read by the planner
-    at once: no pickle comes from storage.
+    The pickle is made here, in memory, of a value that was rebuilt from the store, and the planner
+    reads it at once: no pickle comes from storage.
     """
     data = io.BytesIO()
     torch.save(value, data)

@@ -1,9 +1,9 @@
-"""Who writes what several ranks hold alike: evenly by bytes.
+"""Distributes items that several ranks hold among these ranks, evenly by bytes.
 
-The default planner writes a replica once, by the rank with the least so far, in the order of
-the state, and takes a shard for as large as its whole tensor. Here each rank says beforehand what
-it could write, and the coordinator gives what several hold to whichever has the least, the largest
-first. Values that are no tensors are those of the first rank that has them, since they may differ.
+The default planner gives a replica to the rank with the least so far, in the order of
+the state, and counts a shard as large as its whole tensor. Here each rank first lists the items
+that it could write, and the coordinator gives shared ones to the rank with the least, the largest
+first. Values that are no tensors stay with the first rank that has them, since they may differ.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _MARK_BYTES = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offers:
-    """What a rank holds, before it is decided who writes it; travels with its plan."""
+    """Items that a rank holds, before the coordinator distributes them; sent with its plan."""
 
     marks: bytes
     """8 bytes an item: the beginning of a digest of its name and offsets. Two items of one mark
-    could be taken for one: the rank that is asked for what it has not would refuse, and the save
+    could be mistaken for each other: a rank would refuse an item that it lacks, and the save
     fail."""
 
 
 def offers(items: Iterable[WriteItem]) -> Offers:
-    """Return what a local plan holds."""
+    """Return the items of a local plan."""
     return Offers(b"".join(_mark(item) for item in items))
 
 
@@ -43,9 +43,9 @@ def _mark(item: WriteItem) -> bytes:
 
 
 def balance(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans with each item that several ranks hold at the one that fits best.
+    """Return the plans with each item that several ranks hold at only one of them.
 
-    Plans are left as they are where the planner keeps them for later saves: it would then
+    Plans stay unchanged if the planner keeps them for later saves: it would then
     combine decisions of its own with some of these.
     """
     if _kept_by_planner(plans) or not all(isinstance(p.storage_data, Offers) for p in plans):
@@ -79,7 +79,7 @@ def balance(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 def _in_order(items: list[WriteItem]) -> list[WriteItem]:
-    """Keep small tensors that belong together together: they share chunks."""
+    """Group small tensors that belong together: they share chunks."""
     return sorted(items, key=lambda item: (item.index.fqn, item.index.offset or ()))
 
 

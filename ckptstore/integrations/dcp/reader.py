@@ -1,4 +1,4 @@
-"""Loading with ``torch.distributed.checkpoint``: each rank reads what it needs, and no more."""
+"""Loading with ``torch.distributed.checkpoint``: each rank reads only the pieces it needs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _log = logging.getLogger("ckptstore")
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """The version that the coordinator loads, and so all ranks; travels with the plan."""
+    """The version that the coordinator, and so every rank, loads; sent with the plan."""
 
     version: Version
 
@@ -55,21 +55,21 @@ class CkptStoreReader(StorageReader):
     """Reads any version with ``dcp.load``, onto any number of ranks and any layout; one a rank.
 
     Also versions that :meth:`ckptstore.Run.save` saved, or that were imported. Each rank reads the
-    manifest, and of the packs the pieces that hold elements of its shards; every byte is checked.
-    Where ranks see different versions under one ref, as while another job saves, all load the
-    coordinator's. A reader can be used again; any thread may use it, not several at once.
+    manifest, and only the pieces of packs that hold elements of its shards; every byte is checked.
+    If ranks see different versions under one ref, as while another job saves, all load the
+    coordinator's. A reader can be reused, from any thread, but by one at a time.
 
     Parameters
     ----------
     source
         A store, or a run of one.
     ref
-        Names the version: ``"gpt@1200"`` of a store, ``"latest"`` or ``1200`` of a run, whose
-        newest it is where there is none. It may also come as `checkpoint_id` of each load, and of
-        a store must come by either. ``latest-valid`` makes every rank read all
-        of the version: resolve it on one rank, and give the others its id.
+        Names the version: ``"gpt@1200"`` of a store, ``"latest"`` or ``1200`` of a run; by default
+        the run's newest. It may also come as `checkpoint_id` of each load; a store needs
+        one of the two. ``latest-valid`` makes every rank read the whole
+        version: resolve it on one rank, and give the others its id.
     adapters
-        For objects that were saved through them.
+        Adapters with which objects were saved.
     progress
         Called with the bytes that this rank has read.
 
@@ -97,10 +97,10 @@ class CkptStoreReader(StorageReader):
         self._progress = progress
         self._opened: _Opened | None = None
         self.checkpoint_id: str | os.PathLike[str] = ""
-        """What the load was asked for by, if by anything; for torch's log."""
+        """Id that the caller of the load passed, if any; for torch's log."""
 
     def __reduce__(self) -> NoReturn:
-        """Refuse to travel to another process, which would need a store of its own."""
+        """Refuse to be pickled: another process would need a store of its own."""
         msg = "a reader cannot be sent to another process, since its store is open in this one"
         raise InvalidInputError(msg, hint="make one there")
 
@@ -110,7 +110,7 @@ class CkptStoreReader(StorageReader):
         return None if self._opened is None else self._opened.version
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the ref of the next load; called by torch on every rank if there is one.
+        """Set the ref of the next load; torch calls it on every rank if there is one.
 
         Parameters
         ----------
@@ -120,17 +120,17 @@ class CkptStoreReader(StorageReader):
         self.checkpoint_id = "" if checkpoint_id is None else checkpoint_id
         self._asked = None if checkpoint_id is None else os.fspath(checkpoint_id)
 
-    # Not ``**kwargs``: where torch finds that name, a rank whose first try fails tries once more
+    # Not ``**kwargs``: where torch finds that name, a rank whose first try fails retries
     # without the others, and those wait for it.
     def read_metadata(self, *_: Any, **_options: Any) -> Metadata:  # noqa: ANN401
-        """Return what the version holds, by the names of planners; called by torch on every rank.
+        """Return the content of the version, by the names of planners; torch calls it on all ranks.
 
         Raises
         ------
         VersionNotFoundError, RunNotFoundError, InvalidRefError
-            The ref names nothing.
+            The ref names no version.
         InvalidInputError
-            There is no ref, and the reader is of a store, which has many runs.
+            The ref is missing, and the reader is of a store, which has many runs.
         CorruptObjectError
             The manifest is damaged.
         """
@@ -159,33 +159,33 @@ class CkptStoreReader(StorageReader):
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> None:
-        """Take part in a load; called by torch on every rank. Nothing is to be prepared."""
+        """Take part in a load; torch calls it on every rank. There is nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return this rank's plan as it is."""
+        """Return this rank's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Tell all ranks which version it is; called by torch on the coordinator."""
+        """Add the version to all plans; torch calls it on the coordinator."""
         found = self._current()
         decided = _Decided(replace(found.version, metadata={}, metrics={}, receipt={}, roles={}))
         return [replace(plan, storage_data=decided) for plan in plans]
 
     def _current(self) -> _Opened:
         if self._opened is None:
-            msg = "read_metadata comes before what needs it"
+            msg = "no version is open in this reader: call read_metadata first"
             raise InvalidInputError(msg)
         return self._opened
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan asks for into the planner's tensors; all is there on return.
+        """Read the plan's items into the planner's tensors; complete on return.
 
         Raises
         ------
         CorruptTensorError
             A piece that this rank needs is damaged; names the tensor.
         TensorNotFoundError
-            The coordinator's version is another than this rank's, and differs in what is wanted;
+            The coordinator's version is not this rank's, and differs in a planned item;
             or there are containers where the state has values.
         StorageError
             The storage failed.
@@ -212,7 +212,7 @@ class CkptStoreReader(StorageReader):
         return future
 
     def _agreed(self, plan: LoadPlan, version: Version, mine: _Opened) -> _Opened:
-        """Return the coordinator's version; it must have what this rank's plan was made for."""
+        """Return the coordinator's version; it must have all items of this rank's plan."""
         if version.id == mine.version.id:
             return mine
         theirs = self._open(version)
@@ -230,14 +230,14 @@ class CkptStoreReader(StorageReader):
     def _read_tensors(
         self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
     ) -> None:
-        """Read boxes of tensors; into the targets themselves, where these lie in host memory."""
+        """Read boxes of tensors; into the targets themselves if these are in host memory."""
         options = self._store.repo.options
         batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         regions: list[Region] = []
         held = 0
 
         def read() -> None:
-            """Read what is in the batch, and hand each tensor to the planner."""
+            """Read the batch, and pass each tensor to the planner."""
             backend = self._store.repo.backend
             read_regions(
                 regions,
@@ -278,7 +278,7 @@ class CkptStoreReader(StorageReader):
     def _read_values(
         self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
     ) -> None:
-        """Read plain values, views, and tensors made of others; some at a time, by their bytes."""
+        """Read plain values, views, and composed tensors, in batches by their bytes."""
         records, limit = found.content.manifest.tensors, self._store.repo.options.host_bytes
         batch: list[tuple[ReadItem, Entry]] = []
         held = 0
@@ -319,11 +319,11 @@ class CkptStoreReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it could be a ref."""
+        """Return whether an id could be a ref."""
         return bool(os.fspath(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return which version is loaded, for those who log it."""
+        """Return the loaded version, for logging."""
         if self._opened is None:
             return None
         version = self._opened.version
@@ -357,7 +357,7 @@ def _memory(target: torch.Tensor, entry: Entry, item: ReadItem) -> torch.Tensor:
 
 
 def _fill(target: torch.Tensor, value: torch.Tensor, item: ReadItem) -> None:
-    """Copy the part of a tensor that an item asks for, by what its class makes of copying."""
+    """Copy an item's part of a tensor, by the copy operation of the tensor's class."""
     if value.is_quantized and (not target.is_quantized or not _has_scheme(target)):
         msg = f"{item.dest_index.fqn!r} is quantized, and cannot be read into a tensor that is not"
         raise InvalidInputError(msg, hint="give a quantized tensor, or load it with store.load")

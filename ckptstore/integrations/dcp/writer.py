@@ -1,4 +1,4 @@
-"""Saving with ``torch.distributed.checkpoint``: each rank its packs, one commit for all."""
+"""Saving with ``torch.distributed.checkpoint``: each rank writes packs, one commit covers all."""
 
 from __future__ import annotations
 
@@ -52,30 +52,31 @@ _PART: Final = "ckptstore.part"
 class CkptStoreWriter(StorageWriter):
     """Writes a version of a run with ``dcp.save`` or ``dcp.async_save``; one on each rank.
 
-    Each rank writes what it holds into packs, and shares what the run's head holds already. What
-    several ranks hold alike is written once. The coordinator commits, when all have written: until
+    Each rank writes its items into packs, and shares the chunks that the run's head has already.
+    Items on several ranks are written once. The coordinator commits when all have written: until
     then nothing is visible. If any rank fails, all of them raise ``CheckpointException`` (of
     torch), which names the ranks and their errors, and there is no version.
 
-    The state comes back nested from :meth:`ckptstore.Store.load` too, with whole tensors, or from
-    :class:`CkptStoreReader` at any number of ranks. Nothing is pickled: values that are no tensors
-    are stored like those of :meth:`ckptstore.Run.save`, and so are quantized and sparse tensors and
-    tensor subclasses, which one rank must hold whole. What a planner changes is saved as changed.
+    :meth:`ckptstore.Store.load` returns the state nested, with whole tensors;
+    :class:`CkptStoreReader` loads it at any number of ranks. Nothing is pickled: values that are
+    no tensors are stored like those of :meth:`ckptstore.Run.save`, and so are quantized and sparse
+    tensors and tensor subclasses, which one rank must hold whole. Changes that a planner makes are
+    saved.
 
-    One save at a time; a writer can be used again. Any thread may use it, not several at once.
+    One save at a time; a writer can be reused, from any thread, but by one at a time.
 
     Parameters
     ----------
     run
         The run, of a store that this rank has opened.
     step
-        Of the training. It may also come as `checkpoint_id` of each save: ``"1200"``.
+        Training step. It may also come as `checkpoint_id` of each save: ``"1200"``.
     metrics, tags, metadata, roles, codec, adapters
         As in :meth:`ckptstore.Run.save`; those of the coordinator count, but `codec`, `adapters`
         and `share` are each rank's own.
     share
-        Share with the run's head, for which this rank reads that version's whole manifest: 87 MB of
-        10 TB. False writes everything anew, as where everything has changed in any case.
+        Share chunks with the run's head; this rank then reads that version's whole manifest: 87 MB
+        of 10 TB. False writes all chunks again, for states that change entirely in any case.
     progress
         Called with the bytes done by this rank.
 
@@ -116,13 +117,13 @@ class CkptStoreWriter(StorageWriter):
         self._progress = progress
         self._began = 0.0
         self.checkpoint_id: str | os.PathLike[str] = ""
-        """What the save was asked for by, if by anything; for torch's log."""
+        """Id that the caller of the save passed, if any; for torch's log."""
         self.version: Version | None = None
-        """The version of the last save, on the coordinator. Every rank finds its id in what
-        ``dcp.save`` returns: ``metadata.storage_meta.save_id``."""
+        """The version of the last save, on the coordinator. Every rank finds its id in the result
+        of ``dcp.save``: ``metadata.storage_meta.save_id``."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Travel to another process (``AsyncCheckpointerType.PROCESS``), which opens the store."""
+        """Pickle for another process (``AsyncCheckpointerType.PROCESS``), which opens the store."""
         words = {
             "step": self._step,
             "metrics": self._metrics,
@@ -139,7 +140,7 @@ class CkptStoreWriter(StorageWriter):
         return _in_another_process, (*store, *run, resumed, words)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step of the next save; called by torch on every rank if there is one.
+        """Set the step of the next save; torch calls it on every rank if there is one.
 
         Parameters
         ----------
@@ -149,7 +150,7 @@ class CkptStoreWriter(StorageWriter):
         Raises
         ------
         InvalidInputError
-            It is neither, or contradicts the writer's.
+            The id is neither, or contradicts the writer's.
         """
         self.checkpoint_id = "" if checkpoint_id is None else checkpoint_id
         self._asked = None
@@ -162,12 +163,12 @@ class CkptStoreWriter(StorageWriter):
         self._asked = step
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
-        """Look whether this rank could save at all; called by torch on every rank.
+        """Check early whether this rank could save; torch calls it on every rank.
 
         Raises
         ------
         InvalidInputError
-            A name, metric or step is not accepted; or the ranks are not to act together.
+            A name, metric or step is not accepted; or ``use_collectives=False`` is given.
         ReadOnlyError, UnsafeBackendError
             The store cannot be written to.
         """
@@ -176,7 +177,7 @@ class CkptStoreWriter(StorageWriter):
         self._saved_step = self._step if self._asked is None else self._asked
         self._asked = None
         if not kwargs.get("use_collectives", True):
-            msg = "a version needs one commit by one rank: use_collectives=False cannot be"
+            msg = "use_collectives=False is refused: a version needs one commit by one rank"
             raise InvalidInputError(msg)
         self._repo.check_open()
         if self._repo.options.read_only:
@@ -203,11 +204,11 @@ class CkptStoreWriter(StorageWriter):
         )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Add to this rank's plan what it holds, before replicas are left to others."""
+        """Add this rank's items to its plan, before replicas are given to other ranks."""
         return dataclasses.replace(plan, storage_data=offers(plan.items))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Spread what several ranks hold alike; called by torch on the coordinator."""
+        """Distribute items that several ranks hold; torch calls it on the coordinator."""
         return balance(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -235,7 +236,7 @@ class CkptStoreWriter(StorageWriter):
             tensor = _tensor(item, planner)
             if is_box(tensor) or not _is_whole(item):
                 shards.append(_shard(item, tensor))
-            else:  # a tensor made of others is kept as a value is
+            else:  # a composed tensor is stored like a value
                 values[name] = tensor
         catalog = self._repo.refresh()
         part = write_part(
@@ -256,10 +257,10 @@ class CkptStoreWriter(StorageWriter):
         return future
 
     def _shared(self, catalog: Catalog) -> list[PieceTable]:
-        """Return what the run's head holds, as this rank sees it.
+        """Return the pieces of the run's head, as this rank sees it.
 
-        Ranks may see different heads. That costs sharing at most: the coordinator checks on
-        committing that nothing that any of them shares was condemned.
+        Ranks may see different heads. That costs sharing at most: on commit the coordinator
+        checks that no shared object was condemned.
         """
         if not self._share:
             return []
@@ -267,14 +268,14 @@ class CkptStoreWriter(StorageWriter):
         return [] if parent is None else shareable(self._store.repo, parent)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit the version; called by torch on the coordinator, when all ranks have written.
+        """Commit the version; torch calls it on the coordinator, once all ranks have written.
 
         Raises
         ------
         StateError
-            What the ranks wrote is not the whole state; or the planner's metadata cannot be kept.
+            The ranks did not write the whole state; or the planner's metadata cannot be stored.
         CondemnedError
-            A collection took what was written or shared meanwhile: save again.
+            A collection condemned written or shared objects during the save: save again.
         StorageError
             The storage failed; no version appeared.
         """
@@ -285,7 +286,7 @@ class CkptStoreWriter(StorageWriter):
             if isinstance(result.storage_data, RankPart)
         ]
         if len(parts) != len(results):
-            msg = f"{len(results)} ranks took part, and {len(parts)} say what they wrote"
+            msg = f"{len(results)} ranks took part, and {len(parts)} say that they wrote"
             raise StateError(msg)
         request = self._request()
         own = _planners_own(metadata)
@@ -308,13 +309,13 @@ class CkptStoreWriter(StorageWriter):
         set_version(metadata)
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return what planners are told of the storage: the run and the step."""
+        """Return the storage information for planners: the run and the step."""
         step = self._step if self._asked is None else self._asked
         return StorageMeta(checkpoint_id=f"{self._run.name}@{step}")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a step, or a ref with one."""
+        """Return whether an id is a step, or a ref with one."""
         try:
             _step_of(checkpoint_id, "")
         except InvalidInputError:
@@ -330,7 +331,7 @@ def _in_another_process(
     resumed: bool,
     words: Any,  # noqa: ANN401
 ) -> CkptStoreWriter:
-    """Return a writer on a store that is opened here; it is closed with the process."""
+    """Return a writer on a store that is opened here, and closed when the process ends."""
     store = Store(open_on(backend, options=options))
     if resumed:
         resume_check.chosen(store.repo, run)
@@ -385,7 +386,7 @@ def _shard(item: WriteItem, tensor: torch.Tensor) -> Shard:
 
 
 def _paths(planner_data: object, names: Iterable[str]) -> dict[str, Path]:
-    """Return where in the state each name belongs, in the order of the state."""
+    """Return the path in the state of each name, in the order of the state."""
     mapping = planner_data if isinstance(planner_data, Mapping) else {}
     wanted = dict.fromkeys(names)
     found: dict[str, Path] = {
@@ -401,12 +402,12 @@ def _is_path(value: object) -> bool:
 
 
 def _planners_own(metadata: Metadata) -> dict[str, Any]:
-    """Return what a planner put into the metadata, beside where each name belongs.
+    """Return a planner's own entries in the metadata, without the paths of names.
 
     Raises
     ------
     StateError
-        It is not what JSON keeps; names it.
+        A value is not plain JSON; names it.
     """
     standard = {field.name for field in dataclasses.fields(metadata)}
     own = {name: value for name, value in vars(metadata).items() if name not in standard}
@@ -424,6 +425,6 @@ def _planners_own(metadata: Metadata) -> dict[str, Any]:
         except CkptStoreError:
             kept = False
         if not kept:
-            msg = f"the planner put {name} into the metadata, with what JSON does not keep"
+            msg = f"the planner put {name} into the metadata, which is no plain JSON"
             raise StateError(msg, hint="give it dicts with text as keys, lists, text and numbers")
     return own

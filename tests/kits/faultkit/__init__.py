@@ -1,1 +1,1 @@
-"""What the tests of faults share: states, stores, and ways to damage them."""
+"""Base of the tests of faults: states, stores, and ways to damage them."""

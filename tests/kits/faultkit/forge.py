@@ -1,4 +1,4 @@
-"""Takes a store apart and puts it together with lies whose digests are right."""
+"""Rebuilds a store with false records whose digests are right."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FRAME_HEADER_BYTES = 64
 
 
 def frame(magic: bytes, stored: bytes, raw_len: int, *, version: int = 1, flags: int = 0) -> bytes:
-    """Return a record frame around bytes that need be no zstd frame."""
+    """Return a record frame around bytes, which may be no zstd frame."""
     head = magic + version.to_bytes(2, "little") + flags.to_bytes(2, "little") + bytes(4)
     lengths = raw_len.to_bytes(8, "little") + len(stored).to_bytes(8, "little")
     return head + lengths + blake3_digest(stored) + stored
@@ -34,8 +34,9 @@ def frame(magic: bytes, stored: bytes, raw_len: int, *, version: int = 1, flags:
 class Forge:
     """A store as a dict of objects, and the newest version's records as plain values.
 
-    What is put in place is wrapped with correct digests: the version's commit names the new
-    manifest, and the later commits the new chain, as whoever can write to the storage could do.
+    New records are wrapped with correct digests: the version's commit names the new
+    manifest, and the later commits the new chain, as an attacker who can write to the storage could
+    do.
     """
 
     def __init__(self, objects: Mapping[str, bytes]) -> None:
@@ -58,7 +59,7 @@ class Forge:
         self.packs = [packs[at : at + 16].hex() for at in range(0, len(packs), 16)]
 
     def finish(self) -> dict[str, bytes]:
-        """Return the objects with manifest, commits and chain written anew."""
+        """Return the objects with manifest, commits and chain rewritten."""
         self.put_manifest(msgspec.msgpack.encode(self.manifest))
         return self.chained()
 
@@ -77,7 +78,7 @@ class Forge:
         self.save["manifest"] = {"key": key, "bytes": len(data), "blake3": blake3_hex(data)}
 
     def chained(self, bodies: list[bytes] | None = None) -> dict[str, bytes]:
-        """Return the objects with all commits written anew, each naming the one before."""
+        """Return the objects with all commits rewritten, each naming the one before."""
         previous = ""
         for number, body in enumerate(self.commits, 1):
             body["previous"] = previous
@@ -110,7 +111,7 @@ class Forge:
         raw_bytes: int,
         chunk_id: bytes | None = None,
     ) -> None:
-        """Let the first piece lie in a pack of its own, in a chunk with these bytes."""
+        """Place the first piece in a pack of its own, in a chunk with these bytes."""
         piece = self.manifest["ids"][:32]
         header = ChunkHeader(
             codec=codec,

@@ -1,8 +1,8 @@
-"""Savers, a forker and collectors of one store, killed at random moments, and what is left.
+"""Kills savers, a forker and collectors of one store at random moments, and checks the store.
 
-Run as ``python -m faultkit.gc_driver`` with a JSON object of :class:`Plan` on stdin; prints what it
-found as JSON. torch is imported once; all others are forks of this process, which never opens a
-store. Collectors have no grace at all, and one of them no patience with orphans either.
+Run as ``python -m faultkit.gc_driver`` with a JSON object of :class:`Plan` on stdin; prints its
+results as JSON. torch is imported once; all others are forks of this process, which never opens a
+store. Collectors have no grace at all, and one of them no minimum age of orphans either.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How long, how many, and where."""
+    """Duration, counts and places of a campaign."""
 
     urls: list[str]
     """Of one store: each client takes one of them in turn."""
@@ -73,7 +73,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def same(found: Any, step: int) -> bool:  # noqa: ANN401
-    """Say whether a state is that of a step, bit by bit."""
+    """Return whether a state is that of a step, bit by bit."""
     meant = state_of(step)
     return found["step"] == step and all(
         torch.equal(found["model"][name], tensor) for name, tensor in meant["model"].items()
@@ -81,10 +81,10 @@ def same(found: Any, step: int) -> bool:  # noqa: ANN401
 
 
 def loads(store: Store, version: Version) -> str:
-    """Load a version; return what is wrong with it, if anything is.
+    """Load a version; return its defect, empty if there is none.
 
-    Without grace a repack may delete what is being read: then the version lies elsewhere, and the
-    catalog says where; or it was removed.
+    Without grace a repack may delete objects during a load: then the catalog has the version's new
+    place; or the version was removed.
     """
     problem = ""
     for _ in range(LOADS_MAX):
@@ -100,7 +100,7 @@ def loads(store: Store, version: Version) -> str:
 
 
 class Child:
-    """One client in a process of its own, again and again."""
+    """One client in a process of its own, started again and again."""
 
     def __init__(self, plan: Plan, name: str, number: int) -> None:
         self.plan = plan
@@ -117,13 +117,13 @@ class Child:
         self.pid, self.reading = fork(self.work)
 
     def hear(self) -> list[str]:
-        """Return the lines that it told since the last call; what is cut off comes later."""
+        """Return the lines printed since the last call; an incomplete line comes later."""
         data = os.read(self.reading, 1 << 16)
         *lines, self.rest = (self.rest + data).split(b"\n")
         return [line.decode() for line in lines]
 
     def kill(self) -> list[str]:
-        """Kill the process; return what it had told."""
+        """Kill the process; return the lines that it had printed."""
         os.kill(self.pid, signal.SIGKILL)  # dead or not: it has not been waited for
         lines = finish(self.pid, self.reading)
         if lines:
@@ -138,7 +138,7 @@ class Child:
         return os.waitstatus_to_exitcode(status)
 
     def work(self, tell: Tell) -> None:
-        """Do what the name says until killed."""
+        """Run the client of this name until killed."""
         chance = random.Random(f"{self.plan.seed} {self.name} {self.life}")
         url = self.plan.urls[self.number % len(self.plan.urls)]
         with ckptstore.open(url, workers=1, **self.plan.options) as store:
@@ -148,7 +148,7 @@ class Child:
                 try:
                     getattr(self, f"_{self.name}")(store, chance, step, tell)
                 except IntegrityError as error:
-                    # A fork may lose the race for the manifest of what a repack moves.
+                    # A fork may lose the race for the manifest of a version that a repack moves.
                     fatal = self.name != "forker"
                     tell(f"{'problem' if fatal else 'failed'} {self.name} {error.kind}: {error}")
                 except CkptStoreError as error:
@@ -199,7 +199,7 @@ class Child:
 
 
 def check(plan: Plan, tell: Tell) -> None:
-    """Collect twice, then look at everything; tell what is there and what is wrong."""
+    """Collect twice, then check everything; print the contents and the defects."""
     problems: list[str] = []
     with ckptstore.open(plan.urls[0], **plan.options) as store:
         for _ in range(2):
@@ -232,7 +232,7 @@ def create(plan: Plan, _tell: Tell) -> None:
 
 
 class Campaign:
-    """Lets the clients loose, kills them, and keeps what they told."""
+    """Starts the clients, kills them, and keeps the lines that they printed."""
 
     def __init__(self, plan: Plan) -> None:
         names = ["saver"] * plan.savers + ["forker"] + ["collector"] * plan.collectors
@@ -245,7 +245,7 @@ class Campaign:
         self.removing: set[str] = set()
 
     def take(self, lines: list[str]) -> None:
-        """Note what a client told."""
+        """Record the lines that a client printed."""
         for line in lines:
             word, _, rest = line.partition(" ")
             if word == "saved":

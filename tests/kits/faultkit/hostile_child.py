@@ -1,4 +1,4 @@
-"""Opens hostile stores with little memory to spare, and prints what came of it as JSON.
+"""Opens hostile stores with little memory to spare, and prints the outcomes as JSON.
 
 Run as ``python -m faultkit.hostile_child``, a process of its own whose memory is bounded.
 """
@@ -26,7 +26,7 @@ from faultkit.stores import contents, create, memory_with, reopen
 __all__ = ["MEMORY_BYTES", "main"]
 
 MEMORY_BYTES = 1 << 30
-"""What the process may map beyond what it has when it meets a store."""
+"""Bytes that the process may map in addition when it reads a store."""
 
 
 def healthy() -> dict[str, bytes]:
@@ -47,12 +47,12 @@ def kib_of(name: str) -> int:
 
 
 def meet(objects: dict[str, bytes], newest: str) -> dict[str, str]:
-    """Do everything that a reader does with a hostile store.
+    """Read a hostile store in every way that a reader does.
 
     Returns
     -------
     dict
-        Per action ``ok``, or the class of the error; what is no CkptStoreError with its trace.
+        Per action ``ok``, or the class of the error; with its trace if it is no CkptStoreError.
     """
     results: dict[str, str] = {}
 
@@ -97,8 +97,8 @@ def meet(objects: dict[str, bytes], newest: str) -> dict[str, str]:
 
 
 def measured(action: Callable[[], dict[str, str]]) -> dict[str, Any]:
-    """Return what `action` returns in bounded memory, and by how much memory in use has peaked."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew: proc(5)
+    """Return the result of `action` in bounded memory, and the peak growth of memory in use."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak: proc(5)
     before = kib_of("VmRSS")
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (kib_of("VmSize") * 1024 + MEMORY_BYTES, hard))
@@ -110,7 +110,7 @@ def measured(action: Callable[[], dict[str, str]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Meet every hostile store, and print the results."""
+    """Read every hostile store, and print the results."""
     torch.set_num_threads(1)
     logging.disable()
     objects = healthy()

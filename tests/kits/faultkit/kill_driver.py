@@ -82,7 +82,7 @@ class Tripwire:
 
 
 def fork(action: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
-    """Run `action` in a child that can tell lines; return its pid and where to read them."""
+    """Run `action` in a child that can send lines; return its pid and the pipe to read."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -98,7 +98,7 @@ def fork(action: Callable[[Callable[[str], None]], None]) -> tuple[int, int]:
 
 
 def finish(pid: int, reading: int) -> list[str]:
-    """Wait for a child's end, at most PATIENCE_S; return what it told."""
+    """Wait for a child's end, at most PATIENCE_S; return the lines that it sent."""
     with os.fdopen(reading) as lines:
         ready, _, _ = select.select([lines], [], [], PATIENCE_S)
         if not ready:
@@ -109,7 +109,7 @@ def finish(pid: int, reading: int) -> list[str]:
 
 
 def save(folder: Path, seed: int, elements: int, tell: Callable[[str], None]) -> None:
-    """Save one version; tell when it begins, and its id when it is done."""
+    """Save one version; send a line at the beginning, and its id at the end."""
     with open_folder(folder) as store:
         state = state_of(seed, elements=elements)
         tell("begins")
@@ -117,7 +117,7 @@ def save(folder: Path, seed: int, elements: int, tell: Callable[[str], None]) ->
 
 
 def check(folder: Path, elements: int, tell: Callable[[str], None]) -> None:
-    """Load every version and verify the store; tell versions, commits and problems."""
+    """Load every version and verify the store; send versions, commits and problems."""
     with open_folder(folder) as store:
         versions = store.versions()
         problems = [problem.message for problem in store.verify().problems]
@@ -136,7 +136,7 @@ def create(folder: Path, elements: int, tell: Callable[[str], None]) -> None:
 
 
 def measure(folder: Path, elements: int, tell: Callable[[str], None]) -> None:
-    """Save once, in a process like those that are killed; tell what that takes."""
+    """Save once, in a process like those that are killed; send its duration and calls."""
     marks: list[float] = []
     wires: list[Tripwire] = []
 
@@ -183,7 +183,7 @@ class Campaign:
         return ids
 
     def round(self, store: Path) -> None:
-        """Kill one save and check what is left."""
+        """Kill one save and check the store afterwards."""
         seed, elements = self.next_seed, self.elements
         self.next_seed += 1
         state_of(seed, elements=elements)  # built here once, not in each child
@@ -198,7 +198,7 @@ class Campaign:
         self.ids = found
 
     def killed_by_time(self, store: Path, seed: int) -> list[str]:
-        """Kill a save after a random time; return what it told."""
+        """Kill a save after a random time; return the lines that it sent."""
         pid, reading = fork(lambda tell: save(store, seed, self.elements, tell))
         head = os.read(reading, len("begins\n"))
         time.sleep(self.chance.random() * 1.1 * self.measured["seconds"])
@@ -206,7 +206,7 @@ class Campaign:
         return [head.decode().strip(), *finish(pid, reading)]
 
     def killed_at_call(self, store: Path, seed: int) -> list[str]:
-        """Kill a save at one of its calls on files; return what it told."""
+        """Kill a save at one of its calls on files; return the lines that it sent."""
         at = self.chance.randint(1, self.measured["calls"] + 4)
         after = self.chance.random() < 0.5
 
@@ -223,7 +223,7 @@ class Campaign:
     def compare(
         self, store: Path, before: set[str], found: list[str], acknowledged: list[str]
     ) -> None:
-        """Hold that earlier versions stand and that what was acknowledged is there; count."""
+        """Check that earlier versions and acknowledged ones exist; count."""
         if found[: len(self.ids)] != self.ids or len(found) > len(self.ids) + 1:
             self.problems.append(f"versions were {self.ids}, are {found}")
         new = found[len(self.ids) :]
@@ -247,7 +247,7 @@ class Campaign:
             self.figures["killed before anything was written"] += 1
 
     def run(self, rounds: int) -> dict[str, Any]:
-        """Return figures and problems after so many rounds."""
+        """Return figures and problems after `rounds` rounds."""
         store = self.folder
         for number in range(rounds):
             if number % ROUNDS_PER_STORE == 0:
@@ -255,7 +255,7 @@ class Campaign:
             self.round(store)
             if self.problems:
                 break
-        # Whatever was left behind does not stop a save.
+        # No leftover stops a save.
         count = len(self.ids)
         finish(*fork(lambda tell: save(store, self.next_seed, self.elements, tell)))
         if len(self.checked(store)) != count + 1:

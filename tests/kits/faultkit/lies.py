@@ -1,4 +1,4 @@
-"""Hostile stores: each function takes a forge and makes one lie of it; digests stay right."""
+"""Hostile stores: each function makes one false statement in a forge; digests stay right."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Trap:
     """A pickle that leaves a file behind when it is loaded."""
 
     def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
-        """Say what loading would do."""
+        """Return the call that loading would make."""
         return os.system, (f"touch {MARKER}",)
 
 
@@ -37,7 +37,7 @@ NOISE = os.urandom(100 * limits.KIB)
 
 
 def field(name: str, value: Any) -> Lie:  # noqa: ANN401
-    """Return the lie that a field of the manifest has another value."""
+    """Return the lie that gives a field of the manifest another value."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.manifest[name] = value(forge) if callable(value) else value
@@ -47,7 +47,7 @@ def field(name: str, value: Any) -> Lie:  # noqa: ANN401
 
 
 def first_tensor(place: int, value: Any) -> Lie:  # noqa: ANN401
-    """Return the lie that a field of the first tensor has another value."""
+    """Return the lie that gives a field of the first tensor another value."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.manifest["tensors"][0][place] = value
@@ -57,7 +57,7 @@ def first_tensor(place: int, value: Any) -> Lie:  # noqa: ANN401
 
 
 def first_piece(name: str, value: int) -> Lie:
-    """Return the lie that the first piece has another number in a column."""
+    """Return the lie that gives the first piece another number in a column."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.put_column(name, [value, *forge.column(name)[1:]])
@@ -67,7 +67,7 @@ def first_piece(name: str, value: int) -> Lie:
 
 
 def skeleton(node: Any) -> Lie:  # noqa: ANN401
-    """Return the lie that the skeleton is another."""
+    """Return the lie that replaces the skeleton."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.put_skeleton(node)
@@ -77,7 +77,7 @@ def skeleton(node: Any) -> Lie:  # noqa: ANN401
 
 
 def raw_skeleton(data: Callable[[], bytes]) -> Lie:
-    """Return the lie that the skeleton is these bytes."""
+    """Return the lie that replaces the skeleton by these bytes."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.manifest["skeleton"] = data()
@@ -88,7 +88,7 @@ def raw_skeleton(data: Callable[[], bytes]) -> Lie:
 
 
 def last_commit(change: Callable[[dict[str, Any]], object]) -> Lie:
-    """Return the lie that the last commit's body is changed in place."""
+    """Return the lie that changes the last commit's body in place."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         change(forge.commits[-1])
@@ -98,7 +98,7 @@ def last_commit(change: Callable[[dict[str, Any]], object]) -> Lie:
 
 
 def last_body(change: Callable[[bytes], bytes]) -> Lie:
-    """Return the lie that the last commit's body is other bytes."""
+    """Return the lie that replaces the last commit's body by other bytes."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         objects = forge.chained()
@@ -110,7 +110,7 @@ def last_body(change: Callable[[bytes], bytes]) -> Lie:
 
 
 def superblock(change: Callable[[dict[str, Any]], object]) -> Lie:
-    """Return the lie that the superblock is another."""
+    """Return the lie that changes the superblock."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         body = json.loads(forge.objects["store.json"])["body"]
@@ -122,7 +122,7 @@ def superblock(change: Callable[[dict[str, Any]], object]) -> Lie:
 
 
 def manifest_object(data: Callable[[], bytes]) -> Lie:
-    """Return the lie that the manifest's object is other bytes."""
+    """Return the lie that replaces the manifest's object by other bytes."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.put_object(forge.manifest_key, data())
@@ -132,7 +132,7 @@ def manifest_object(data: Callable[[], bytes]) -> Lie:
 
 
 def raw_manifest(data: Callable[[Forge], bytes]) -> Lie:
-    """Return the lie that the manifest's payload is other bytes, properly framed."""
+    """Return the lie that replaces the manifest's payload by other bytes, properly framed."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.put_manifest(data(forge))
@@ -162,17 +162,17 @@ def undeclared_bomb(size: int) -> bytes:
 
 
 def declaring(size: int) -> bytes:
-    """Return a short zstd frame that states a size of its own choice."""
+    """Return a short zstd frame that states a false size."""
     return struct.pack("<IBQ", 0xFD2FB528, 0xE0, size) + b"\x01\0\0"
 
 
 def planes(*lengths: int, body: bytes = b"") -> bytes:
-    """Return a table of planes and what follows it."""
+    """Return a table of planes followed by `body`."""
     return struct.pack(f"<{len(lengths)}I", *lengths) + body
 
 
 def changed_op(**words: Any) -> Lie:  # noqa: ANN401
-    """Return the lie that fields of the last save have other values."""
+    """Return the lie that gives fields of the last save other values."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.save.update(words)
@@ -182,7 +182,7 @@ def changed_op(**words: Any) -> Lie:  # noqa: ANN401
 
 
 def pointer(**words: Any) -> Lie:  # noqa: ANN401
-    """Return the lie that the last save points to another manifest."""
+    """Return the lie that points the last save to another manifest."""
 
     def lie(forge: Forge) -> dict[str, bytes]:
         forge.save["manifest"].update(words)
@@ -198,7 +198,7 @@ def twice(forge: Forge) -> dict[str, bytes]:
 
 
 def swapped(forge: Forge) -> dict[str, bytes]:
-    """Let the last two commits change places."""
+    """Swap the last two commits."""
     first, second = sorted(key for key in forge.objects if key.startswith("commits/"))[-2:]
     objects = forge.objects
     objects[first], objects[second] = objects[second], objects[first]
@@ -206,7 +206,7 @@ def swapped(forge: Forge) -> dict[str, bytes]:
 
 
 def other_objects_piece(forge: Forge) -> dict[str, bytes]:
-    """Let the second piece lie where the first does: the content is another."""
+    """Place the second piece where the first lies: the content differs."""
     for name in ("pack", "offset", "stored", "inner", "slab"):
         values = forge.column(name)
         forge.put_column(name, [values[0], values[0], *values[2:]])
@@ -453,7 +453,7 @@ LIES: dict[str, Lie] = {
     "skeleton-deque": skeleton(["q", 1, 2, 3]),
 }
 
-# Each of these is a leaf that must be refused wherever it stands.
+# Each of these is a leaf that must be refused at any place.
 STATE_LIES: dict[str, Any] = {
     "index-too-high": ["T", 10**6],
     "index-negative": ["T", -1],

@@ -1,10 +1,10 @@
 """Kills archival jobs with SIGKILL, again and again, and checks both stores after each.
 
 Run as ``python -m faultkit.replicate_driver FOLDER ROUNDS SEED ELEMENTS COMMAND``; prints figures
-as JSON. COMMAND is what is killed: ``archive`` replicates a store with forks and a rollback to a
-second one, evicts from the first what the second has, and collects; ``replicate`` does the first of
-it. As in :mod:`faultkit.kill_driver`, half of the kills come after a random part of the usual time,
-the others right before or after a random system call on files.
+as JSON. COMMAND is the killed job: ``archive`` replicates a store with forks and a rollback to a
+second one, evicts from the first the versions of the second, and collects; ``replicate`` is its
+first part. As in :mod:`faultkit.kill_driver`, half of the kills come after a random part of the
+usual time, the others right before or after a random system call on files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SEEDS = range(1, 6)
 
 
 def train(folder: Path, elements: int, tell: Tell) -> None:
-    """Make the store that is to be archived; tell id, seed and parent of each version."""
+    """Make the store to be archived; send id, seed and parent of each version."""
     with ckptstore.open(folder / "hot", create=True) as store:
         run = store.run("gpt", metrics={"loss": "min"})
         for seed in SEEDS:
@@ -68,7 +68,7 @@ def train(folder: Path, elements: int, tell: Tell) -> None:
 
 
 def work(folder: Path, command: str, tell: Tell) -> None:
-    """Run the command once; tell when it begins, and with which code it ended."""
+    """Run the command once; send a line at the beginning, and its exit code."""
     words = {
         "archive": ["--job", f"{folder}/job.toml", "--report", f"{folder}/report.json"],
         "replicate": ["--to", f"{folder}/cold", "--store", f"{folder}/hot"],
@@ -85,7 +85,7 @@ def work(folder: Path, command: str, tell: Tell) -> None:
 
 
 def measure(folder: Path, command: str, tell: Tell) -> None:
-    """Run the job in a process like those that are killed; tell what that takes."""
+    """Run the job in a process like those that are killed; send its duration and calls."""
     marks: list[float] = []
     wires: list[Tripwire] = []
 
@@ -99,7 +99,7 @@ def measure(folder: Path, command: str, tell: Tell) -> None:
 
 
 def check(folder: Path, versions: list[list[Any]], elements: int, tell: Tell) -> None:
-    """Load every version that either store shows; tell what is wrong, and what there is."""
+    """Load every version that either store shows; send the defects, and the contents."""
     problems: list[str] = []
     whole: dict[str, set[str]] = {}
     for name in ("hot", "cold"):
@@ -140,7 +140,7 @@ class Campaign:
         self.now: dict[str, int] = {}
 
     def begin(self) -> Path:
-        """Make the store, and learn what a job takes."""
+        """Make the store, and measure a job."""
         first = self.folder / "first"
         first.mkdir(parents=True)
         for seed in (*SEEDS, 9, 10):
@@ -154,7 +154,7 @@ class Campaign:
         return first
 
     def renew(self, first: Path, name: str, *, makes_target: float = _MAKES_TARGET) -> Path:
-        """Return a folder with the store as it was, and an empty second one, or none at times."""
+        """Return a folder with a copy of the store, and sometimes an empty second one."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(first, folder)
@@ -165,7 +165,7 @@ class Campaign:
         return folder
 
     def round(self, folder: Path) -> bool:
-        """Kill one job and check what is left; return whether nothing was left to do."""
+        """Kill one job and check the stores; return whether nothing was left to do."""
         before = names(folder)
         told = self.killed(folder)
         found = self.checked(folder)
@@ -189,7 +189,7 @@ class Campaign:
         return ended
 
     def killed(self, folder: Path) -> list[str]:
-        """Run a job that is killed at some time or call; return what it told."""
+        """Run a job that is killed at some time or call; return the lines that it sent."""
         if self.chance.random() < 0.5:
             pid, reading = fork(lambda tell: work(folder, self.command, tell))
             head = os.read(reading, len("begins\n"))
@@ -217,7 +217,7 @@ class Campaign:
         return found
 
     def run(self, rounds: int) -> dict[str, Any]:
-        """Return figures and problems after so many rounds."""
+        """Return figures and problems after `rounds` rounds."""
         first = self.begin()
         folder = self.renew(first, "stores")
         for _ in range(rounds):
@@ -225,7 +225,7 @@ class Campaign:
                 folder = self.renew(first, "stores")
             if self.problems:
                 break
-        # Whatever was left does not stop it.
+        # No leftover stops a job.
         told = finish(*fork(lambda tell: work(folder, self.command, tell)))
         if not self.problems and (
             told[1:] != ["0"] or self.checked(folder).get("cold") != len(self.versions)

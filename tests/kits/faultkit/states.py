@@ -1,4 +1,4 @@
-"""States that follow from two numbers, and the comparison of two states bit by bit."""
+"""States determined by two numbers, and the comparison of two states bit by bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def state_of(seed: int, *, elements: int = 20_000) -> dict[str, Any]:
     Parameters
     ----------
     elements
-        Of each of the two large float32 tensors.
+        Elements of each of the two large float32 tensors.
     """
     random = np.random.default_rng([seed, 1])
     changing = torch.from_numpy(random.standard_normal(elements, dtype=np.float32))

@@ -1,7 +1,7 @@
-"""Stores in which two chunks took each other's place: each sound in itself, and another's.
+"""Stores in which two chunks have exchanged places: each is intact, but belongs to the other place.
 
 A misdirected write does this: magic, lengths, codec and checksums are right, and only the content
-differs from what the manifest names.
+differs from the manifest's digest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _HITS: Final = {2: {"model.a", "model.b"}, 3: {"model.a", "model.b"}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Chunks that are exchanged."""
+    """A kind of chunks to exchange."""
 
     codec: CodecChoice = "raw"
     """Of the store."""
@@ -67,7 +67,7 @@ class Kind:
 
     @property
     def is_delta(self) -> bool:
-        """Say whether the two are deltas, which are decoded by loads alone."""
+        """Return whether the two are deltas, which only loads decode."""
         return self.codes[0] > 2
 
 
@@ -106,7 +106,7 @@ class Scene:
 
 
 def exchange(objects: Objects, pair: tuple[bytes, bytes], *, disguised: bool) -> bool:
-    """Let two chunks take each other's place; return whether both are there.
+    """Exchange the places of two chunks; return whether both exist.
 
     Parameters
     ----------
@@ -128,14 +128,14 @@ def exchange(objects: Objects, pair: tuple[bytes, bytes], *, disguised: bool) ->
 
 
 def _with_header_of(body: bytes, head: bytes) -> bytes:
-    """Return a chunk in another one's place: the codec and the bytes are its own, not the id."""
+    """Return a chunk in another one's place, with its own codec and bytes, but not its id."""
     header = parse_chunk_header(body[:CHUNK_HEADER_BYTES], where="")
     kept = parse_chunk_header(head[:CHUNK_HEADER_BYTES], where="")
     return replace(header, chunk_id=kept.chunk_id).to_bytes() + body[CHUNK_HEADER_BYTES:]
 
 
 def place_of(objects: Objects, chunk_id: bytes) -> tuple[str, IndexRow] | None:
-    """Return the pack of a chunk and its row of the index, or None where no pack names it."""
+    """Return the pack of a chunk and its row of the index, or None if no pack names it."""
     for key, data in objects.items():
         if key.startswith("packs/"):
             tail = data[-TRAILER_BYTES:]
@@ -177,9 +177,9 @@ def scene(name: str) -> Scene:
 
 
 def _models(name: str, kind: Kind) -> list[dict[str, torch.Tensor]]:
-    """Return three models: the third shares everything with the second but ``d``, which it lacks.
+    """Return three models: the third shares everything with the second except ``d``.
 
-    So the packs of the first two are dead in part once only the third is kept.
+    So the packs of the first two are partly dead once only the third is kept.
     """
     base, other = _noise(0), _noise(1)
     if kind.form is not None:
@@ -211,7 +211,7 @@ def _moved(base: torch.Tensor, seed: int) -> torch.Tensor:
 def _twins(
     make: Callable[[int], torch.Tensor], stored: Callable[[torch.Tensor], int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two tensors of other content whose chunks have one length."""
+    """Return two tensors of different content whose chunks have one length."""
     met: dict[int, torch.Tensor] = {}
     for seed in range(2000):
         tensor = make(seed)
@@ -241,7 +241,7 @@ def _sampled(form: DeltaForm | None, raw: memoryview, base: memoryview, layout: 
 
 
 def _pair(name: str, store: Store, states: Mapping[int, State]) -> tuple[bytes, bytes]:
-    """Return the ids of the chunks that are exchanged."""
+    """Return the ids of the chunks to exchange."""
     old, new = (states[step]["model"] for step in (1, 2))
     if name == "slab":
         # A slab holds its members in the order in which they come.
@@ -254,9 +254,9 @@ def _pair(name: str, store: Store, states: Mapping[int, State]) -> tuple[bytes, 
 
 
 def differing(store: Store, scene: Scene) -> dict[int, set[str]]:
-    """Load every tensor of every version that is whole; return those that are refused, by step.
+    """Load every tensor of every whole version; return those that are refused, by step.
 
-    Whatever else comes must be the very bits that were saved.
+    All others must equal the saved ones bit by bit.
     """
     lost: dict[int, set[str]] = {}
     for version in store.versions():

@@ -1,4 +1,4 @@
-"""A training that saves in the background, to be killed: ``python -m faultkit.trainer``."""
+"""A training that saves in the background and is killed: ``python -m faultkit.trainer``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def state_at(step: int) -> dict[str, torch.Tensor]:
 
 
 def main(folder: Path, how: str) -> None:
-    """Stage two saves while the storage holds the first back; then do as `how` says.
+    """Stage two saves while the storage holds the first back; then end in the way `how`.
 
-    ``wait``: say so and wait to be killed. ``fork``: with a child of its own that lives on.
+    ``wait``: print a line and wait to be killed. ``fork``: with a child of its own that lives on.
     ``exit``: let the storage go on, and end without closing anything. ``early``: be killed when
     the first save is staged, before the child can have begun.
     """

@@ -3,10 +3,10 @@
 Run as ``python -m faultkit.worker_driver FOLDER ROUNDS SEED VICTIM ENGINE`` with ``worker`` or
 ``coordinator``, and ``dask`` or ``processes``; prints figures as JSON. Each round takes a copy of a
 store, begins one of the operations over two worker processes, and sends SIGKILL at a random moment
-of the time that it usually takes. Where a worker was killed the operation must end as if nothing
-had happened; where the coordinator was, the next one must finish it, over the same cluster or
-beside what processes were left. In either case all that shows loads bit by bit, and a last
-collection leaves what is needed and nothing else.
+of the time that it usually takes. If a worker was killed the operation must end as if nothing
+had happened; if the coordinator was, the next one must finish it, over the same cluster or
+beside the remaining processes. In either case every visible version loads bit by bit, and a last
+collection leaves exactly the needed objects.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def make(folder: Path) -> None:
 
 
 def operate(operation: str, folder: Path, executor: str) -> str:
-    """Do one operation on the store in a folder; return what is wrong with the outcome."""
+    """Do one operation on the store in a folder; return its defect, empty if there is none."""
     for name, value in _SMALL.items():
         setattr(limits, name, value)
     with ckptstore.open(folder / "first") as store:
@@ -99,7 +99,7 @@ def operate(operation: str, folder: Path, executor: str) -> str:
 
 
 def check(folder: Path) -> list[str]:
-    """Return what is wrong with the stores of a folder."""
+    """Return the defects of the stores of a folder."""
     from faultkit.gc_driver import same
 
     problems: list[str] = []
@@ -115,7 +115,7 @@ def check(folder: Path) -> list[str]:
                 for version in whole
                 if not same(store.load(f"#{version.id}"), version.step)
             ]
-            for _ in range(2):  # what dead workers left, and what that made dead
+            for _ in range(2):  # leftovers of dead workers, and objects that became unneeded
                 store.gc(grace_s=0, orphan_age_s=0, repack_below=1.0)
             report = store.gc(grace_s=0, orphan_age_s=0, dry_run=True)
             if report.stored != report.live:
@@ -155,7 +155,7 @@ class Cluster:
         return address.replace("tcp://", "dask://")
 
     def wait(self) -> None:
-        """Return when all workers are there."""
+        """Return when all workers have registered."""
         self.client.wait_for_workers(_WORKERS, timeout=_PATIENCE_S)
 
     def kill(self, number: int) -> bool:
@@ -179,7 +179,7 @@ class OwnProcesses:
     executor = "processes"
 
     def wait(self) -> None:
-        """Return at once: an operation has its own."""
+        """Return at once: each operation starts its own."""
 
     def kill(self, number: int) -> bool:
         """Kill a worker that this process has started; return whether there was one to kill."""
@@ -192,7 +192,7 @@ class OwnProcesses:
         return True
 
     def close(self) -> None:
-        """Leave nothing, as nothing is there."""
+        """Do nothing: there are no processes."""
 
 
 def _objects(store: Path) -> set[str]:
@@ -226,7 +226,7 @@ class Campaign:
         return place
 
     def measure(self, operation: str) -> None:
-        """Find out how long an operation takes that nobody disturbs; the last call counts."""
+        """Measure the duration of an undisturbed operation; the last call counts."""
         place = self.fresh()
         began = time.monotonic()
         if self.victim == "worker":
@@ -239,7 +239,7 @@ class Campaign:
         self.problems += [said] * bool(said) + check(place)
 
     def round(self, operation: str) -> None:
-        """Disturb an operation once, and look at what came of it."""
+        """Disturb an operation once, and check the outcome."""
         place = self.fresh()
         self.cluster.wait()
         delay = self.usual_s[operation] * self.chance.random()
@@ -287,7 +287,7 @@ class Campaign:
         self.problems += [said] * bool(said)
 
     def _changed(self, place: Path) -> bool:
-        """Say whether there are other objects than an operation begins with."""
+        """Return whether the objects differ from those at an operation's beginning."""
         template = self.folder / "template"
         before, now = (_objects(one) for one in (template, place / "first"))
         return before != now or bool(_objects(place / "second"))
@@ -306,7 +306,7 @@ class Campaign:
 
 
 def seen(place: Path) -> list[str]:
-    """Return the versions of the second store that do not load: what shows there must be whole."""
+    """Return the versions of the second store that do not load: visible ones must be whole."""
     from faultkit.gc_driver import same
 
     if not (place / "second" / "store.json").exists():
@@ -324,7 +324,7 @@ def main() -> None:
     if sys.argv[1] == "operate":
         operation, place, executor = sys.argv[2:]
         if executor.startswith("dask"):
-            importlib.import_module("distributed")  # which takes long, and nothing happens
+            importlib.import_module("distributed")  # slow to import, and then not measured
         print("begins", flush=True)  # noqa: T201 - for the one who kills
         said = operate(operation, Path(place), executor)
         sys.exit(said or 0)
@@ -338,7 +338,7 @@ def main() -> None:
             folder=folder, victim=victim, chance=random.Random(seed), cluster=cluster
         )
         for operation in OPERATIONS:
-            for _ in range(2 if rounds > len(OPERATIONS) else 1):  # the first time all imports
+            for _ in range(2 if rounds > len(OPERATIONS) else 1):  # the first includes imports
                 campaign.measure(operation)
         for number in range(rounds):
             if campaign.problems:

@@ -1,6 +1,6 @@
 """Several processes save into one store at once, each to its own run or all to one.
 
-Run as ``python -m faultkit.writers_driver FOLDER WRITERS SAVES SHARED``; prints what it found as
+Run as ``python -m faultkit.writers_driver FOLDER WRITERS SAVES SHARED``; prints its results as
 JSON. torch is imported once; the writers are forks that begin together.
 """
 
@@ -34,7 +34,7 @@ def run_name(writer: int, *, shared: bool) -> str:
 def write(
     folder: Path, writer: int, saves: int, gate: int, *, shared: bool, tell: Callable[[str], None]
 ) -> None:
-    """Save versions as soon as the gate closes; tell their ids."""
+    """Save versions as soon as the gate closes; send their ids."""
     with open_folder(folder) as store:
         run = store.run(run_name(writer, shared=shared), metrics={"loss": "min"})
         states = [state_of(1000 * writer + n, elements=ELEMENTS) for n in range(saves)]
@@ -48,7 +48,7 @@ def write(
 
 
 def check(folder: Path, tell: Callable[[str], None]) -> None:
-    """Load everything; tell what is there."""
+    """Load everything; send the contents."""
     problems: list[str] = []
     with open_folder(folder) as store:
         versions = store.versions()
@@ -63,7 +63,7 @@ def check(folder: Path, tell: Callable[[str], None]) -> None:
 
 
 def main() -> None:
-    """Let the writers loose, then check."""
+    """Start the writers, then check."""
     torch.set_num_threads(1)
     folder, writers, saves, shared = Path(sys.argv[1]), *map(int, sys.argv[2:])
     with_store = fork(lambda _tell: open_folder(folder, create=True).close())

@@ -1,1 +1,1 @@
-"""What the lab's tests stand on: systems that can be started, and processes that use them."""
+"""Base of the lab's tests: storage systems that can be started, and processes that use them."""

@@ -1,4 +1,4 @@
-"""Programs of the lab that run beside the tests, here or inside a guest, and obey lines of JSON.
+"""Programs of the lab that run beside the tests, here or in a guest, and obey lines of JSON.
 
 A request is ``{"id": n, "do": name, ...}``. The program answers with one or more lines
 ``{"id": n, "event": name, ...}``; the last is ``done`` with ``result``, or ``failed`` with ``kind``
@@ -27,7 +27,7 @@ Event = dict[str, Any]
 
 
 class PeerError(Exception):
-    """What was asked for failed in the peer.
+    """A request failed in the peer.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class PeerError(Exception):
 
 
 class Call:
-    """One request on its way; its events arrive while the peer works."""
+    """One request in progress; its events arrive while the peer works."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -59,7 +59,7 @@ class Call:
         Raises
         ------
         PeerError
-            The request failed, or nothing came in time, or the peer is gone.
+            The request failed, or no event came in time, or the peer is gone.
         """
         try:
             event = self._events.get(timeout=timeout_s)
@@ -79,7 +79,7 @@ class Call:
                 return event["result"]
 
     def heard(self) -> list[Event]:
-        """Return all events that have arrived, without waiting and whatever they say."""
+        """Return all events that have arrived, of any kind, without waiting."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self.events.append(self._events.get_nowait())
@@ -113,7 +113,7 @@ class Peer:
         return self.send(do, **arguments).result(timeout_s)
 
     def clock_offset(self) -> float:
-        """Return how far this peer's clock is ahead of ours, in seconds."""
+        """Return the lead of this peer's clock over ours, in seconds."""
         best = (float("inf"), 0.0)
         for _ in range(10):
             began = time.monotonic()

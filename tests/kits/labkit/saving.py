@@ -1,4 +1,4 @@
-"""Many writers of one store, and what must be true of it afterwards."""
+"""Many writers of one store, and the checks of it afterwards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Acked = dict[str, list[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a store is."""
+    """Location of a store."""
 
     url: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Place:
 
 @dataclass(slots=True, kw_only=True)
 class Promises:
-    """What writers were told and what became of them."""
+    """Acknowledgements that writers got, and their ends."""
 
     acked: Acked = field(default_factory=dict)
     """Version id to writer and number, of each save that returned."""
@@ -64,7 +64,7 @@ def start_writers(
     writers
         Their numbers; no two of a store may be equal.
     saves
-        How many versions each saves; 0 for ever.
+        Number of versions that each saves; 0 for ever.
     mark, without_fsync
         See programs/saver.py.
 
@@ -87,7 +87,7 @@ def start_writers(
 
 
 def collect(calls: Sequence[Call], *, timeout_s: float = 180) -> Promises:
-    """Wait for writers to end, whichever way, and return what they were promised."""
+    """Wait for writers to end, in any way, and return their promises."""
     promises = Promises()
     for call in calls:
         try:
@@ -99,7 +99,7 @@ def collect(calls: Sequence[Call], *, timeout_s: float = 180) -> Promises:
 
 
 def note(calls: Sequence[Call], promises: Promises) -> None:
-    """Add what was acknowledged so far."""
+    """Add the acknowledgements so far."""
     for call in calls:
         for event in call.heard():
             if event["event"] == "acked":
@@ -109,7 +109,7 @@ def note(calls: Sequence[Call], promises: Promises) -> None:
 def assert_kept(peer: Peer, place: Place, acked: Acked, *, save: bool = True) -> dict[str, Any]:
     """Check that a store keeps every promise, shows nothing torn, and can be saved to again.
 
-    Every visible version is loaded and compared bit by bit with what its writer meant; commit
+    Every visible version is loaded and compared bit by bit with its writer's state; commit
     numbers must have no gap.
     """
     request = {**place.words(), "acked": acked, "save": save}

@@ -1,4 +1,4 @@
-"""The storage systems of the lab: started by the scripts of tests/lab/systems, ended for certain.
+"""The storage systems of the lab: started by the scripts of tests/lab/systems, and always ended.
 
 Each script keeps all that belongs to one running system below one folder, so that ``down`` ends
 exactly what ``up`` started. A system that does not start raises: the tests fail, none is skipped.
@@ -38,11 +38,11 @@ System = TypeVar("System", bound="LabSystem")
 
 
 class LabError(Exception):
-    """A system did not do what it was told; the message holds what it printed."""
+    """A system did not obey a command; the message holds its output."""
 
 
 def free_port(*offsets: int) -> int:
-    """Return a port of loopback that nobody uses, nor those that lie `offsets` above it."""
+    """Return a loopback port that is free, as are those that lie `offsets` above it."""
     while True:
         with socket.socket() as listener:
             listener.bind((LOOPBACK, 0))
@@ -66,7 +66,7 @@ class LabSystem:
     Parameters
     ----------
     folder
-        Where everything of this system lies; must not exist yet.
+        Folder of this system; must not exist yet.
     environment
         Settings of the script, as it documents them.
     """
@@ -84,7 +84,7 @@ class LabSystem:
         }
 
     def up_words(self) -> tuple[str, ...]:
-        """Return how the script is told to start it."""
+        """Return the script's arguments for starting it."""
         return ("up",)
 
     def command(self, *words: str) -> list[str]:
@@ -92,12 +92,12 @@ class LabSystem:
         return [str(SCRIPTS / self.script), *words]
 
     def tell(self, *words: str, timeout_s: float = 240) -> str:
-        """Run the script with `words` and return what it printed.
+        """Run the script with `words` and return its output.
 
         Raises
         ------
         LabError
-            If it fails or takes longer.
+            The script fails or takes longer.
         """
         # A file and not a pipe: daemons that it leaves behind would keep a pipe open.
         with (self.folder.parent / f"{self.folder.name}.said").open("w+b") as said:
@@ -131,7 +131,7 @@ class LabSystem:
         )
 
     def start(self) -> None:
-        """Install what is missing and start; takes everything down again if that fails."""
+        """Install missing parts and start; stops everything again if that fails."""
         self.tell("install", timeout_s=1200)
         try:
             self.tell(*self.up_words())
@@ -196,7 +196,7 @@ class Gluster(TwoMounts):
         self._layout = environment["LAYOUT"]
 
     def up_words(self) -> tuple[str, ...]:
-        """Start with the layout asked for."""
+        """Start with the layout in the settings."""
         return ("up", self._layout)
 
 
@@ -231,7 +231,7 @@ class LoopDisk(LabSystem):
         return self.folder / "mnt"
 
     def up_words(self) -> tuple[str, ...]:
-        """Start with the file system asked for; xfs wants 300 MB at least."""
+        """Start with the file system in the settings; xfs needs 300 MB at least."""
         return ("up", self._fs, "640")
 
 
@@ -253,21 +253,21 @@ class Nfs(LabSystem):
 
     script = "nfs.sh"
     mount = "/mnt/a"
-    """Where both clients see the export."""
+    """Mount point of the export on both clients."""
 
     def __init__(self, folder: Path, **environment: str) -> None:
         super().__init__(folder, **environment)
         self._version = environment["VERSION"]
 
     def up_words(self) -> tuple[str, ...]:
-        """Start with the version asked for."""
+        """Start with the version in the settings."""
         return ("up", self._version)
 
 
 class LabPool:
     """Keeps at most one system running: the machine is small, and they are heavy.
 
-    Asking for the one that runs already is free, so tests of one system should follow each other.
+    Getting the system that runs already is free, so tests of one system should be consecutive.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -289,7 +289,7 @@ class LabPool:
         return self._running
 
     def close(self) -> None:
-        """End what runs."""
+        """End the running system."""
         running, self._running = self._running, None
         if running is not None:
             running.stop()
@@ -297,7 +297,7 @@ class LabPool:
 
 @contextmanager
 def pool(folder: Path) -> Iterator[LabPool]:
-    """Give a pool that is closed whatever happens."""
+    """Yield a pool that is always closed."""
     made = LabPool(folder)
     try:
         yield made

@@ -1,4 +1,4 @@
-"""What must hold between two clients of one storage, each with caches of its own."""
+"""Requirements on two clients of one storage, each with caches of its own."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class TwoClientTests:
     """Subclass in a module that has a fixture ``clients``, which returns `Clients`."""
 
     race_rounds = 60
-    """How often both are let loose at the same moment."""
+    """Number of simultaneous starts of both clients."""
     race_keys = 5
-    """How many names they fight for each time."""
+    """Number of names that they race for each time."""
 
     @pytest.fixture
     def folder(self) -> str:
@@ -45,7 +45,7 @@ class TwoClientTests:
         return f"pair/{secrets.token_hex(8)}/"
 
     def test_new_object_is_read_at_once(self, clients: Clients, folder: str) -> None:
-        """What one client has created, the other reads and lists at once."""
+        """An object that one client has created, the other reads and lists at once."""
         one, two = clients
         keys: list[str] = []
         for n in range(30):
@@ -55,10 +55,10 @@ class TwoClientTests:
             assert two.ask("list", prefix=folder) == keys
 
     def test_name_that_was_looked_up_too_early(self, clients: Clients, folder: str) -> None:
-        """A name that was absent when one client looked is seen at once when it is created.
+        """A name that was absent when one client looked is visible as soon as it is created.
 
-        File systems cache the failed look-up (for 30 s on NFS): the listing, put-if-absent and,
-        through the listing, the read must see through that.
+        File systems cache the failed lookup (for 30 s on NFS): the listing, put-if-absent and,
+        through the listing, the read must bypass that.
         """
         one, two = clients
         for n in range(5):
@@ -107,7 +107,7 @@ class TwoClientTests:
         assert len(two.ask("list", prefix=folder)) == everything
 
     def test_large_object_arrives_whole(self, clients: Clients, folder: str) -> None:
-        """What one client streams is bit-identical for the other, as soon as it is committed."""
+        """An object that one client streams is bit-identical for the other, once committed."""
         one, two = clients
         for n, size_bytes in enumerate((0, 1, 4097, 9 << 20)):
             key = f"{folder}large-{n}"
@@ -115,7 +115,7 @@ class TwoClientTests:
             assert two.ask("digest", key=key) == digest
 
     def test_deleted_object_is_gone(self, clients: Clients, folder: str) -> None:
-        """What one client has deleted, the other lists no more; and soon cannot read any more."""
+        """An object that one client deleted leaves the other's listing, and soon its reads."""
         one, two = clients
         for n in range(5):
             one.ask("put_if_absent", key=f"{folder}{n}", text="x")

@@ -1,4 +1,4 @@
-"""Reads what dm-log-writes recorded, and rebuilds the disk as it was after any number of writes.
+"""Reads a log of dm-log-writes, and rebuilds the disk as it was after any number of writes.
 
 The format is the kernel's: Documentation/admin-guide/device-mapper/log-writes.rst.
 """
@@ -14,7 +14,7 @@ from typing import BinaryIO
 __all__ = ["Entry", "apply", "read_log"]
 
 MAGIC = 0x6A736677736872
-SECTOR_BYTES = 512  # in which the log counts, whatever the device's sectors are
+SECTOR_BYTES = 512  # the log's unit, for any device
 DISCARD = 4
 MARK = 8
 
@@ -24,11 +24,11 @@ class Entry:
     """One recorded request."""
 
     sector: int
-    """Where on the disk it went, in 512-byte sectors."""
+    """First sector on the disk, in units of 512 bytes."""
     size_bytes: int
-    """How much; of a discard, how much becomes zeros."""
+    """Bytes written; of a discard, bytes that become zeros."""
     data_at: int
-    """Where in the log its data begin, in bytes; 0 for a discard."""
+    """Offset of its data in the log, in bytes; 0 for a discard."""
     mark: str
     """Text that the workload put into the log here; empty for a write."""
 
@@ -39,7 +39,7 @@ def read_log(path: Path) -> list[Entry]:
     Raises
     ------
     ValueError
-        If this is not such a log.
+        It is not such a log.
     """
     with path.open("rb") as log:
         magic, _version, count, sector_bytes = struct.unpack("<QQQI", log.read(28))
@@ -66,7 +66,7 @@ def _entries(log: BinaryIO, count: int, sector_bytes: int) -> Iterator[Entry]:
 
 
 def apply(entry: Entry, log: BinaryIO, disk: BinaryIO) -> None:
-    """Do to `disk` what the recorded request did."""
+    """Apply the recorded request to `disk`."""
     if not entry.size_bytes:
         return
     disk.seek(entry.sector * SECTOR_BYTES)

@@ -1,4 +1,4 @@
-"""A rank is killed by SIGKILL in the middle of saves, time and again, and the store is checked."""
+"""Campaign that kills a rank by SIGKILL during saves, again and again, and checks the store."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HERE = Rank(rank=0, world=1, tell=lambda _value: None)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What a campaign was; that it ended says that no version was partial, and none lost."""
+    """Counts of a campaign; its end proves that no version was partial, and none lost."""
 
     kills: int
     versions: int
@@ -41,7 +41,7 @@ def round_of_kills(
 ) -> set[int]:
     """Let ranks save until one is killed; return the steps that a rank saw saved.
 
-    So many saves come before the one in which the kill may come, however slow the machine is.
+    `undisturbed` saves come before the one in which the kill may come, on any machine.
     """
     with Group(jobs.save_for_ever, WORLD, url, first, options) as group:
         while not all(("begins", first + undisturbed) in told for told in group.told):
@@ -49,7 +49,7 @@ def round_of_kills(
         victim = int(dice.integers(WORLD))
         until = time.monotonic() + dice.uniform(0.0, last_s)
         while (left := until - time.monotonic()) > 0:
-            group.step(left)  # the moment is what is varied
+            group.step(left)  # the random moment
         group.kill(victim)
         while None in group.ended:
             assert group.step(300), "the others wait for ever for a rank that is gone"
@@ -79,7 +79,7 @@ def campaign(
     ckptstore.open(own, create=True, chunk_bytes=65536, **words).close()
     first, seen = 1, set[int]()
     for turn in range(rounds):
-        # In the first save of an opened store as often as in the second, which shares with it.
+        # As often in the first save of an opened store as in the second, which shares with it.
         seen |= round_of_kills(url, words, first, dice, last_s, undisturbed=turn % 2)
         first = jobs.check_killed(HERE, own, sorted(seen), words) + 1
     return Figures(kills=rounds, versions=first - 1, acknowledged=len(seen))

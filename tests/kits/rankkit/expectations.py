@@ -1,7 +1,7 @@
-"""What PyTorch's tests ask of a storage, with several ranks; run by tests/dcp/test_expectations.py.
+"""Requirements of PyTorch's own tests on a storage with several ranks; tests/dcp runs them.
 
 Each function is one case: it saves with :class:`CkptStoreWriter`, loads with
-:class:`CkptStoreReader`, and returns what is wrong.
+:class:`CkptStoreReader`, and returns the defects.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ PLANS = {
     "tiles": "0 0 4 8 0, 0 8 4 12 1, 4 0 6 8 1, 4 8 6 12 0",
     "ladder": "0 0 4 20 0, 4 0 6 7 1, 4 7 2 13 0, 6 7 4 13 1",
 }
-"""How a tensor of 10 x 20 is cut: row, column, height, width and rank of each part."""
+"""Cuts of a tensor of 10 x 20: row, column, height, width and rank of each part."""
 
 
 def _plan(name: str) -> list[Box]:
@@ -122,7 +122,7 @@ def any_plan_is_read_by_any_other(me: Rank, run: Run) -> Problems:
 
 
 def sharded_and_plain_tensors_are_read_as_each_other(me: Rank, run: Run) -> Problems:
-    """ShardedTensor, DTensor and plain tensors: each is loaded from what another was saved as."""
+    """ShardedTensor, DTensor and plain tensors: each is loaded from the saved form of another."""
     mesh = mesh_of(me.world, 1)
     made: dict[str, Callable[[torch.Tensor], Any]] = {
         "old": lambda whole: _old_sharded(me, "uneven", whole),
@@ -210,7 +210,7 @@ class Small(nn.Module):
 
 
 def options_of_state_dicts(me: Rank, run: Run) -> Problems:
-    """Full states, flattened optimizers, offloaded ones, without what is frozen: and set again."""
+    """Full states, flattened and offloaded optimizers, without frozen parameters: and set again."""
     options = [
         StateDictOptions(full_state_dict=True, cpu_offload=True),
         StateDictOptions(flatten_optimizer_state_dict=True),
@@ -318,7 +318,7 @@ def a_group_of_some_ranks(me: Rank, run: Run) -> Problems:
 
 
 def a_mesh_of_some_ranks(me: Rank, run: Run) -> Problems:
-    """Save DTensors on a submesh, which the other ranks have no part of."""
+    """Save DTensors on a submesh, which the other ranks are not part of."""
     both = init_device_mesh("cpu", (2, me.world // 2), mesh_dim_names=("stage", "shard"))
     stage = both["shard"]
     whole = torch.arange(30.0).reshape(10, 3)
@@ -402,7 +402,7 @@ CASES: dict[str, Callable[[Rank, Run], Problems]] = {
 
 
 def every_case(me: Rank, url: str, names: Sequence[str]) -> dict[str, Problems]:
-    """Carry out some cases, each in a run of its own."""
+    """Run some cases, each in a run of its own."""
     found: dict[str, Problems] = {}
     with ckptstore.open(url) as store:
         for name in names:

@@ -25,7 +25,7 @@ __all__ = ["Group", "Rank", "run_ranks"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rank:
-    """Which rank a job is run by, and how it reports."""
+    """The rank that runs a job, and its way to report."""
 
     rank: int
     world: int
@@ -60,11 +60,11 @@ def _main(
     except BaseException:  # noqa: BLE001 - the test decides
         out.send(("failed", traceback.format_exc()))
     sys.stdout.flush()
-    os._exit(0)  # what torch would take down is of no interest
+    os._exit(0)  # skip torch's clean-up
 
 
 class Group:
-    """Ranks at work; owned by the test. Use it as a context manager: none outlives it."""
+    """Running ranks; owned by the test. Use it as a context manager: none outlives it."""
 
     def __init__(self, job: Job, world: int, *args: object) -> None:
         context = forkserver()
@@ -72,9 +72,9 @@ class Group:
         meeting = f"file://{self._folder.name}/meeting"
         self.world = world
         self.told: list[list[Any]] = [[] for _ in range(world)]
-        """What each rank has told so far."""
+        """Reports of each rank so far."""
         self.ended: list[tuple[str, Any] | None] = [None] * world
-        """How each rank ended: ``done`` and its result, ``failed`` and why, or ``gone``."""
+        """End of each rank: ``done`` and its result, ``failed`` and why, or ``gone``."""
         self._processes = []
         self._pipes: list[Connection] = []
         for rank in range(world):
@@ -104,7 +104,7 @@ class Group:
                 os.kill(pid, signal.SIGKILL)
 
     def step(self, timeout_s: float) -> bool:
-        """Hear what ranks have to say, at most so long; return whether anything came."""
+        """Receive reports of ranks, for at most `timeout_s`; return whether any came."""
         open_pipes = {p: n for n, p in enumerate(self._pipes) if self.ended[n] is None}
         ready = wait(list(open_pipes), timeout_s)
         for pipe in ready:
@@ -122,14 +122,14 @@ class Group:
         return bool(ready)
 
     def finish(self, timeout_s: float = 300) -> list[tuple[str, Any]]:
-        """Wait until every rank has ended; return how."""
+        """Wait until every rank has ended; return how each ended."""
         while None in self.ended:
             assert self.step(timeout_s), f"nothing heard for {timeout_s} s: {self.ended}"
         return [end for end in self.ended if end is not None]
 
 
 def run_ranks(job: Job, world: int, *args: object, timeout_s: float = 300) -> list[Any]:
-    """Return what each of `world` ranks returns from ``job(rank, *args)``; none may fail."""
+    """Return the results of ``job(rank, *args)`` on `world` ranks; none may fail."""
     with Group(job, world, *args) as group:
         ends = group.finish(timeout_s)
     failures = [

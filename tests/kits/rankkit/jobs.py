@@ -1,4 +1,4 @@
-"""What ranks are told to do. Each job is run by all ranks of a group at once."""
+"""Jobs of ranks. All ranks of a group run a job at once."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from rankkit.groups import Rank
 from rankkit.states import MODELS, blank, differences, mesh_of, sharded, state_of, tensors
 
 Url = str | list[str]
-"""Where the store is; a list where ranks reach it by different ways, in turn."""
+"""URL of the store; a list if ranks reach it in different ways, in turn."""
 
 
 def place(url: Url, me: Rank) -> str:
-    """Return how this rank reaches the store."""
+    """Return the URL by which this rank reaches the store."""
     return url if isinstance(url, str) else url[me.rank * len(url) // me.world]
 
 
@@ -62,7 +62,7 @@ def save(
 def load(
     me: Rank, url: Url, options: dict[str, Any], ref: str, seed: int, models: Sequence[str]
 ) -> list[str]:
-    """Load a version into a state of other values; return where it is not the unsharded one."""
+    """Load a version into a state of other values; return its differences to the unsharded one."""
     with ckptstore.open(place(url, me), read_only=True, **options) as store:
         state = blank(state_of(me.world, seed=seed + 100, models=models))
         dcp_load(state, storage_reader=CkptStoreReader(store, ref))
@@ -97,7 +97,7 @@ def load_counting(me: Rank, url: str, ref: str) -> dict[str, tuple[int, int]]:
 
 
 def replicas(me: Rank, url: str) -> list[tuple[int, float, float]]:
-    """Save what all ranks hold alike, and what pairs of them do; return what this rank wrote.
+    """Save values that all ranks, and pairs of them, hold alike; return this rank's bytes.
 
     Per save: bytes that this rank wrote into packs, bytes of the state, and bytes stored.
     """
@@ -201,7 +201,7 @@ def background(me: Rank, url: str) -> list[str]:
             meant = {"w": rows * step, "step": step}
             state: dict[str, Any] = {"w": part * step, "step": step}
             pending: Any = async_save(state, storage_writer=CkptStoreWriter(run, step=step))
-            state["w"].to_local().zero_()  # training goes on
+            state["w"].to_local().zero_()  # training continues
             metadata = pending.result()
             problems += differences(run.load(f"#{metadata.storage_meta.save_id}"), meant)
         problems += [] if len(run.versions()) == 2 else ["other versions"]
@@ -209,9 +209,9 @@ def background(me: Rank, url: str) -> list[str]:
 
 
 def from_another_process(me: Rank, url: str) -> list[str]:
-    """Save in the background by torch's own process, which gets the writer sent; return problems.
+    """Save in the background by torch's own process, which gets the writer; return problems.
 
-    The first save is the one that starts the process, the second finds it there.
+    The first save starts the process, the second finds it running.
     """
     problems: list[str] = []
     with ckptstore.open(url) as store:
@@ -229,7 +229,7 @@ def from_another_process(me: Rank, url: str) -> list[str]:
 
 
 def save_for_ever(me: Rank, url: Url, first: int, options: dict[str, Any] | None = None) -> None:
-    """Save step after step, telling the test when each begins and ends, until killed."""
+    """Save step after step, reporting the beginning and end of each, until killed."""
     mesh = mesh_of(me.world, 1)
     with ckptstore.open(place(url, me), **(options or {})) as store:
         run = store.run("killed")
@@ -251,7 +251,7 @@ def create(_: Rank, url: str) -> None:
 
 
 def check_killed(_: Rank, url: str, seen: list[int], options: dict[str, Any] | None = None) -> int:
-    """Check what :func:`save_for_ever` left; return the last step that is there.
+    """Check the store after :func:`save_for_ever`; return the last step in it.
 
     Every version must be whole, and each step that a rank saw saved must be one of them.
     """
@@ -274,7 +274,7 @@ def killed_tensors(step: int) -> dict[str, torch.Tensor]:
 
 
 def other_heads(me: Rank, url: str) -> list[str]:
-    """Load while ranks would take different versions; return problems."""
+    """Load while ranks would choose different versions; return problems."""
     with ckptstore.open(url) as store:
         run = store.run("heads")
         mesh = mesh_of(me.world, 1)
@@ -294,7 +294,7 @@ def other_heads(me: Rank, url: str) -> list[str]:
 
 
 def refused(me: Rank, url: str) -> list[str]:
-    """Save what cannot be saved; return what each rank is told."""
+    """Save states that must be refused; return the error on each rank."""
     said: list[str] = []
     mesh = mesh_of(me.world, 1)
     with ckptstore.open(url) as store:
@@ -320,6 +320,6 @@ def refused(me: Rank, url: str) -> list[str]:
 
 
 def slowly(me: Rank, seconds: float) -> None:
-    """Do nothing for a while: for the test of the tests."""
+    """Sleep for a while: tests the kit itself."""
     me.tell("here")
     time.sleep(seconds)

@@ -56,7 +56,7 @@ PLACEMENTS: Mapping[str, Sequence[Any]] = {
     "large": ROWS,
     "large_columns": COLUMNS,
 }
-"""How each tensor is placed on a mesh of one dimension, or of two. Others are plain tensors."""
+"""Placements of each tensor on a mesh of one dimension, or of two. Others are plain tensors."""
 
 
 def tensors(seed: int = 1) -> dict[str, torch.Tensor]:
@@ -98,7 +98,7 @@ def mesh_of(world: int, dims: int, names: tuple[str, ...] | None = None) -> Devi
 
 
 def sharded(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
-    """Return this rank's part of a tensor, without asking the others."""
+    """Return this rank's part of a tensor, without communication."""
     return DTensor.from_local(
         _part(full, mesh, placements).clone(),
         mesh,
@@ -115,7 +115,7 @@ def _part(full: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Any]) -> to
 
 
 def values(seed: int = 1) -> dict[str, Any]:
-    """Return what is no tensor, or holds some without being taken apart by planners."""
+    """Return values that are no tensors, or hold some but stay whole in planners."""
     return {
         "step": seed,
         "lr": 0.1,
@@ -154,7 +154,7 @@ def model_state(kind: str, world: int, *, seed: int = 1) -> dict[str, Any]:
     """Return the state of a model and of its optimizer after two steps.
 
     Gradients are made from the weights, element by element: they, and so the result, are the same
-    bits however the model is sharded. `world` 0 is a model that is not sharded at all.
+    bits under any sharding. `world` 0 is a model that is not sharded at all.
     """
     torch.manual_seed(seed)
     even = kind == "fsdp_and_tensor_parallel"
@@ -190,7 +190,7 @@ def _shard_model(model: Net, kind: str, world: int) -> None:
 
 
 def state_of(world: int, *, seed: int = 1, models: Sequence[str] = MODELS) -> dict[str, Any]:
-    """Return everything, as a rank of `world` holds it; unsharded for 0."""
+    """Return the whole state, as a rank of `world` holds it; unsharded for 0."""
     found: dict[str, Any] = {"tensors": {}, "values": values(seed)}
     for name, full in tensors(seed).items():
         placements = PLACEMENTS.get(name)
@@ -224,7 +224,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def differences(found: Any, meant: Any, path: str = "") -> Iterator[str]:  # noqa: ANN401
-    """Yield where a state differs from an unsharded one in a bit; of shards, this rank's count."""
+    """Yield paths where a state differs from an unsharded one in a bit; of shards this rank's."""
     if isinstance(meant, torch.Tensor):
         if isinstance(found, DTensor):
             meant = _part(meant, found.device_mesh, found.placements)
