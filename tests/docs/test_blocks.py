@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from docpages import Block, Page
 
 RUN = ("python", "console")
-SHOWN = ("text", "json", "toml", "make", "yaml")
+SHOWN = ("text", "json", "toml", "make", "yaml", "diff")
 """Languages that are never commands."""
 _EXITS = re.compile(r"#\s*exits with (\d+)\s*$")
 
