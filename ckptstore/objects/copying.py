@@ -34,6 +34,7 @@ from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.objects.pack_plan import plan_packs
 from ckptstore.objects.packs import After, PackSink, Placed
 from ckptstore.objects.piece_reader import ChunkRead, Span, Want, plan_spans
+from ckptstore.objects.plan import C, Stored
 from ckptstore.objects.threads import in_threads
 
 __all__ = [
@@ -44,7 +45,6 @@ __all__ = [
     "broken",
     "copy_chunks",
     "read_rows",
-    "take_chunk",
 ]
 
 
@@ -102,9 +102,22 @@ class Room:
         return memoryview(self._decoded)[:size]
 
 
-def take_chunk(
-    data: memoryview, *, stored_bytes: int, raw_bytes: int, where: str, room: Room
-) -> StoredChunk:
+def _fetched(
+    backend: Backend, pack: str, chunks: Sequence[C], room: Room
+) -> list[tuple[C, str, memoryview]]:
+    """Read neighbouring chunks with one request; return each, where it lies, and its bytes."""
+    start, last = chunks[0].offset, chunks[-1]
+    memory = room.bytes(last.offset + CHUNK_HEADER_BYTES + last.stored_bytes - start)
+    backend.read_into(pack_key(pack), start, [memory])
+    fetched = []
+    for chunk in chunks:
+        at = chunk.offset - start
+        data = memory[at : at + CHUNK_HEADER_BYTES + chunk.stored_bytes]
+        fetched.append((chunk, f"{pack} at {chunk.offset}", data))
+    return fetched
+
+
+def _taken(data: memoryview, chunk: Stored, *, where: str, room: Room) -> StoredChunk:
     """Return the chunk in `data`, its stored bytes checked by their checksum, and decoded.
 
     A delta is not decoded: without its base, which may lie anywhere, its checksum and the check sum
@@ -114,8 +127,8 @@ def take_chunk(
     ----------
     data
         Header and stored bytes.
-    stored_bytes, raw_bytes
-        What the manifest says.
+    chunk
+        Its lengths, as the manifest or the index says.
     where
         Pack and offset, for errors.
     room
@@ -130,7 +143,7 @@ def take_chunk(
     """
     header = parse_chunk_header(data[:CHUNK_HEADER_BYTES], where=where)
     body = data[CHUNK_HEADER_BYTES:]
-    if (header.stored_bytes, header.raw_bytes) != (stored_bytes, raw_bytes):
+    if (header.stored_bytes, header.raw_bytes) != (chunk.stored_bytes, chunk.raw_bytes):
         raise broken(where, "lengths differ from the manifest's")
     if xxh3_64(body) != header.checksum:
         raise broken(where, "stored bytes do not match their checksum")
@@ -174,19 +187,8 @@ def read_rows(
     StorageError
         The storage failed.
     """
-    start, last = rows[0].offset, rows[-1]
-    memory = room.bytes(last.offset + CHUNK_HEADER_BYTES + last.stored_bytes - start)
-    backend.read_into(pack_key(pack), start, [memory])
-    for row in rows:
-        where = f"{pack} at {row.offset}"
-        at = row.offset - start
-        found = take_chunk(
-            memory[at : at + CHUNK_HEADER_BYTES + row.stored_bytes],
-            stored_bytes=row.stored_bytes,
-            raw_bytes=row.raw_bytes,
-            where=where,
-            room=room,
-        )
+    for row, where, data in _fetched(backend, pack, rows, room):
+        found = _taken(data, row, where=where, room=room)
         if found.chunk_id != row.chunk_id:
             raise broken(where, "another chunk is there")
         if found.piece_id(0, row.raw_bytes) != row.chunk_id:
@@ -290,16 +292,13 @@ class _Copying:
         in_threads(threads, spans, begin, self.stop, name="ckptstore-copy")
 
     def _span(self, turn: int, room: Room, span: Span) -> None:
-        memory = room.bytes(span.end - span.start)
         try:
-            self.source.read_into(pack_key(span.pack), span.start, [memory])
+            fetched = _fetched(self.source, span.pack, span.chunks, room)
         except (CorruptObjectError, NotFoundError) as error:
             raise _lost(span.pack, span.chunks[0], error) from error
-        for chunk in span.chunks:
-            start = chunk.offset - span.start
-            data = memory[start : start + CHUNK_HEADER_BYTES + chunk.stored_bytes]
+        for chunk, where, data in fetched:
             try:
-                found, chunk_id = self._chunk(f"{span.pack} at {chunk.offset}", chunk, data, room)
+                found, chunk_id = self._chunk(where, chunk, data, room)
             except CorruptObjectError as error:
                 raise _lost(span.pack, chunk, error) from error
             # May raise what was found out of packs of the target: not to be told as damage here.
@@ -307,20 +306,14 @@ class _Copying:
             with self.lock:
                 self.copied.places[span.pack, chunk.offset] = placed
         with self.lock:
-            self.done += len(memory)
+            self.done += span.end - span.start
             self.progress(Progress(stage="copy", done=self.done, total=self.total))
 
     def _chunk(
         self, where: str, chunk: ChunkRead, data: memoryview, room: Room
     ) -> tuple[StoredChunk, bytes]:
         """Return a chunk in which every piece is what the manifest says, and its id."""
-        found = take_chunk(
-            data,
-            stored_bytes=chunk.stored_bytes,
-            raw_bytes=chunk.raw_bytes,
-            where=where,
-            room=room,
-        )
+        found = _taken(data, chunk, where=where, room=room)
         chunk_id = found.piece_id(0, chunk.raw_bytes)
         for want in chunk.wants:
             inner = int(self.table.inner[want.row])

@@ -17,7 +17,7 @@ from ckptstore.backends.base import Capabilities
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 
-__all__ = ["ChunkRead", "Span", "Want", "cut_rows", "join_chunks", "plan_spans"]
+__all__ = ["C", "ChunkRead", "Span", "Stored", "Want", "cut_rows", "join_chunks", "plan_spans"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +91,23 @@ def _chunk(table: PieceTable, members: tuple[Want, ...]) -> ChunkRead:
     )
 
 
-class _Stored(Protocol):
-    """A chunk in a pack."""
+class Stored(Protocol):
+    """A chunk in a pack: where, and its lengths in bytes."""
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """Of the header, in the pack."""
+
     @property
-    def stored_bytes(self) -> int: ...
+    def stored_bytes(self) -> int:
+        """Without the header."""
+
+    @property
+    def raw_bytes(self) -> int:
+        """Decoded."""
 
 
-C = TypeVar("C", bound=_Stored)
+C = TypeVar("C", bound=Stored)
 
 
 def join_chunks(chunks: Iterable[C], capabilities: Capabilities) -> Iterator[list[C]]:

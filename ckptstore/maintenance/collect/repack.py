@@ -96,9 +96,11 @@ def repack(
     CkptStoreError
         As :meth:`ckptstore.catalog.log.Log.append`.
     """
-    total = sum(victim.live_bytes for victim in victims)
+    sizes = [victim.live_bytes for victim in victims]
+    total = sum(sizes)
     done = Repacked()
-    for batch in _batches(victims):
+    batch_bytes = limits.GC_REPACK_BATCH_BYTES
+    for batch in grouped(victims, sizes, size=batch_bytes, count=len(victims)):
 
         def tell(size: int, before: int = done.copied_bytes) -> None:
             progress(Progress(stage="repack", done=before + size, total=total))
@@ -151,19 +153,6 @@ def _copied(
         done += sum(victim.live_bytes for victim in group)
         tell(done)
     return places, tuple(sorted(skipped))
-
-
-def _batches(victims: Sequence[Victim]) -> Iterator[list[Victim]]:
-    batch: list[Victim] = []
-    size = 0
-    for victim in victims:
-        batch.append(victim)
-        size += victim.live_bytes
-        if size >= limits.GC_REPACK_BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 # --- versions -----------------------------------------------------------------------------------

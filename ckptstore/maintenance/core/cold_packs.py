@@ -18,7 +18,7 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.core.parallel_map import at_once
 
-__all__ = ["cold_packs", "cold_rows", "early", "states_of"]
+__all__ = ["cold_packs", "cold_rows", "days_left", "early", "states_of"]
 
 _DAY_S = 86_400.0
 
@@ -76,6 +76,19 @@ def states_of(
     return dict(zip(packs, at_once(backend, ask, packs), strict=True))
 
 
+def days_left(info: ObjectInfo, *, now_s: float) -> float:
+    """Return for how many days a storage class is charged if an object leaves it now.
+
+    0 or less where the least days of the class have passed, or it has none.
+
+    Parameters
+    ----------
+    now_s
+        The time, in seconds since 1970.
+    """
+    return class_named(info.storage_class).min_days - (now_s - info.modified_at) / _DAY_S
+
+
 def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
     """Yield a sentence for each class that objects would leave too early to be free of charge.
 
@@ -88,9 +101,8 @@ def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
     """
     found: dict[str, list[int]] = {}
     for info in infos:
-        known = class_named(info.storage_class)
-        if now_s - info.modified_at < known.min_days * _DAY_S:
-            found.setdefault(known.name, []).append(info.size_bytes)
+        if days_left(info, now_s=now_s) > 0:
+            found.setdefault(class_named(info.storage_class).name, []).append(info.size_bytes)
     for name, sizes in sorted(found.items()):
         days = class_named(name).min_days
         yield (

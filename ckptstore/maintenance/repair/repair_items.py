@@ -12,7 +12,7 @@ from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.repair.repair_report import Lost
 from ckptstore.model import Version
 
-__all__ = ["Item", "RowDtype", "as_version", "is_unlike", "lost_of", "needed"]
+__all__ = ["Item", "RowDtype", "is_unlike", "lost_of", "needed"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,18 +42,6 @@ def is_unlike(survey: Survey, content: Content) -> bool:
     records = content.manifest.tensors
     made = [place for place, record in enumerate(records) if record.recipe is not None]
     return any(survey.wrong(content, place) for place in made)
-
-
-def as_version(manifest: Manifest, version: Version) -> Manifest:
-    """Return a manifest as that of another version with the same content."""
-    return Manifest(
-        version=version.id,
-        chunk_bytes=manifest.chunk_bytes,
-        skeleton=manifest.skeleton,
-        tensors=manifest.tensors,
-        first=manifest.first,
-        pieces=manifest.pieces,
-    )
 
 
 class RowDtype:

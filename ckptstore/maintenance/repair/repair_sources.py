@@ -7,7 +7,7 @@ it, and what is left is reported with the command that thaws it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from ckptstore.checkpoint.cold_reads import thaw_command
@@ -17,7 +17,7 @@ from ckptstore.format.keys import pack_id
 from ckptstore.format.manifest import Manifest
 from ckptstore.maintenance.check.integrity_scan import Survey, piece_key
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced, rows_of
-from ckptstore.maintenance.repair.repair_items import Item, as_version
+from ckptstore.maintenance.repair.repair_items import Item
 from ckptstore.maintenance.repair.repair_report import ColdSource
 from ckptstore.model import Version
 from ckptstore.objects.index import location_of
@@ -51,7 +51,7 @@ class Sources:
                     manifest = repo.manifests.load(other)
                     if content_digest(manifest) != version.content:
                         continue
-                    return read_content(as_version(manifest, version))
+                    return read_content(replace(manifest, version=version.id))
                 except (IntegrityError, FormatError):
                     continue  # damaged too: another may be sound
         return None

@@ -177,19 +177,19 @@ def _begin(
     def attempt(condemned: set[str]) -> Version:
         """Write the manifest, over chunks that no collection has condemned, and commit."""
         nonlocal name
-        fork = draft(version=version)
-        fork(target.refresh())  # refuses now what the commit would refuse
+        first = draft(version=version)
+        first(target.refresh())  # refuses now what the commit would refuse
         manifest = select(held(), request.selection, version=version)
-        fork.roles = logical_roles(manifest)
+        first.roles = logical_roles(manifest)
         if place is not None:
             landed = _bring(manifest, place, target, condemned, request.progress)
-            manifest, fork.roles, fork.receipt = landed.manifest, landed.roles, landed.receipt
-        fork.content = content_digest(manifest)
-        fork.pointer = target.manifests.put(manifest, name=name)
-        fork.relies_on = relied_on(fork.pointer, manifest)
+            manifest, first.roles, first.receipt = landed.manifest, landed.roles, landed.receipt
+        first.content = content_digest(manifest)
+        first.pointer = target.manifests.put(manifest, name=name)
+        first.relies_on = relied_on(first.pointer, manifest)
         name = ""  # a name is never used again
-        target.log.append(fork)
-        target.manifests.keep(fork.pointer.digest, manifest)
+        target.log.append(first)
+        target.manifests.keep(first.pointer.digest, manifest)
         return target.catalog.version(version)
 
     return commit_retrying(attempt)

@@ -22,6 +22,7 @@ from ckptstore.catalog.retention import Fate
 from ckptstore.errors import FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import PACKS_PREFIX, pack_id
 from ckptstore.format.manifest import Manifest
+from ckptstore.maintenance.core.cold_packs import days_left
 from ckptstore.maintenance.core.live_set import Footprint, live_versions
 from ckptstore.maintenance.retention.reduce import weights_part
 from ckptstore.manifests import read_manifest
@@ -29,8 +30,6 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 __all__ = ["Early", "EarlyClass", "Leaving", "leaving_early"]
-
-_DAY_S = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +108,7 @@ class _Look:
         now_s = self.repo.environment.now_ms() / 1000
         listed = self.repo.backend.list(PACKS_PREFIX)
         for info in islice(listed, limits.EARLY_PACKS_LISTED_MAX):
-            days = class_named(info.storage_class).min_days - (now_s - info.modified_at) / _DAY_S
+            days = days_left(info, now_s=now_s)
             pack = pack_id(info.key)
             if pack is not None and class_named(info.storage_class).min_days and days > 0:
                 self.young[pack] = (info, days)
