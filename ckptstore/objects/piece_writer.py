@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +29,7 @@ from ckptstore.objects.index import Base, KnownPieces, Location, with_bases
 from ckptstore.objects.pack_plan import plan_packs
 from ckptstore.objects.packs import PackSink
 from ckptstore.objects.sources import Source
+from ckptstore.objects.threads import in_threads
 from ckptstore.objects.write_jobs import PieceJob, plan_jobs
 
 __all__ = ["Written", "write_pieces"]
@@ -250,15 +250,9 @@ class _PieceWrite:
             with taking:
                 return None if self.stop.is_set() else next(jobs, None)
 
-        with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-save") as pool:
-            try:
-                futures = [pool.submit(self._worker, turn, take, sink) for turn in range(workers)]
-                wait(futures)
-            except BaseException:  # Ctrl-C in the owner: the workers stop after their chunk
-                self.stop.set()
-                raise
-        for future in futures:
-            future.result()
+        in_threads(
+            workers, lambda turn: self._worker(turn, take, sink), self.stop, name="ckptstore-save"
+        )
 
     def finish(self, sink: PackSink) -> None:
         """Wait until every pack is durable."""
@@ -284,16 +278,12 @@ class _PieceWrite:
         spent = _Spent()
         with self.lock:
             self.spent.append(spent)
-        try:
-            while (job := take()) is not None:
-                if job.small:
-                    self._small_pieces(turn, job, buffer, sink, spent)
-                else:
-                    shared = self._large_piece(turn, job, buffer, sink, spent, shared=shared)
-                self._advance(job.length)
-        except BaseException:
-            self.stop.set()
-            raise
+        while (job := take()) is not None:
+            if job.small:
+                self._small_pieces(turn, job, buffer, sink, spent)
+            else:
+                shared = self._large_piece(turn, job, buffer, sink, spent, shared=shared)
+            self._advance(job.length)
 
     def _large_piece(
         self,

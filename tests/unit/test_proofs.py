@@ -339,7 +339,7 @@ def _before(module: object, name: str, change: Callable[[], object]) -> Abstract
 
 
 @pytest.mark.parametrize("name", ["low", "master"])
-@pytest.mark.parametrize("place", [(derived_check, "_piece_ids"), (write, "write_pieces")])
+@pytest.mark.parametrize("place", [(derived_check, "parts_of"), (write, "write_pieces")])
 def test_a_change_after_the_proof_is_not_in_the_version(
     store: Store, name: str, place: tuple[object, str]
 ) -> None:
