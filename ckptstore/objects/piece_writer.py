@@ -244,14 +244,12 @@ class _PieceWrite:
 
     def work(self, jobs: Iterator[PieceJob], sink: PackSink, workers: int) -> None:
         """Run all jobs; raise the first failure once every worker has stopped."""
-        taking = threading.Lock()
-
-        def take() -> PieceJob | None:
-            with taking:
-                return None if self.stop.is_set() else next(jobs, None)
-
         in_threads(
-            workers, lambda turn: self._worker(turn, take, sink), self.stop, name="ckptstore-save"
+            workers,
+            jobs,
+            lambda turn: self._worker(turn, sink),
+            self.stop,
+            name="ckptstore-save",
         )
 
     def finish(self, sink: PackSink) -> None:
@@ -272,18 +270,23 @@ class _PieceWrite:
         for slot, of in self.repeats:
             self.columns.repeat(slot, of)
 
-    def _worker(self, turn: int, take: Callable[[], PieceJob | None], sink: PackSink) -> None:
+    def _worker(self, turn: int, sink: PackSink) -> Callable[[PieceJob], None]:
+        """Return the function that runs the jobs of one thread."""
         buffer = memoryview(bytearray(self.buffer_bytes))
         shared = True  # whether the last piece was shared: the next one then is, most likely
         spent = _Spent()
         with self.lock:
             self.spent.append(spent)
-        while (job := take()) is not None:
+
+        def run(job: PieceJob) -> None:
+            nonlocal shared
             if job.small:
                 self._small_pieces(turn, job, buffer, sink, spent)
             else:
                 shared = self._large_piece(turn, job, buffer, sink, spent, shared=shared)
             self._advance(job.length)
+
+        return run
 
     def _large_piece(
         self,
