@@ -33,6 +33,7 @@ __all__ = [
     "Footprint",
     "Reach",
     "changed",
+    "chunk_keys",
     "live_versions",
 ]
 
@@ -84,9 +85,7 @@ class Footprint:
     def of(cls, manifest: Manifest) -> Footprint:
         """Return the footprint of a manifest."""
         table = manifest.pieces
-        # Offsets have at most 33 bits (PACK_BYTES_MAX), places of packs at most 22 (PACKS_MAX).
-        where = (table.pack.astype(np.uint64) << np.uint64(34)) | table.offset
-        _, rows = np.unique(where, return_index=True)
+        _, rows = np.unique(chunk_keys(table.pack, table.offset), return_index=True)
         places, starts = np.unique(table.pack[rows], return_index=True)
         return cls(
             packs=tuple(intern(table.packs[int(place)]) for place in places),
@@ -107,6 +106,14 @@ class Footprint:
                 stored=table.stored[start:end],
                 raw=table.raw[start:end],
             )
+
+
+def chunk_keys(
+    packs: npt.NDArray[np.unsignedinteger], offsets: npt.NDArray[np.uint64]
+) -> npt.NDArray[np.uint64]:
+    """Return one number for each chunk, by the number of its pack and its offset there."""
+    # Offsets have at most 33 bits (PACK_BYTES_MAX), which leaves room for 2**30 packs.
+    return (packs.astype(np.uint64) << np.uint64(34)) | offsets
 
 
 class Reach:

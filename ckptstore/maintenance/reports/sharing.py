@@ -19,7 +19,7 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import bases
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
-from ckptstore.maintenance.core.live_set import live_versions
+from ckptstore.maintenance.core.live_set import chunk_keys, live_versions
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -112,9 +112,7 @@ class _Names:
 def _chunks(manifest: Manifest, packs: _Names, roles: _Names) -> _Chunks:
     table = manifest.pieces
     places = np.array([packs.of(pack) for pack in table.packs], np.uint64)
-    # Offsets have at most 33 bits (PACK_BYTES_MAX): 2**30 packs find room beside them.
-    keys = (places[table.pack] << np.uint64(34)) | table.offset if len(table) else table.offset
-    unique, rows = np.unique(keys, return_index=True)
+    unique, rows = np.unique(chunk_keys(places[table.pack], table.offset), return_index=True)
     by_tensor = np.array([roles.of(record.role) for record in manifest.tensors], np.int64)
     by_row = np.repeat(by_tensor, np.diff(manifest.first))
     if more := len(table) - len(by_row):  # what deltas refer to
