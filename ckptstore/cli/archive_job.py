@@ -156,9 +156,12 @@ def _seconds(text: str) -> float:
 
 def _draw(screen: Screen, report: JobReport) -> None:
     screen.line(f"{report.name}: {report.source} to {report.target}")
-    columns = [Column(title="STEP"), Column(title="OUTCOME"), Column(title="TOOK", right=True)]
-    rows = [(step.name, _outcome(step), seconds_text(step.seconds)) for step in report.steps]
-    screen.table(columns, rows)
+    screen.listing(
+        report.steps,
+        Column("STEP", lambda step: step.name),
+        Column("OUTCOME", _outcome),
+        Column("TOOK", lambda step: seconds_text(step.seconds), right=True),
+    )
     if report.estimate:
         parts = report.estimate
         screen.line(

@@ -17,7 +17,7 @@ from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.reports.diff import DiffReport, Side, TensorChange
+    from ckptstore.maintenance.reports.diff import DiffReport, Side, Status, TensorChange
     from ckptstore.states.compare import TensorError
 
 __all__ = ["diff"]
@@ -114,64 +114,74 @@ class _View:
         report = self.report
         names = [version_text(one) for one in (report.first, report.second)]
         screen.heading(" -> ".join(names))
-        rows = []
-        for status in _ORDER:
-            changes = report.of(status)
-            sides = [side for c in changes if (side := c.after or c.before) is not None]
-            size = sum(side.nbytes for side in sides)
-            rows.append((status, count_text(len(changes)), bytes_text(size)))
-        columns = (
-            Column(title="TENSORS"),
-            Column(title="COUNT", right=True),
-            Column(title="SIZE", right=True),
+
+        def size(status: Status) -> str:
+            return bytes_text(sum(map(_nbytes, report.of(status))))
+
+        screen.listing(
+            _ORDER,
+            Column("TENSORS"),
+            Column("COUNT", lambda status: count_text(len(report.of(status))), right=True),
+            Column("SIZE", size, right=True),
         )
-        screen.table(columns, rows)
         listed = [c for status in _ORDER[:-1] for c in report.of(status)]
         if listed:
             screen.line()
             self._draw_tensors(screen, listed)
         if report.values:
             screen.line()
-            cells = [(v.path, v.before or "-", v.after or "-") for v in report.values]
-            shown = cells[: self.limit or None]
-            screen.table((Column(title="VALUE"), Column(title="WAS"), Column(title="IS")), shown)
-            _rest(screen, len(cells) - len(shown))
+            shown = report.values[: self.limit or None]
+            screen.listing(
+                shown,
+                Column("VALUE", lambda value: value.path),
+                Column("WAS", lambda value: value.before or "-"),
+                Column("IS", lambda value: value.after or "-"),
+            )
+            _rest(screen, len(report.values) - len(shown))
 
     def _draw_tensors(self, screen: Screen, listed: list[TensorChange]) -> None:
-        columns = [
-            Column(title="STATUS"),
-            Column(title="TENSOR"),
-            Column(title="WAS"),
-            Column(title="SIZE", right=True, wrap=False),
-            Column(title="SAME", right=True, wrap=False, drop=1),
-        ]
-        if self.with_values:
-            columns += [
-                Column(title="RELATIVE L2", right=True, wrap=False),
-                Column(title="MAX ABS", right=True, wrap=False),
-            ]
         shown = listed[: self.limit or None]
-        screen.table(columns, [self._row(change) for change in shown])
+        screen.listing(
+            shown,
+            Column("STATUS", lambda change: change.status),
+            Column("TENSOR", lambda change: change.path),
+            Column("WAS", _was),
+            Column("SIZE", lambda change: bytes_text(_nbytes(change)), right=True, wrap=False),
+            Column("SAME", _same, right=True, wrap=False, drop=1),
+            *(
+                [
+                    Column("RELATIVE L2", self._relative_l2, right=True, wrap=False),
+                    Column("MAX ABS", self._max_abs, right=True, wrap=False),
+                ]
+                if self.with_values
+                else []
+            ),
+        )
         _rest(screen, len(listed) - len(shown))
 
-    def _row(self, change: TensorChange) -> list[str]:
-        side = change.after or change.before
-        assert side is not None  # noqa: S101  # one of them always is
-        share = f"{100 * change.same_bytes / side.nbytes:.0f}%" if side.nbytes else "-"
-        row = [
-            change.status,
-            change.path,
-            _was(change),
-            bytes_text(side.nbytes),
-            share if change.status == "changed" else "-",
-        ]
-        if self.with_values:
-            error = self.errors.get(change.path)
-            if error is None:
-                return [*row, "-", "-"]
-            more = f" (+{count_text(error.nonfinite)} not finite)" if error.nonfinite else ""
-            row += [metric_text(error.relative_l2), metric_text(error.max_abs) + more]
-        return row
+    def _relative_l2(self, change: TensorChange) -> str:
+        error = self.errors.get(change.path)
+        return "-" if error is None else metric_text(error.relative_l2)
+
+    def _max_abs(self, change: TensorChange) -> str:
+        error = self.errors.get(change.path)
+        if error is None:
+            return "-"
+        more = f" (+{count_text(error.nonfinite)} not finite)" if error.nonfinite else ""
+        return metric_text(error.max_abs) + more
+
+
+def _nbytes(change: TensorChange) -> int:
+    side = change.after or change.before
+    assert side is not None  # noqa: S101  # one of them always is
+    return side.nbytes
+
+
+def _same(change: TensorChange) -> str:
+    nbytes = _nbytes(change)
+    return (
+        f"{100 * change.same_bytes / nbytes:.0f}%" if nbytes and change.status == "changed" else "-"
+    )
 
 
 def _was(change: TensorChange) -> str:

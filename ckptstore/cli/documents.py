@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from ckptstore.catalog.pin_ops import pinned_text
+from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 __all__ = [
@@ -17,7 +18,6 @@ __all__ = [
     "run_document",
     "state_marks",
     "time_document",
-    "total_bytes",
     "version_document",
 ]
 
@@ -35,14 +35,6 @@ def metrics_document(metrics: Mapping[str, float]) -> dict[str, float | str]:
 def role_document(part: RoleBytes) -> dict[str, int]:
     """Return byte counts."""
     return {"logical_bytes": part.logical, "new_bytes": part.new, "stored_bytes": part.stored}
-
-
-def total_bytes(parts: Iterable[RoleBytes]) -> RoleBytes:
-    """Return the sum of byte counts."""
-    logical = new = stored = 0
-    for part in parts:
-        logical, new, stored = logical + part.logical, new + part.new, stored + part.stored
-    return RoleBytes(logical=logical, new=new, stored=stored)
 
 
 def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) -> dict[str, Any]:
@@ -65,7 +57,7 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
         "tags": list(version.tags),
         "head": head,
         "parent": version.parent or None,
-        **role_document(total_bytes(version.roles.values())),
+        **role_document(sum_roles(version.roles.values())),
         "roles": {role: role_document(part) for role, part in version.roles.items()},
         "content": version.content,
         "manifest": {

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptstore.cli.documents import role_document, total_bytes
+from ckptstore.cli.documents import role_document
 from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text
+from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
 
@@ -138,7 +139,7 @@ def _objects(store: Store) -> dict[str, dict[str, int]]:
 
 
 def _total(versions: Sequence[Version]) -> RoleBytes:
-    return total_bytes(part for version in versions for part in version.roles.values())
+    return sum_roles(part for version in versions for part in version.roles.values())
 
 
 def _by_role(versions: Sequence[Version]) -> dict[str, RoleBytes]:
@@ -146,7 +147,7 @@ def _by_role(versions: Sequence[Version]) -> dict[str, RoleBytes]:
     for version in versions:
         for role, part in version.roles.items():
             parts.setdefault(role, []).append(part)
-    return {role: total_bytes(found) for role, found in sorted(parts.items())}
+    return {role: sum_roles(found) for role, found in sorted(parts.items())}
 
 
 def _roles_document(versions: Sequence[Version]) -> dict[str, Any]:

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.documents import total_bytes, version_document
+from ckptstore.cli.documents import version_document
 from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.options import PathOptions, SourceOptions, TargetOptions, WriterOptions
-from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened, opened_place, opened_to_write, vouching
-from ckptstore.cli.text import bytes_text, version_text
+from ckptstore.cli.text import saved_text, version_is, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
-from ckptstore.model import Version
 from ckptstore.store.tiers import PREFIX
 
 if TYPE_CHECKING:
@@ -97,17 +95,8 @@ def fork(
             "to": to,
             "version": version_document(version, head=True),
         }
-        output.show(document, lambda screen: _draw(screen, begun, version, quiet=options.quiet))
-
-
-def _draw(screen: Screen, source: Version, version: Version, *, quiet: bool) -> None:
-    if quiet:
-        screen.line(version.id)
-        return
-    total = total_bytes(version.roles.values())
-    sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} copied"
-    where = f"{version.run}@{version.step} is {version.id[:8]}"
-    screen.line(f"{where}, from {version_text(source)}: {sizes}")
+        text = f"{version_is(version)}, from {version_text(begun)}: {saved_text(version, 'copied')}"
+        output.tell(document, text, brief=version.id)
 
 
 @contextmanager

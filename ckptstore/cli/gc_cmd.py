@@ -175,23 +175,14 @@ def _all(kinds: Kinds) -> str:
 
 
 def _draw_holders(screen: Screen, report: GcReport) -> None:
-    rows = [
-        (
-            f"{holder.run}@{holder.step}",
-            holder.version[:8],
-            bytes_text(holder.held_bytes),
-            bytes_text(holder.alone_bytes),
-            ", ".join([*holder.tags, *(["pinned"] if holder.pinned else [])]),
-        )
-        for holder in report.holders[:_HOLDERS]
-    ]
-    columns = (
-        Column(title="VERSION"),
-        Column(title="ID", wrap=False),
-        Column(title="HOLDS", right=True, wrap=False),
-        Column(title="ALONE", right=True, wrap=False),
-        Column(title="TAGS"),
+    screen.listing(
+        report.holders[:_HOLDERS],
+        Column("VERSION", lambda holder: f"{holder.run}@{holder.step}"),
+        Column("ID", lambda holder: holder.version[:8], wrap=False),
+        Column("HOLDS", lambda holder: bytes_text(holder.held_bytes), right=True, wrap=False),
+        Column("ALONE", lambda holder: bytes_text(holder.alone_bytes), right=True, wrap=False),
+        Column("TAGS", lambda holder: ", ".join([*holder.tags, *["pinned"] * holder.pinned])),
     )
-    screen.table(columns, rows)
-    if len(report.holders) > len(rows):
-        screen.line(f"... and {count_text(len(report.holders) - len(rows))} more")
+    more = len(report.holders) - _HOLDERS
+    if more > 0:
+        screen.line(f"... and {count_text(more)} more")

@@ -8,14 +8,12 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.cli.documents import total_bytes, version_document
+from ckptstore.cli.documents import version_document
 from ckptstore.cli.options import MetricValues, WriterOptions, parse_metrics
-from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened_to_write
-from ckptstore.cli.text import bytes_text
+from ckptstore.cli.text import saved_text, version_is
 from ckptstore.errors import InvalidInputError
-from ckptstore.model import Version
 
 __all__ = ["import_"]
 
@@ -93,7 +91,8 @@ def import_(
                 progress=progress,
             )
         document = {"version": version_document(version, head=True)}
-        output.show(document, lambda screen: _draw(screen, version, quiet=options.quiet))
+        text = f"{version_is(version)}: {saved_text(version, 'stored')}"
+        output.tell(document, text, brief=version.id)
 
 
 def _directions(lower: Sequence[str], higher: Sequence[str]) -> dict[str, str]:
@@ -103,12 +102,3 @@ def _directions(lower: Sequence[str], higher: Sequence[str]) -> dict[str, str]:
         msg = f"the metric {both[0]!r} is given to both --min and --max"
         raise InvalidInputError(msg)
     return {**dict.fromkeys(lower, "min"), **dict.fromkeys(higher, "max")}
-
-
-def _draw(screen: Screen, version: Version, *, quiet: bool) -> None:
-    if quiet:
-        screen.line(version.id)
-        return
-    total = total_bytes(version.roles.values())
-    sizes = f"{bytes_text(total.logical)}, {bytes_text(total.stored)} stored"
-    screen.line(f"{version.run}@{version.step} is {version.id[:8]}: {sizes}")

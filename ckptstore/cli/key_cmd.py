@@ -11,7 +11,7 @@ import typer
 
 from ckptstore.backends.key_sources import make_key_file, read_key
 from ckptstore.cli.options import WriterOptions
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.output import Output
 from ckptstore.cli.session import location, vouching
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import mend_keys, rotate_key
@@ -76,7 +76,12 @@ def key(
     if file is not None:
         made = make_key_file(file)
         document: dict[str, object] = {"action": "new", "file": str(file), "key": made.id}
-        output.show(document, lambda screen: _draw_new(screen, file, made.id, quiet=options.quiet))
+        output.tell(
+            document,
+            f"made the key {made.id} in {file}, which only you can read",
+            "keep a second copy in a safe place: what it encrypts is lost without it",
+            brief=made.id,
+        )
         return
     if not options.key:
         msg = "no key is given"
@@ -134,11 +139,3 @@ def _rotate(
     if done.dropped and not output.quiet:
         lines.append(f"no longer by {', '.join(done.dropped)}")
     output.show({"action": "rotate", **asdict(done)}, lambda screen: screen.lines(lines))
-
-
-def _draw_new(screen: Screen, file: Path, made: str, *, quiet: bool) -> None:
-    if quiet:
-        screen.line(made)
-        return
-    screen.line(f"made the key {made} in {file}, which only you can read")
-    screen.line("keep a second copy in a safe place: what it encrypts is lost without it")

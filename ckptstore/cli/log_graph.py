@@ -14,7 +14,7 @@ from ckptstore.catalog.lifecycle_ops import Rollback
 from ckptstore.cli.documents import metrics_document, state_marks, time_document
 from ckptstore.cli.graph import arranged, rails
 from ckptstore.cli.output import Screen
-from ckptstore.cli.text import metric_text, time_text
+from ckptstore.cli.text import metric_text, time_text, version_text
 from ckptstore.model import Version
 from ckptstore.store import Store
 
@@ -108,10 +108,9 @@ class Graph:
         origin = self._origin(version)
         if origin is not None:
             gone = " (deleted)" if origin.deleted else ""
-            parts.append(f"forked from {origin.run}@{origin.step} {origin.id[:8]}{gone}")
+            parts.append(f"forked from {version_text(origin)}{gone}")
         elif version.parent and not self.parents.get(version.id):
-            parent = self.catalog.version(version.parent)
-            parts.append(f"continues {parent.run}@{parent.step} {parent.id[:8]}")
+            parts.append(f"continues {version_text(self.catalog.version(version.parent))}")
         return "  ".join(parts)
 
     def _origin(self, version: Version) -> Version | None:

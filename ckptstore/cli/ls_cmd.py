@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +14,14 @@ import typer
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
-from ckptstore.cli.documents import run_document, state_marks, total_bytes, version_document
+from ckptstore.cli.documents import run_document, state_marks, version_document
 from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
 from ckptstore.cli.text import age_text, bytes_text, count_text, counted, metric_text, time_text
 from ckptstore.config import SYSTEM
-from ckptstore.model import RunInfo, Version
+from ckptstore.maintenance.reports.usage import sum_roles
+from ckptstore.model import RoleBytes, RunInfo, Version
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -134,76 +136,65 @@ class _Listing:
             self._draw_versions(screen)
 
     def _draw_runs(self, screen: Screen) -> None:
-        rows: list[Sequence[str]] = []
         bests: dict[str, list[str]] = {}
         for version_id, metrics in self.best.items():
             version = self.catalog.version(version_id)
             for name in sorted(metrics):
                 value = metric_text(version.metrics[name])
                 bests.setdefault(version.run, []).append(f"{name} {value} @{version.step}")
-        for info in self.runs:
-            head = self.catalog.version(info.head) if info.head else None
-            rows.append(
-                (
-                    info.name,
-                    count_text(info.versions_count),
-                    str(head.step) if head else "-",
-                    _age(head) if head else "-",
-                    ", ".join(bests.get(info.name, [])) or "-",
-                )
-            )
-        columns = (
-            Column(title="RUN"),
-            Column(title="VERSIONS", right=True),
-            Column(title="LATEST", right=True),
-            Column(title="AGE", right=True),
-            Column(title="BEST"),
+
+        def of_head(text: Callable[[Version], str]) -> Callable[[RunInfo], str]:
+            return lambda info: text(self.catalog.version(info.head)) if info.head else "-"
+
+        screen.listing(
+            self.runs,
+            Column("RUN", lambda info: info.name),
+            Column("VERSIONS", lambda info: count_text(info.versions_count), right=True),
+            Column("LATEST", of_head(lambda version: str(version.step)), right=True),
+            Column("AGE", of_head(_age), right=True),
+            Column("BEST", lambda info: ", ".join(bests.get(info.name, [])) or "-"),
         )
-        screen.table(columns, rows)
 
     def _draw_versions(self, screen: Screen) -> None:
         last = 3 + len(self.metrics)  # the first metric is the last to go
-        columns = [
-            *([] if self.one_run else [Column(title="RUN")]),
-            Column(title="STEP", right=True, wrap=False),
-            Column(title="ID", wrap=False),
-            Column(title="SAVED", wrap=False, drop=1),
-            Column(title="AGE", right=True, wrap=False),
+
+        def size(of: Callable[[RoleBytes], int]) -> Callable[[Version], str]:
+            return lambda version: bytes_text(of(sum_roles(version.roles.values())))
+
+        screen.listing(
+            self.versions,
+            *([] if self.one_run else [Column("RUN", lambda version: version.run)]),
+            Column("STEP", lambda version: str(version.step), right=True, wrap=False),
+            Column("ID", lambda version: version.id[:8], wrap=False),
+            Column("SAVED", lambda v: time_text(v.created_at, utc=self.utc), wrap=False, drop=1),
+            Column("AGE", _age, right=True, wrap=False),
             *(
-                Column(title=name.upper(), right=True, wrap=False, drop=last - place)
+                Column(
+                    name.upper(),
+                    partial(self._metric, name),
+                    right=True,
+                    wrap=False,
+                    drop=last - place,
+                )
                 for place, name in enumerate(self.metrics)
             ),
-            Column(title="SIZE", right=True, wrap=False, drop=2),
-            Column(title="STORED", right=True, wrap=False, drop=3),
-            Column(title="TAGS"),
-        ]
-        screen.table(columns, [self._row(version) for version in self.versions])
+            Column("SIZE", size(lambda total: total.logical), right=True, wrap=False, drop=2),
+            Column("STORED", size(lambda total: total.stored), right=True, wrap=False, drop=3),
+            Column("TAGS", self._tags),
+        )
 
-    def _row(self, version: Version) -> list[str | Text]:
+    def _metric(self, name: str, version: Version) -> str | Text:
         from rich.text import Text
 
-        total = total_bytes(version.roles.values())
-        best = self.best.get(version.id, set())
-        metrics: list[str | Text] = []
-        for name in self.metrics:
-            value = version.metrics.get(name)
-            text = "-" if value is None else metric_text(value)
-            metrics.append(Text(text + "*", "bold green") if name in best else text)
-        tags = list(version.tags)
-        if version.id in self.heads:
-            tags.insert(0, "latest")
-        tags += [f"({mark})" for mark in state_marks(version, self.catalog.replicas)]
-        return [
-            *([] if self.one_run else [version.run]),
-            str(version.step),
-            version.id[:8],
-            time_text(version.created_at, utc=self.utc),
-            _age(version),
-            *metrics,
-            bytes_text(total.logical),
-            bytes_text(total.stored),
-            " ".join(tags),
-        ]
+        value = version.metrics.get(name)
+        text = "-" if value is None else metric_text(value)
+        best = name in self.best.get(version.id, ())
+        return Text(text + "*", "bold green") if best else text
+
+    def _tags(self, version: Version) -> str:
+        latest = ["latest"] if version.id in self.heads else []
+        marks = (f"({mark})" for mark in state_marks(version, self.catalog.replicas))
+        return " ".join([*latest, *version.tags, *marks])
 
 
 def _age(version: Version) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final
 
 from ckptstore.catalog.history import History, Point
@@ -78,15 +79,15 @@ def draw_history(screen: Screen, found: History, *, limit: int, utc: bool) -> No
         screen.line(sparkline(line, blocks=_blocks(screen)))
         screen.line()
     shown = found.points[-limit:] if limit else found.points
-    columns = (
-        Column(title="STEP", right=True, wrap=False),
-        Column(title="ID", wrap=False),
-        Column(title="SAVED", wrap=False, drop=1),
-        Column(title=found.metric.upper(), right=True, wrap=False),
-        Column(title="KEPT", wrap=False),
-        Column(title="TAGS"),
+    screen.listing(
+        shown[::-1],
+        Column("STEP", lambda point: str(point.version.step), right=True, wrap=False),
+        Column("ID", lambda point: point.version.id[:8], wrap=False),
+        Column("SAVED", lambda p: time_text(p.version.created_at, utc=utc), wrap=False, drop=1),
+        Column(found.metric.upper(), partial(_value, found), right=True, wrap=False),
+        Column("KEPT", _kept, wrap=False),
+        Column("TAGS", partial(_tags, found)),
     )
-    screen.table(columns, [_row(found, point, utc=utc) for point in reversed(shown)])
 
 
 def _extent(values: Sequence[float]) -> str:
@@ -106,18 +107,16 @@ def _blocks(screen: Screen) -> str:
     return _BLOCKS
 
 
-def _row(found: History, point: Point, *, utc: bool) -> list[str]:
-    version = point.version
-    mark = "*" if version.id == found.best else "+" if point.improved else " "
-    kept: str = "deleted" if version.deleted else version.level
-    if version.abandoned:
-        kept += ", abandoned"
-    tags = [*(["latest"] if version.id == found.head else []), *version.tags]
-    return [
-        str(version.step),
-        version.id[:8],
-        time_text(version.created_at, utc=utc),
-        metric_text(point.value) + mark,
-        kept,
-        " ".join(tags),
-    ]
+def _value(found: History, point: Point) -> str:
+    mark = "*" if point.version.id == found.best else "+" if point.improved else " "
+    return metric_text(point.value) + mark
+
+
+def _kept(point: Point) -> str:
+    kept: str = "deleted" if point.version.deleted else point.version.level
+    return f"{kept}, abandoned" if point.version.abandoned else kept
+
+
+def _tags(found: History, point: Point) -> str:
+    latest = ["latest"] if point.version.id == found.head else []
+    return " ".join([*latest, *point.version.tags])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
@@ -40,11 +40,14 @@ class Unwritable(Exception):
     """stdout cannot be written to, for example because the disk is full."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """One column of a table."""
 
     title: str
+    cell: Callable[[Any], str | Text] = str
+    """Of an item of :meth:`Screen.listing`, what stands in this column."""
+    _: KW_ONLY
     right: bool = False
     """Numbers: aligned to the right."""
     wrap: bool = True
@@ -81,6 +84,10 @@ class Screen:
         width = max(map(len, pairs), default=0)
         for name, value in pairs.items():
             self.line(f"{name:<{width}}  {value}")
+
+    def listing(self, items: Iterable[object], *columns: Column) -> None:
+        """Print one row an item, under bold titles."""
+        self.table(columns, [[column.cell(item) for column in columns] for item in items])
 
     def table(self, columns: Sequence[Column], rows: Sequence[Sequence[str | Text]]) -> None:
         """Print rows under bold titles; escape cells of plain text."""
@@ -172,15 +179,21 @@ class Output:
             named = ", ".join(dict.fromkeys(screen.left_out))
             self.note(f"no room for {named}: use a wider terminal, or a pipe")
 
-    def tell(self, document: Mapping[str, Any], *lines: str) -> None:
-        """Print the confirmation of a change: `document`, or lines; with ``--quiet`` no lines.
+    def tell(self, document: Mapping[str, Any], *lines: str, brief: str | None = None) -> None:
+        """Print the result of what a command did: `document`, or lines.
+
+        Parameters
+        ----------
+        brief
+            The only line with ``--quiet``; None prints none then.
 
         Raises
         ------
         Pipe
             The reader has gone away.
         """
-        self.show(document, lambda screen: screen.lines(() if self.quiet else lines))
+        quiet = () if brief is None else (brief,)
+        self.show(document, lambda screen: screen.lines(quiet if self.quiet else lines))
 
     def note(self, text: str) -> None:
         """Print a remark to stderr, unless quiet."""

@@ -9,6 +9,7 @@ import typer
 from ckptstore.catalog.pin_ops import pinned_text
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError
 
 __all__ = ["pin"]
@@ -52,5 +53,5 @@ def pin(
             ],
         }
         said = [f"is {pinned_text(v)}" if v.pinned else "is not pinned any more" for v in found]
-        lines = [f"{v.run}@{v.step} {v.id[:8]} {word}" for v, word in zip(found, said, strict=True)]
+        lines = [f"{version_text(v)} {word}" for v, word in zip(found, said, strict=True)]
         output.tell(document, *lines)

@@ -117,15 +117,11 @@ def _draw(
     if not rows:
         screen.line("no replica has a name; ckptstore replica add NAME URL")
         return
-    columns = (
-        Column(title="NAME", wrap=False),
-        Column(title="URL"),
-        Column(title="STORE", wrap=False),
-        Column(title="VERSIONS", right=True),
-        Column(title="MISSING", right=True),
+    screen.listing(
+        rows,
+        Column("NAME", lambda one: one.name, wrap=False),
+        Column("URL", lambda one: one.url),
+        Column("STORE", lambda one: one.store[:8], wrap=False),
+        Column("VERSIONS", lambda one: count_text(counts[one.store]), right=True),
+        Column("MISSING", lambda one: count_text(lacking[one.store]), right=True),
     )
-    cells = []
-    for one in rows:
-        numbers = (count_text(counts[one.store]), count_text(lacking[one.store]))
-        cells.append((one.name, one.url, one.store[:8], *numbers))
-    screen.table(columns, cells)

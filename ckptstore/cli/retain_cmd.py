@@ -203,39 +203,38 @@ def _run_document(plan: RunPlan, report: RetainReport) -> dict[str, Any]:
 
 
 def _draw(screen: Screen, report: RetainReport) -> None:
-    rows: list[Sequence[str]] = []
-    for plan in report.plans:
-        rows += [_row(decision, report) for decision in reversed(plan.decisions)]
-    columns = (
-        Column(title="RUN"),
-        Column(title="STEP", right=True, wrap=False),
-        Column(title="ID", wrap=False),
-        Column(title="KEPT", wrap=False),
-        Column(title="FREES", right=True, wrap=False),
-        *([Column(title="ERROR", wrap=False)] if report.roundings else []),
-        Column(title="METRICS", drop=1),
-        Column(title="WHY"),
+    roundings = report.roundings
+
+    def error(decision: Decision) -> str:
+        return rounding_text(roundings.get(decision.version.id))
+
+    screen.listing(
+        [one for plan in report.plans for one in reversed(plan.decisions)],
+        Column("RUN", lambda one: one.version.run),
+        Column("STEP", lambda one: str(one.version.step), right=True, wrap=False),
+        Column("ID", lambda one: one.version.id[:8], wrap=False),
+        Column("KEPT", _kept, wrap=False),
+        Column("FREES", _frees, right=True, wrap=False),
+        *([Column("ERROR", error, wrap=False)] if roundings else []),
+        Column("METRICS", _metrics, drop=1),
+        Column("WHY", lambda one: "; ".join(one.reasons)),
     )
-    screen.table(columns, rows)
     for plan in report.plans:
         if plan.refused:
             screen.line(f"{plan.run}: refused: {plan.refused}", "bold red")
 
 
-def _row(decision: Decision, report: RetainReport) -> Sequence[str]:
-    version = decision.version
-    kept = decision.fate if not decision.changes else f"{version.level} -> {decision.fate}"
-    metrics = ", ".join(f"{k} {metric_text(v)}" for k, v in list(version.metrics.items())[:3])
-    return (
-        version.run,
-        str(version.step),
-        version.id[:8],
-        kept,
-        bytes_text(decision.reclaimable_bytes) if decision.changes else "-",
-        *([rounding_text(report.roundings.get(version.id))] if report.roundings else []),
-        metrics,
-        "; ".join(decision.reasons),
-    )
+def _kept(decision: Decision) -> str:
+    return f"{decision.version.level} -> {decision.fate}" if decision.changes else decision.fate
+
+
+def _frees(decision: Decision) -> str:
+    return bytes_text(decision.reclaimable_bytes) if decision.changes else "-"
+
+
+def _metrics(decision: Decision) -> str:
+    first = list(decision.version.metrics.items())[:3]
+    return ", ".join(f"{name} {metric_text(value)}" for name, value in first)
 
 
 def _notes(output: Output, report: RetainReport) -> None:

@@ -155,23 +155,16 @@ def _summary(found: Sequence[Removal], part: str | None, *, dry_run: bool) -> st
 
 def _draw(screen: Screen, found: Sequence[Removal]) -> None:
     rounded = any(removal.rounding for removal in found)
-    columns = (
-        Column(title="RUN"),
-        Column(title="STEP", right=True, wrap=False),
-        Column(title="ID", wrap=False),
-        Column(title="FREES", right=True, wrap=False),
-        *([Column(title="ERROR", wrap=False)] if rounded else []),
-        Column(title="IN THE WAY"),
+    screen.listing(
+        found,
+        Column("RUN", lambda one: one.version.run),
+        Column("STEP", lambda one: str(one.version.step), right=True, wrap=False),
+        Column("ID", lambda one: one.version.id[:8], wrap=False),
+        Column("FREES", lambda one: bytes_text(one.reclaimable_bytes), right=True, wrap=False),
+        *(
+            [Column("ERROR", lambda one: rounding_text(one.rounding), wrap=False)]
+            if rounded
+            else []
+        ),
+        Column("IN THE WAY", lambda one: one.obstacle or "-"),
     )
-    rows = [
-        (
-            removal.version.run,
-            str(removal.version.step),
-            removal.version.id[:8],
-            bytes_text(removal.reclaimable_bytes),
-            *([rounding_text(removal.rounding)] if rounded else []),
-            removal.obstacle or "-",
-        )
-        for removal in found
-    ]
-    screen.table(columns, rows)

@@ -16,7 +16,6 @@ from ckptstore.cli.best_marks import best_marks
 from ckptstore.cli.documents import (
     replica_names,
     state_marks,
-    total_bytes,
     version_document,
 )
 from ckptstore.cli.options import CommonOptions, Utc
@@ -34,6 +33,7 @@ from ckptstore.cli.text import (
 from ckptstore.config import SYSTEM
 from ckptstore.encodings.encoding import LOSSLESS
 from ckptstore.errors import InvalidInputError
+from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import Version, auto_choice
 from ckptstore.store import Store
 
@@ -210,90 +210,57 @@ class _View:
 
     def _draw_metrics(self, screen: Screen) -> None:
         directions = self.catalog.run(self.version.run).metrics
-        rows = [
-            (
-                name,
-                metric_text(value),
-                directions.get(name, "-"),
-                "best of the run" if name in self.best else "",
-            )
-            for name, value in sorted(self.version.metrics.items())
-        ]
-        columns = (
-            Column(title="METRIC"),
-            Column(title="VALUE", right=True),
-            Column(title="BETTER"),
-            Column(title=""),
+        screen.listing(
+            sorted(self.version.metrics.items()),
+            Column("METRIC", lambda item: item[0]),
+            Column("VALUE", lambda item: metric_text(item[1]), right=True),
+            Column("BETTER", lambda item: directions.get(item[0], "-")),
+            Column("", lambda item: "best of the run" if item[0] in self.best else ""),
         )
-        screen.table(columns, rows)
 
     def _draw_roles(self, screen: Screen) -> None:
         roles = dict(sorted(self.version.roles.items()))
-        roles["total"] = total_bytes(self.version.roles.values())
-        rows = [
-            (role, bytes_text(part.logical), bytes_text(part.new), bytes_text(part.stored))
-            for role, part in roles.items()
-        ]
-        columns = (
-            Column(title="ROLE"),
-            Column(title="SIZE", right=True),
-            Column(title="NEW", right=True),
-            Column(title="STORED", right=True),
+        roles["total"] = sum_roles(self.version.roles.values())
+        screen.listing(
+            roles.items(),
+            Column("ROLE", lambda item: item[0]),
+            Column("SIZE", lambda item: bytes_text(item[1].logical), right=True),
+            Column("NEW", lambda item: bytes_text(item[1].new), right=True),
+            Column("STORED", lambda item: bytes_text(item[1].stored), right=True),
         )
-        screen.table(columns, rows)
 
     def _draw_forms(self, screen: Screen) -> None:
         """Draw the encodings of tensors that are not stored losslessly as they are."""
-        rows = [
-            (
-                tensor.path,
-                f"as {tensor.derived_from}" if tensor.derived_from else tensor.encoding,
-                bytes_text(tensor.nbytes),
-                bytes_text(tensor.coded_bytes),
-                f"{tensor.max_abs:.3g}",
-                "-" if tensor.max_abs_bound is None else f"{tensor.max_abs_bound:.3g}",
-                f"{tensor.rel_l2:.3g}",
-                "-" if tensor.rel_l2_bound is None else f"{tensor.rel_l2_bound:.3g}",
-            )
-            for tensor in self.tensors or ()
-            if tensor.encoding != LOSSLESS
-        ]
-        if not rows:
+        coded = [tensor for tensor in self.tensors or () if tensor.encoding != LOSSLESS]
+        if not coded:
             return
-        columns = (
-            Column(title="ENCODED"),
-            Column(title="STORED"),
-            Column(title="SIZE", right=True, wrap=False, drop=3),
-            Column(title="CODED", right=True, wrap=False, drop=4),
-            Column(title="MAX ABS", right=True),
-            Column(title="BOUND", right=True, drop=1),
-            Column(title="REL L2", right=True),
-            Column(title="BOUND", right=True, drop=2),
-        )
         screen.line()
-        screen.table(columns, rows)
+        screen.listing(
+            coded,
+            Column("ENCODED", lambda t: t.path),
+            Column("STORED", lambda t: f"as {t.derived_from}" if t.derived_from else t.encoding),
+            Column("SIZE", lambda t: bytes_text(t.nbytes), right=True, wrap=False, drop=3),
+            Column("CODED", lambda t: bytes_text(t.coded_bytes), right=True, wrap=False, drop=4),
+            Column("MAX ABS", lambda t: f"{t.max_abs:.3g}", right=True),
+            Column("BOUND", lambda t: _bound(t.max_abs_bound), right=True, drop=1),
+            Column("REL L2", lambda t: f"{t.rel_l2:.3g}", right=True),
+            Column("BOUND", lambda t: _bound(t.rel_l2_bound), right=True, drop=2),
+        )
 
     def _draw_tensors(self, screen: Screen) -> None:
-        rows = [
-            (
-                tensor.path,
-                tensor.dtype,
-                "x".join(map(str, tensor.shape)) or "scalar",
-                tensor.role,
-                bytes_text(tensor.nbytes),
-                tensor.kind + "".join(f" = {alias}" for alias in tensor.aliases),
-            )
-            for tensor in self.tensors or ()
-        ]
-        columns = (
-            Column(title="TENSOR"),
-            Column(title="DTYPE"),
-            Column(title="SHAPE", right=True),
-            Column(title="ROLE", drop=1),
-            Column(title="SIZE", right=True, wrap=False),
-            Column(title="KIND"),
+        tensors = self.tensors or ()
+        screen.listing(
+            tensors,
+            Column("TENSOR", lambda t: t.path),
+            Column("DTYPE", lambda t: t.dtype),
+            Column("SHAPE", lambda t: "x".join(map(str, t.shape)) or "scalar", right=True),
+            Column("ROLE", lambda t: t.role, drop=1),
+            Column("SIZE", lambda t: bytes_text(t.nbytes), right=True, wrap=False),
+            Column("KIND", lambda t: t.kind + "".join(f" = {alias}" for alias in t.aliases)),
         )
-        screen.table(columns, rows)
-        if len(rows) < self.tensors_count:
-            more = self.tensors_count - len(rows)
+        if more := max(0, self.tensors_count - len(tensors)):
             screen.line(f"and {count_text(more)} more; --tensors all lists them")
+
+
+def _bound(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

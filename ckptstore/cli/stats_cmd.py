@@ -136,16 +136,12 @@ def _draw(
         }
     )
     screen.line()
-    rows = [
-        (role, bytes_text(part.logical), bytes_text(shared.roles.get(role, 0)))
-        for role, part in sorted(totals.roles.items())
-    ]
-    columns = (
-        Column(title="ROLE"),
-        Column(title="STATE", right=True),
-        Column(title="LIVE", right=True),
+    screen.listing(
+        sorted(totals.roles.items()),
+        Column("ROLE", lambda item: item[0]),
+        Column("STATE", lambda item: bytes_text(item[1].logical), right=True),
+        Column("LIVE", lambda item: bytes_text(shared.roles.get(item[0], 0)), right=True),
     )
-    screen.table(columns, rows)
     if shared.shares:
         screen.line()
         cells = [(" ".join(share.runs), bytes_text(share.size_bytes)) for share in shared.shares]

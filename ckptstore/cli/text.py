@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ckptstore import limits
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
+from ckptstore.maintenance.reports.usage import sum_roles
 
 if TYPE_CHECKING:
     from ckptstore.model import Version
@@ -21,8 +22,10 @@ __all__ = [
     "parse_bytes",
     "parse_wait",
     "printable",
+    "saved_text",
     "seconds_text",
     "time_text",
+    "version_is",
     "version_text",
 ]
 
@@ -58,6 +61,17 @@ def printable(text: str) -> str:
 def version_text(version: Version) -> str:
     """Return what names a version to people: run, step and the beginning of its id."""
     return f"{version.run}@{version.step} {version.id[:8]}"
+
+
+def version_is(version: Version) -> str:
+    """Return which id the version at a step of a run has."""
+    return f"{version.run}@{version.step} is {version.id[:8]}"
+
+
+def saved_text(version: Version, how: str) -> str:
+    """Return how large a version is, and how much of it was stored or copied."""
+    total = sum_roles(version.roles.values())
+    return f"{bytes_text(total.logical)}, {bytes_text(total.stored)} {how}"
 
 
 def bytes_text(size: float) -> str:

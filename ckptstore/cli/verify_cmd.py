@@ -248,17 +248,13 @@ def _draw(
 
 
 def _draw_problems(screen: Screen, report: VerifyReport) -> None:
-    rows = [
-        (
-            f"{p.run}@{p.step}" if p.version else "-",
-            p.version[:8] or "-",
-            p.tensor or "-",
-            p.message,
-        )
-        for p in report.problems
-    ]
-    titles = ("VERSION", "ID", "TENSOR", "PROBLEM")
-    screen.table([Column(title=title) for title in titles], rows)
+    screen.listing(
+        report.problems,
+        Column("VERSION", lambda p: f"{p.run}@{p.step}" if p.version else "-"),
+        Column("ID", lambda p: p.version[:8] or "-"),
+        Column("TENSOR", lambda p: p.tensor or "-"),
+        Column("PROBLEM", lambda p: p.message),
+    )
     screen.line()
     damaged = len(report.damaged_versions)
     screen.line(

@@ -103,39 +103,23 @@ def exposition(report: JobReport, *, now_s: float) -> str:
     now_s
         Seconds since 1970.
     """
-    labels = {"job_name": report.name}
     replicated = next((step for step in report.steps if step.name == "replicate"), None)
     result: Mapping[str, Any] = {} if replicated is None else replicated.result
-    parts = [
-        metric("job_ok", "gauge", _OK, [(labels, report.ok)]),
-        metric("job_end_timestamp_seconds", "gauge", _ENDED, [(labels, now_s)]),
-        metric("job_seconds", "gauge", "What it took.", [(labels, report.seconds)]),
-        metric(
-            "job_overdue_versions",
-            "gauge",
+    oldest_s = max((late.age_s for late in report.overdue), default=0.0)
+    return _gauges(
+        report.name,
+        ("ok", _OK, report.ok),
+        ("end_timestamp_seconds", _ENDED, now_s),
+        ("seconds", "What it took.", report.seconds),
+        (
+            "overdue_versions",
             "Versions that should be in the target and are not.",
-            [(labels, len(report.overdue))],
+            len(report.overdue),
         ),
-        metric(
-            "job_overdue_seconds",
-            "gauge",
-            "Age of the oldest of them.",
-            [(labels, max((late.age_s for late in report.overdue), default=0.0))],
-        ),
-        metric(
-            "job_replicated_versions",
-            "gauge",
-            "Versions that the last run copied.",
-            [(labels, float(result.get("copied", 0)))],
-        ),
-        metric(
-            "job_replicated_bytes",
-            "gauge",
-            "Bytes that travelled.",
-            [(labels, float(result.get("chunk_bytes", 0)))],
-        ),
-    ]
-    return "".join(parts)
+        ("overdue_seconds", "Age of the oldest of them.", oldest_s),
+        ("replicated_versions", "Versions that the last run copied.", result.get("copied", 0)),
+        ("replicated_bytes", "Bytes that travelled.", result.get("chunk_bytes", 0)),
+    )
 
 
 def failed_exposition(name: str, *, now_s: float) -> str:
@@ -146,12 +130,14 @@ def failed_exposition(name: str, *, now_s: float) -> str:
     now_s
         Seconds since 1970.
     """
-    labels = {"job_name": name}
+    return _gauges(name, ("ok", _OK, False), ("end_timestamp_seconds", _ENDED, now_s))
+
+
+def _gauges(job: str, *figures: tuple[str, str, float]) -> str:
+    """Return the figures of a job: name, text and value of each."""
+    labels = {"job_name": job}
     return "".join(
-        (
-            metric("job_ok", "gauge", _OK, [(labels, False)]),
-            metric("job_end_timestamp_seconds", "gauge", _ENDED, [(labels, now_s)]),
-        )
+        metric(f"job_{name}", "gauge", text, [(labels, value)]) for name, text, value in figures
     )
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
 from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import MemoryBackend
+from ckptstore.config import Options
+from ckptstore.engine.calls import Shared
 from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.task_pool import Tasks
 
 WAIT_S = 30.0
 
@@ -58,6 +61,33 @@ def test_who_takes_slowly_is_not_run_ahead_of() -> None:
     next(results)
     results.close()  # type: ignore[attr-defined]  # a generator, which waits for its threads
     assert len(begun) < 100
+
+
+def test_no_more_are_ahead_than_asked_for() -> None:
+    """A caller whose results are large bounds how many wait for it."""
+    begun: list[int] = []
+    results: Iterator[None] = at_once(Storage(4), begun.append, range(1000), most=2)
+    next(results)
+    results.close()  # type: ignore[attr-defined]  # a generator, which waits for its threads
+    assert len(begun) <= 3
+
+
+def test_large_tasks_run_one_by_one_when_asked_for_in_this_process() -> None:
+    """Without an engine a task begins when its result is taken, in the calling thread."""
+    begun: list[tuple[int, int]] = []
+    told: list[int] = []
+
+    def step(task: int, tell: Callable[[int], None] = told.append) -> int:
+        begun.append((task, threading.get_ident()))
+        tell(task)
+        return task * 2
+
+    results = Tasks(storage=Shared(Storage(4)), options=Options()).run(step, range(3), told.append)
+    assert begun == []
+    assert next(results) == 0
+    assert begun == [(0, threading.get_ident())]
+    assert list(results) == [2, 4]
+    assert told == [0, 1, 2]
 
 
 def test_a_failure_comes_in_its_turn_and_stops_the_rest() -> None:

@@ -430,6 +430,7 @@ def test_a_version_is_shown_in_a_line(store: ckptstore.Store) -> None:
     state = {"x": torch.ones(2)}
     version = store.run("gpt").save(state, step=300, metrics={"val_loss": 1.0})
     assert repr(version) == f"<Version gpt@300 #{version.id[:8]} val_loss=1>"
+    assert version.label == f"gpt@300 (#{version.id[:8]})"
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ class _Stage:
     batches: list[_Batch] = field(default_factory=list)
     frames: dict[str, CkptStoreError] = field(default_factory=dict)
     counted_bytes: int = 0
+    resumed: bool = False
+    """An interrupted check has made tensors of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +290,7 @@ class _Scan:
         for index, key in self._survey.recipes(content, self._planned):
             self._planned.add(key)
             if self._survey.known(stage.version, row_of_recipe(content, index)) is not None:
+                stage.resumed = True
                 continue
             nbytes = content.manifest.tensors[index].nbytes
             if batch and size + nbytes > self._task_bytes:
@@ -333,7 +336,7 @@ class _Scan:
                 survey.found_frame(stage.version, pack, stage.frames.get(pack))
             for batch in list(stage.batches):  # nothing of them was left to be read
                 self._tell(stage, batch)
-            if survey.full:
+            if survey.full and (survey.bad or stage.resumed):  # else its tasks have made them all
                 self._follow_rest(stage.version, content)
             sound = survey.report(stage.version, content)
         counted = stage.counted_bytes
