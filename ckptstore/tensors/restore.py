@@ -187,7 +187,7 @@ class Restorer:
                     f"into has a tensor at {path_text(path)!r}, where the version has none",
                     hint=f"the version has {near!r}: nest into as the state that was saved"
                     if near
-                    else "leave it out of into; Store.load_into fills what fits, and lists the rest",
+                    else "leave it out of into; Store.load_into fills what fits, and says what not",
                 )
             record = self._records[leaf.index]
             check_target(leaf, record, target)
