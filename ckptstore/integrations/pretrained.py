@@ -97,7 +97,8 @@ def export_pretrained(
         Made if it is not there. What it holds of the same names is replaced.
     model
         Of the class and configuration that was saved; it gets the weights. For an adapter, its
-        base model. None: the class that the saved configuration names, of transformers itself.
+        base model, which is copied first. None: the class that the saved configuration names, of
+        transformers itself.
     merge
         Write the whole model of a version with an adapter, which is added to its weights, and not
         the adapter alone (in a folder of its name, unless that is ``default``). Where the version
