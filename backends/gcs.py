@@ -367,7 +367,7 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
     if isinstance(error, _NOT_SENT):
         return TransientStorageError(msg)
     if isinstance(error, aiohttp.InvalidURL | TypeError | LookupError | ImportError):
-        return StorageError(f"{msg}: {error}", hint="check the storage options")
+        return StorageError(msg, hint="check the storage options")
     return error_for_silence(msg, conditional=conditional)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import sys
 from typing import Final
@@ -28,6 +29,7 @@ _NO_CREDENTIALS: Final = (
     boto.ProfileNotFound,
 )
 _WRONG_SETTINGS: Final = (boto.ParamValidationError, TypeError, ValueError, ImportError)
+_UNKNOWN_OPTION: Final = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
@@ -47,7 +49,9 @@ def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreErr
     if _not_sent(error):
         return TransientStorageError(msg)
     if isinstance(error, _WRONG_SETTINGS):
-        return StorageError(f"{msg}: {error}", hint="check the storage options")
+        wrong = _UNKNOWN_OPTION.search(str(error))  # the rest of the text may hold a secret
+        about = f": no option is called {wrong[1]!r}" if wrong else ""
+        return StorageError(msg + about, hint="check the storage options")
     return error_for_silence(msg, conditional=conditional)
 
 

@@ -97,7 +97,8 @@ def export_pretrained(
         Made if it is missing. Its files of the same names are replaced.
     model
         Of the class and configuration that was saved; it gets the weights. For an adapter, its
-        base model. None: the class that the saved configuration names, of transformers itself.
+        base model, which is copied first. None: the class that the saved configuration names, of
+        transformers itself.
     merge
         For a version with an adapter: write the whole model, with the adapter added to its
         weights, instead of the adapter alone (in a folder of its name, unless that is

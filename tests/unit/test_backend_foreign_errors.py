@@ -401,3 +401,12 @@ def test_s3_codes(error: Exception, expected: type[CkptStoreError]) -> None:
     wrapped.__cause__ = error
     with pytest.raises(expected if isinstance(error, boto.ClientError) else CkptStoreError):
         broken("s3fs", wrapped).get("a", bytes_max=1)
+
+
+@pytest.mark.parametrize("kind", ["s3", "s3fs"])
+def test_an_option_that_s3_does_not_know_is_named(kind: str) -> None:
+    """Its name alone: the rest of what the library says may hold a secret."""
+    error = TypeError(f"made({SECRET}) got an unexpected keyword argument 'endpoint_ulr'")
+    with pytest.raises(StorageError, match="no option is called 'endpoint_ulr'") as caught:
+        broken(kind, error).get("a", bytes_max=1)
+    assert SECRET not in str(caught.value)
