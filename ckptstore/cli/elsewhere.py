@@ -14,7 +14,7 @@ from ckptstore.catalog.tier_changes import find_replica
 from ckptstore.cli.options import SourceOptions
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import Store
-from ckptstore.store.tiers import PREFIX
+from ckptstore.replicas.places import PREFIX
 
 __all__ = ["FromReplica", "give"]
 

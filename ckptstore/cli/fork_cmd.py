@@ -19,7 +19,7 @@ from ckptstore.cli.text import bytes_text, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
 from ckptstore.model import Version
-from ckptstore.store.tiers import PREFIX
+from ckptstore.replicas.places import PREFIX
 
 if TYPE_CHECKING:
     from ckptstore.store import Store

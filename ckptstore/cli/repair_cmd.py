@@ -15,7 +15,7 @@ from ckptstore.cli.session import location, opened_for, opened_place, opened_to_
 from ckptstore.cli.verify_cmd import VerifyLevel
 from ckptstore.errors import IntegrityError
 from ckptstore.store import Store, mend_superblock
-from ckptstore.store.tiers import PREFIX
+from ckptstore.replicas.places import PREFIX
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding

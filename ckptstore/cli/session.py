@@ -16,8 +16,8 @@ from ckptstore.errors import (
 )
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
-from ckptstore.store.replica_options import PLACE
-from ckptstore.store.tiers import PREFIX
+from ckptstore.replicas.places import PLACE
+from ckptstore.replicas.places import PREFIX
 
 __all__ = [
     "find_version",

@@ -44,8 +44,8 @@ from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
 from ckptstore.store import open_store
-from ckptstore.store.replica_options import PLACE
-from ckptstore.store.tiers import PREFIX
+from ckptstore.replicas.places import PLACE
+from ckptstore.replicas.places import PREFIX
 
 __all__ = [
     "Alert",

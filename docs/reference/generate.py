@@ -58,7 +58,7 @@ API = {
     "ckptstore.maintenance.retention.retain": "What `Store.retain` returns.",
     "ckptstore.maintenance.retention.remove": "What `Store.remove` returns.",
     "ckptstore.maintenance.retention.rounding_report": "Errors and bytes of rounding.",
-    "ckptstore.store.writeback": "What `Store.write_back` returns.",
+    "ckptstore.replicas.writeback": "What `Store.write_back` returns.",
     "ckptstore.maintenance.replicas.evict": "What `Store.evict` returns.",
     "ckptstore.catalog.early_stopping": "What `DivergenceGuard.update` returns.",
     "ckptstore.catalog.history": "The values that a metric had.",

@@ -26,7 +26,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import SaveEvent
 from ckptstore.repo import create_on
-from ckptstore.store.writeback import WriteBack
+from ckptstore.replicas.writeback import WriteBack
 from ckptstore.testing.faulty import WRITES, Fault, FaultyBackend, When
 
 _PATIENCE_S = 120.0
