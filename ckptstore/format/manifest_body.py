@@ -20,8 +20,8 @@ from ckptstore.errors import CorruptObjectError
 from ckptstore.format import bases
 from ckptstore.format.blocks import Blocks, tiling_problem
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.recipes import Recipe, Stored, recipe_problem
-from ckptstore.format.tables import PieceTable, TensorRecord
+from ckptstore.format.recipes import Recipe, Stored
+from ckptstore.format.tables import PieceTable, TensorRecord, recipe_problem
 
 __all__ = [
     "BODY",

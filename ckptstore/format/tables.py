@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptstore import limits
 from ckptstore.format import bases
 from ckptstore.format.blocks import Blocks
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.dtypes import bytes_of
+from ckptstore.format.recipes import CASTS, CODES, SCALED, Recipe
 
-__all__ = ["PieceTable", "TensorRecord"]
+__all__ = ["PieceTable", "TensorRecord", "recipe_problem"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +126,73 @@ class PieceTable:
             packs=[self.packs[int(place)] for place in used],
             base=base,
         )
+
+
+def recipe_problem(place: int, records: Sequence[TensorRecord]) -> str:
+    """Return why the recipe of a record cannot be followed; empty if it can, or if it has none.
+
+    Parameters
+    ----------
+    place
+        Of the record.
+    records
+        All of the manifest.
+    """
+    record = records[place]
+    recipe = record.recipe
+    if recipe is None:
+        return ""
+    wanted = 1 if recipe.kind == "cast" else 2
+    if len(recipe.sources) != wanted or len(set(recipe.sources)) != wanted:
+        return f"a {recipe.kind} of {len(recipe.sources)} sources"
+    if not all(0 <= source < len(records) for source in recipe.sources):
+        return "a source that is not there"
+    sources = [records[source] for source in recipe.sources]
+    if any(source.recipe is not None for source in sources):
+        return "a source that has a recipe itself"
+    if any(one.blocks is not None for one in (record, *sources)):
+        return "a tensor that is stored in boxes"
+    if (sources[0].shape, sources[0].order) != (record.shape, record.order):
+        return "a source of another shape or order"
+    if record.dtype not in (CASTS if recipe.kind == "cast" else SCALED):
+        return f"a {recipe.kind} to {record.dtype}"
+    if bytes_of(record.dtype, record.shape) != record.nbytes:
+        return "bytes that are not those of its dtype and shape"
+    return _errors_problem(recipe) or (
+        _cast_problem(record, recipe, sources[0])
+        if recipe.kind == "cast"
+        else _scaled_problem(record, recipe, sources)
+    )
+
+
+def _cast_problem(record: TensorRecord, recipe: Recipe, source: TensorRecord) -> str:
+    if source.dtype not in CASTS or source.dtype == record.dtype:
+        return f"a cast from {source.dtype} to {record.dtype}"
+    if recipe.code or recipe.block:
+        return "a cast with codes"
+    if bytes_of(source.dtype, source.shape) != source.nbytes:
+        return "a source whose bytes are not those of its dtype and shape"
+    return ""
+
+
+def _scaled_problem(record: TensorRecord, recipe: Recipe, sources: Sequence[TensorRecord]) -> str:
+    codes, scales = sources
+    count = math.prod(record.shape)
+    if not limits.RECIPE_BLOCK_MIN <= recipe.block <= limits.RECIPE_BLOCK_MAX:
+        return f"blocks of {recipe.block} elements"
+    if codes.dtype != CODES.get(recipe.code) or codes.nbytes != count:
+        return f"{recipe.code!r} codes of {codes.dtype}, {codes.nbytes} bytes for {count} elements"
+    blocks = -(-count // recipe.block)
+    fits = (scales.dtype, scales.shape, scales.order) == ("float32", (blocks,), None)
+    if not fits or scales.nbytes != 4 * blocks:
+        return f"scales of {scales.dtype}{list(scales.shape)} for {blocks} blocks"
+    return ""
+
+
+def _errors_problem(recipe: Recipe) -> str:
+    numbers = (recipe.max_abs, recipe.rel_l2, recipe.max_abs_bound, recipe.rel_l2_bound)
+    if not all(number is None or 0 <= number < math.inf for number in numbers):
+        return f"errors of {numbers}"
+    if recipe.exact and (recipe.digest != recipe.given or numbers != (0, 0, None, None)):
+        return "an error, though it is exact"
+    return ""
