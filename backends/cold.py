@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from ckptstore.backends.base import Backend
 from ckptstore.backends.storage_classes import check_class, class_named
 from ckptstore.errors import InvalidInputError
 
@@ -110,7 +109,14 @@ class ColdStorage(Protocol):
         """Return rules that make the storage itself move packs of some age, as JSON values."""
 
 
-def cold_storage(backend: Backend) -> ColdStorage | None:
+class _Storage(Protocol):
+    """A backend, by what reaches its classes."""
+
+    def cold_storage(self) -> ColdStorage | None:
+        """Return what reaches the classes; None where there are none."""
+
+
+def cold_storage(backend: _Storage) -> ColdStorage | None:
     """Return what reaches the classes of a backend's storage, through all wrappers, or None."""
     return backend.cold_storage()
 

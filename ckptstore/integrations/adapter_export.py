@@ -1,4 +1,4 @@
-"""Adapters of PEFT: their configuration in a version, and the folders that are made of one."""
+"""Adapters of PEFT: their configuration in a version, and folders written from it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.errors import InvalidInputError, StateError
-from ckptstore.integrations.pretrained import (
+from ckptstore.integrations.pretrained_models import (
     check_names,
     class_named,
     empty_model,
@@ -48,21 +48,21 @@ def write_adapter(
     merge: bool,
     options: Mapping[str, Any],
 ) -> None:
-    """Write the adapters of a version, or the model that they make of theirs.
+    """Write the adapters of a version, or its base model with the adapters merged.
 
     Parameters
     ----------
     about
-        What the version says of its model.
+        The version's description of its model.
     state
-        The state dict of a ``PeftModel``, or that of one adapter alone.
+        The state dict of a ``PeftModel``, or of one adapter alone.
 
     Raises
     ------
     StateError
         Weights are missing, or left over.
     InvalidInputError
-        The base model is needed and cannot be had, or the adapter cannot be merged.
+        The base model is needed and cannot be loaded, or the adapter cannot be merged.
     MissingDependencyError
         PEFT or transformers is not installed.
     """
@@ -93,7 +93,7 @@ def write_adapter(
 
 
 def _with_own_base(about: Mapping[str, Any], state: Mapping[str, torch.Tensor], ref: str) -> Any:  # noqa: ANN401
-    """Return the adapted model of a version that holds the weights of its base too, else None."""
+    """Return the adapted model of a version that also has the weights of its base, else None."""
     if "config" not in about:
         return None
     adapted = _adapted(empty_model(about, ref), about, ref)
@@ -112,7 +112,7 @@ def _write_alone(
     ref: str,
     options: Mapping[str, Any],
 ) -> None:
-    """Write each adapter where PEFT looks for it."""
+    """Write each adapter to the folder that PEFT reads it from."""
     adapted = _adapted(model or empty_model(about, ref), about, ref)
     places = {
         name: folder if name == "default" else folder / name for name in about["adapter_config"]
@@ -155,12 +155,12 @@ def _base_model(about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401 - a 
 
 
 def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401
-    """Return a base model with the adapters of a version, which have no weights yet.
+    """Return a base model with the adapters of a version, still without their weights.
 
     Raises
     ------
     InvalidInputError
-        PEFT makes no adapter of the configuration.
+        PEFT rejects the configuration.
     """
     peft = needed("peft", "peft")
     adapted: Any = None
@@ -171,12 +171,12 @@ def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN
                 base.name_or_path = config.base_model_name_or_path
             config.base_model_name_or_path = base.name_or_path
             if hasattr(config, "init_lora_weights"):
-                config.init_lora_weights = False  # the version has them
+                config.init_lora_weights = False  # the weights come from the version
             if adapted is None:
                 adapted = peft.get_peft_model(base, config, name, low_cpu_mem_usage=True)
             else:
                 adapted.add_adapter(name, config, low_cpu_mem_usage=True)
-    except Exception as error:  # what a hostile configuration makes PEFT raise
+    except Exception as error:  # any error of PEFT on a hostile configuration
         msg = f"PEFT makes no adapter of the configuration of {ref!r}: {error}"
         raise InvalidInputError(msg, hint="see pretrained.adapter_config of the version") from error
     return adapted
@@ -188,7 +188,7 @@ def _filled(
     state: Mapping[str, torch.Tensor],
     ref: str,
 ) -> Any:  # noqa: ANN401 - the same
-    """Load the weights of the adapters, and those of the base model that the version has.
+    """Load the weights of the adapters, and the base model's weights that the version has.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def _filled(
             loaded = needed("peft").set_peft_model_state_dict(
                 adapted, dict(state), names[0], low_cpu_mem_usage=True
             )
-        except (RuntimeError, LookupError) as error:  # shapes, or a part that is not there
+        except (RuntimeError, LookupError) as error:  # wrong shapes, or a missing part
             raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
         check_names(ref, adapted, [], loaded.unexpected_keys)
     weights = {key: value for name in names for key, value in _own(adapted, name).items()}

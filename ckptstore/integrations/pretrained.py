@@ -1,8 +1,7 @@
-"""Folders that ``from_pretrained`` of transformers and PEFT reads, from versions."""
+"""Writes versions as folders for ``from_pretrained`` of transformers and PEFT."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import tempfile
@@ -13,49 +12,35 @@ from typing import TYPE_CHECKING, Any
 from ckptstore.checkpoint.selection import BESIDE
 from ckptstore.errors import (
     InvalidInputError,
-    MissingDependencyError,
     NotFoundError,
-    StateError,
     TensorNotFoundError,
 )
+from ckptstore.integrations.adapter_export import adapter_configs, write_adapter
 from ckptstore.integrations.pretrained_files import CONFIGS, names_digest
+from ckptstore.integrations.pretrained_models import empty_model, fill, write_as_read
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "check_names",
-    "class_named",
-    "describe_model",
-    "empty_model",
-    "export_pretrained",
-    "fill",
-    "needed",
-    "write_as_read",
-    "write_json",
-]
-
-_GIVE_MODEL = "give the model: export_pretrained(..., model=model)"
+__all__ = ["describe_model", "export_pretrained"]
 
 
 def describe_model(model: Any, processing: Any = None) -> dict[str, Any]:  # noqa: ANN401
-    """Return what a folder of ``save_pretrained`` holds besides the weights, as plain values.
+    """Return the files of ``save_pretrained`` except the weights, as plain values.
 
     Save it as ``pretrained`` beside the state dict ``model``, with the role of weights.
 
     Parameters
     ----------
     model
-        A model of transformers, or one of PEFT around it. What has no ``config`` is described by
-        nothing.
+        A model of transformers, or one of PEFT around it. A model without ``config`` gives an
+        empty description.
     processing
-        A tokenizer or processor; its files are taken as they are.
+        A tokenizer or processor; its files are stored unchanged.
     """
     found: dict[str, Any] = {}
     if hasattr(model, "get_base_model"):
-        from ckptstore.integrations.adapter_export import adapter_configs
-
         found["adapter_config"] = adapter_configs(model)
         model = model.get_base_model()
     for part in ("config", "generation_config"):
@@ -85,33 +70,33 @@ def export_pretrained(
 ) -> Path:
     """Write the model of a version as ``save_pretrained`` does: safetensors and configuration.
 
-    Configuration and tokenizer that the version does not have are those of the version that its
-    run, or a run before it, began with: an imported folder, say.
+    If the version has no configuration or tokenizer, they come from the first version of its
+    run, or of a run before it: an imported folder, for example.
 
     Parameters
     ----------
     ref
-        Names a version that :class:`ckptstore.integrations.transformers.StoreTrainerMixin` saved,
+        A version that :class:`ckptstore.integrations.transformers.StoreTrainerMixin` saved,
         or that is an imported folder; or any whose ``model`` is the state dict of a model.
     folder
-        Made if it is not there. What it holds of the same names is replaced.
+        Made if it is missing. Its files of the same names are replaced.
     model
         Of the class and configuration that was saved; it gets the weights. For an adapter, its
         base model. None: the class that the saved configuration names, of transformers itself.
     merge
-        Write the whole model of a version with an adapter, which is added to its weights, and not
-        the adapter alone (in a folder of its name, unless that is ``default``). Where the version
-        holds no weights of the base model, they are those of `model`, or else of where the
-        adapter's configuration says.
+        For a version with an adapter: write the whole model, with the adapter added to its
+        weights, instead of the adapter alone (in a folder of its name, unless that is
+        ``default``). If the version has no weights of the base model, they come from `model`, or
+        else from the place that the adapter's configuration names.
     options
         For ``save_pretrained``, such as ``max_shard_size="5GB"``.
 
     Raises
     ------
     TensorNotFoundError
-        The version has nothing below ``model``.
+        The version has no entry ``model``.
     InvalidInputError
-        The version has no configuration, or names a class that transformers does not have; or
+        The version has no configuration, or names a class that transformers lacks; or
         there is nothing to merge.
     StateError
         Its weights do not fit the model.
@@ -130,8 +115,6 @@ def export_pretrained(
     if as_read:
         write_as_read(about, state, path, options)
     elif adapter:
-        from ckptstore.integrations.adapter_export import write_adapter
-
         write_adapter(about, state, path, ref=ref, model=model, merge=merge, options=options)
     else:
         made = model if model is not None else empty_model(about, ref)
@@ -141,58 +124,6 @@ def export_pretrained(
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
     return path
-
-
-def fill(
-    model: Any,  # noqa: ANN401 - a PreTrainedModel or PeftModel
-    state: Mapping[str, torch.Tensor],
-    ref: str,
-    *,
-    assign: bool,
-    partly: bool = False,
-) -> None:
-    """Load weights into a model; tied ones are needed once.
-
-    Parameters
-    ----------
-    assign
-        Take the tensors themselves: for a model on the meta device.
-    partly
-        Some may be missing.
-
-    Raises
-    ------
-    StateError
-        Names the first that are missing or left over, or that have another shape.
-    """
-    try:
-        missing, unexpected = model.load_state_dict(state, strict=False, assign=assign)
-    except RuntimeError as error:  # shapes
-        raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
-    if missing and not unexpected:
-        tie = getattr(model, "tie_weights", None)
-        if tie is not None:
-            tie()
-        own = model.state_dict(keep_vars=True)
-        filled = {id(own[name]) for name in state}
-        missing = [name for name in missing if id(own[name]) not in filled]
-    check_names(ref, model, [] if partly else missing, unexpected)
-
-
-def check_names(ref: str, model: object, missing: list[str], unexpected: list[str]) -> None:
-    """Refuse weights that are not those of a model.
-
-    Raises
-    ------
-    StateError
-        Names the first that are missing or left over.
-    """
-    if missing or unexpected:
-        msg = (
-            f"the weights of {ref!r} do not fit {type(model).__name__}: missing "
-            f"{missing[:3]}, unexpected {unexpected[:3]}"
-        )
-        raise StateError(msg)
 
 
 def _weights(store: Store, version: str, ref: str) -> Mapping[str, torch.Tensor]:
@@ -209,7 +140,7 @@ def _weights(store: Store, version: str, ref: str) -> Mapping[str, torch.Tensor]
 
 
 def _about(store: Store, version: str) -> Mapping[str, Any]:
-    """Return what a version says of its model, and what those say that its runs began with."""
+    """Return a version's description of its model, completed by those its runs began with."""
     about = _said(store, version)
     for found in store.repo.refresh().ancestors(version):
         if about is not None and "processing" in about:
@@ -226,7 +157,7 @@ def _about(store: Store, version: str) -> Mapping[str, Any]:
 
 
 def _said(store: Store, version: str) -> Mapping[str, Any] | None:
-    """Return what a version itself says of its model; None if nothing, or its data is gone."""
+    """Return a version's own description of its model; None without one, or if its data is gone."""
     try:
         about = store.load(f"#{version}", include=[BESIDE])[BESIDE]
     except NotFoundError:
@@ -239,12 +170,12 @@ def _said(store: Store, version: str) -> Mapping[str, Any] | None:
 
 
 def _files(about: Mapping[str, Any], folder: Path) -> dict[Path, bytes]:
-    """Return the files that were kept as they are, by where they go.
+    """Return the files that were stored unchanged, by their paths.
 
     Raises
     ------
     InvalidInputError
-        A name leads out of the folder, or what has it is no file.
+        A name leads out of the folder, or its entry is no file.
     """
     found: dict[Path, bytes] = {}
     for name, data in about.get("processing", {}).items():
@@ -256,109 +187,3 @@ def _files(about: Mapping[str, Any], folder: Path) -> dict[Path, bytes]:
             raise InvalidInputError(msg)
         found[target] = data
     return found
-
-
-def write_as_read(
-    about: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    folder: Path,
-    options: Mapping[str, Any],
-) -> None:
-    """Write weights under the names of an imported folder, or of an adapter's; no model is made.
-
-    Raises
-    ------
-    MissingDependencyError
-        There is no huggingface_hub.
-    """
-    hub = needed("huggingface_hub")
-    folder.mkdir(parents=True, exist_ok=True)
-    adapter = next(iter(about.get("adapter_config", {}).values()), None)
-    pattern = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
-    hub.save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})
-    for part, config in {**about, "adapter_config": adapter}.items():
-        if part in CONFIGS and config is not None:
-            write_json(folder / f"{part}.json", config)
-
-
-def write_json(path: Path, config: object) -> None:
-    """Write a configuration.
-
-    Raises
-    ------
-    InvalidInputError
-        It holds something that JSON does not have.
-    """
-    try:
-        text = json.dumps(config, indent=2)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidInputError(f"the version has nothing to write as {path}: {error}") from error
-    path.write_text(text + "\n", encoding="utf-8")
-
-
-def needed(name: str, what: str = "'ckptstore[transformers]'") -> Any:  # noqa: ANN401 - a module
-    """Return a module that an export needs.
-
-    Raises
-    ------
-    MissingDependencyError
-        It is not installed.
-    """
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        msg = f"{name} is not installed"
-        raise MissingDependencyError(msg, hint=f"pip install {what}") from error
-
-
-def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of transformers
-    """Return the class of transformers that a configuration names.
-
-    Raises
-    ------
-    InvalidInputError
-        Transformers has none of this name.
-    MissingDependencyError
-        There is no transformers.
-    """
-    transformers = needed("transformers")
-    names = config.get("architectures")
-    name = names[0] if isinstance(names, list) and names else ""
-    kind = getattr(transformers, str(name), None)
-    if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
-        msg = f"transformers has no model class {name!r}"
-        raise InvalidInputError(msg, hint=_GIVE_MODEL)
-    return kind
-
-
-def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
-    """Return a model without weights, of the class that a configuration names.
-
-    Raises
-    ------
-    InvalidInputError
-        There is no configuration, or no class can be made of it.
-    MissingDependencyError
-        There is no transformers.
-    """
-    import torch
-
-    config = about.get("config")
-    if config is None:
-        raise InvalidInputError(f"{ref!r} has no configuration of a model", hint=_GIVE_MODEL)
-    kind = class_named(config)
-    try:
-        wanted = kind.config_class.from_dict(dict(config))
-        wanted._attn_implementation = "eager"  # others may be code of the hub
-        with torch.device("meta"):
-            made = kind(wanted)
-        generation = about.get("generation_config")
-        if generation is not None:
-            made.generation_config = needed("transformers").GenerationConfig.from_dict(
-                dict(generation)
-            )
-    except Exception as error:  # what a hostile configuration makes transformers raise
-        msg = f"transformers makes no {kind.__name__} of the configuration of {ref!r}: {error}"
-        raise InvalidInputError(msg, hint=_GIVE_MODEL) from error
-    model: torch.nn.Module = made
-    return model

@@ -303,7 +303,9 @@ class CkptStoreReader(StorageReader):
             labels=content.labels,
             read=content.read,
         )
-        built: list[Any] = load_state(self._session.repo, part, LoadRequest(adapters=self._adapters))
+        built: list[Any] = load_state(
+            self._session.repo, part, LoadRequest(adapters=self._adapters)
+        )
         return built
 
     @classmethod
