@@ -91,7 +91,7 @@ class Saver:
             raise InvalidInputError(msg, hint="wait, skip or fail; now or background")
         self._repo.check_writable()
         check_choice(request.codec)
-        wishes = request.write_request().plain()
+        wishes = request.plain()
         flight = self._flight(request, wishes, began)
         with self._admitting:  # one at a time: the order of the calls is that of the versions
             self.raise_failure(wishes.run)
