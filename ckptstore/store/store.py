@@ -63,6 +63,9 @@ class Store:
     has a live write-back, was given a key instead of the place of one, or a backend of its own.
     """
 
+    # Methods that need no other class of this folder are functions in the modules of their topics,
+    # bound below under their own names: signature and docstring are there, and only there.
+
     def __init__(
         self,
         repo: Repo | Session,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -632,6 +633,27 @@ def test_closing_closes_what_was_opened(hot: ckptstore.Store) -> None:
         cold.versions()
     with pytest.raises(InvalidInputError, match="is closed"):
         hot.replica("cold")
+
+
+def test_a_save_to_a_replica_is_waited_for(hot: ckptstore.Store) -> None:
+    """Closing a store waits for what is saved in the background to the replicas that it opened."""
+    cold = hot.replica("cold")
+    assert hot.replica("cold")._session is cold._session
+    pending = cold.run("new").save_async({"w": torch.ones(3)}, step=1)
+    hot.close()
+    assert pending.done
+    with ckptstore.open(cold.url) as again:
+        assert [version.step for version in again.versions("new")] == [1]
+
+
+def test_a_replica_that_a_store_opened_is_pickled(hot: ckptstore.Store) -> None:
+    """Another process opens it by its own location, with the limits that it was opened with."""
+    cold = hot.replica("cold")
+    with pickle.loads(pickle.dumps(cold)) as again:  # noqa: S301 - our own
+        assert again is not cold
+        assert again.url == cold.url
+        assert again.repo.options == cold.repo.options
+        assert again.versions() == cold.versions()
 
 
 def test_options_of_replicas_are_checked(tmp_path: Path) -> None:
