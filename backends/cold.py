@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
-from ckptstore.backends.base import Backend
 from ckptstore.backends.storage_classes import check_class, class_named
 from ckptstore.errors import InvalidInputError
 
@@ -110,7 +109,14 @@ class ColdStorage(Protocol):
         """Return rules that make the storage itself move packs of some age, as JSON values."""
 
 
-def cold_storage(backend: Backend) -> ColdStorage | None:
+class _Storage(Protocol):
+    """A backend with access to storage classes."""
+
+    def cold_storage(self) -> ColdStorage | None:
+        """Return access to the storage classes; None if there are none."""
+
+
+def cold_storage(backend: _Storage) -> ColdStorage | None:
     """Return access to the storage classes of a backend, through all wrappers, or None."""
     return backend.cold_storage()
 

@@ -112,7 +112,7 @@ class PosixBackend(Backend):
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that streams to a temporary file."""
-        return PosixWriter(self, check_key(key))
+        return PosixWriter(check_key(key), self.open_temp(key), self.path_of(key))
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""

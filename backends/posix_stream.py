@@ -13,16 +13,13 @@ import errno
 import os
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectWriter
 from ckptstore.backends.oserrors import translate
-from ckptstore.backends.posix_publish import drop_cache, publish
+from ckptstore.backends.posix_publish import TempFile, drop_cache, publish
 from ckptstore.errors import StorageError, TransientStorageError
-
-if TYPE_CHECKING:
-    from ckptstore.backends.posix import PosixBackend
 
 __all__ = ["PosixWriter"]
 
@@ -68,14 +65,14 @@ def sync_range() -> SyncRange | None:
 class PosixWriter(ObjectWriter):
     """Writes bytes to a temporary file as they come; holds none of them itself."""
 
-    def __init__(self, backend: PosixBackend, key: str) -> None:
-        self._backend = backend
+    def __init__(self, key: str, temp: TempFile, path: str) -> None:
         self._key = key
+        self._path = path
         self._size = 0
         self._started = 0
         self._waited = 0
         self._sync = sync_range()
-        self._temp = backend.open_temp(key)
+        self._temp = temp
 
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
         """Append by as few system calls as possible."""
@@ -99,7 +96,7 @@ class PosixWriter(ObjectWriter):
         """Make the object durable, then visible; a failed commit cannot be repeated."""
         try:
             self._temp.finish(self._size, drop=self._waited > 0)
-            publish(self._temp.path, self._backend.path_of(self._key), f"create {self._key}")
+            publish(self._temp.path, self._path, f"create {self._key}")
         except OSError as error:
             self._temp.discard()
             found = translate(error, f"write {self._key}", writing=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final
 
 import msgspec
@@ -27,7 +27,7 @@ NOWHERE: Final = ManifestPointer(key=manifest_key("0" * 32), stored_bytes=0, dig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteRequest:
-    """What the catalog is to say of a version, besides what it holds."""
+    """Arguments of a save by ranks or of one state: what the catalog says of the version."""
 
     run: str
     step: int
@@ -41,7 +41,7 @@ class WriteRequest:
     """Tensors that are another one, rounded, are stored as recipes."""
 
     def plain(self) -> WriteRequest:
-        """Return the same in values of its own, which no one changes and a pickle can hold.
+        """Return these arguments alone, as values of their own that a pickle can hold.
 
         Raises
         ------
@@ -52,15 +52,14 @@ class WriteRequest:
         if not isinstance(step, bool):
             with contextlib.suppress(TypeError):  # what is no integer is refused with the rest
                 step = operator.index(step)
-        return WriteRequest(
-            run=self.run,
+        own = {each.name: getattr(self, each.name) for each in fields(WriteRequest)}
+        return replace(
+            WriteRequest(**own),
             step=step,
             directions=dict(self.directions),
             metrics=check_metrics(self.metrics),
             tags=tuple(check_listed(self.tags, "tags")),
             metadata=msgspec.json.decode(encode_metadata(self.metadata)),
-            codec=self.codec,
-            derive=self.derive,
         )
 
 

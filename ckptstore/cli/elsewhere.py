@@ -13,8 +13,8 @@ import typer
 from ckptstore.catalog.tier_ops import find_replica
 from ckptstore.cli.options import SourceOptions
 from ckptstore.errors import InvalidInputError
+from ckptstore.replicas.places import PREFIX
 from ckptstore.store import Store
-from ckptstore.store.tiers import PREFIX
 
 __all__ = ["FromReplica", "give"]
 

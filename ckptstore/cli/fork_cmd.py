@@ -17,7 +17,7 @@ from ckptstore.cli.session import find_version, opened, opened_place, opened_to_
 from ckptstore.cli.text import saved_text, version_is, version_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Pattern
-from ckptstore.store.tiers import PREFIX
+from ckptstore.replicas.places import PREFIX
 
 if TYPE_CHECKING:
     from ckptstore.store import Store

@@ -14,8 +14,8 @@ from ckptstore.cli.repair_text import draw_repair, draw_superblock, repair_docum
 from ckptstore.cli.session import location, opened_for, opened_place, opened_to_write, vouching
 from ckptstore.cli.verify_cmd import VerifyLevel
 from ckptstore.errors import IntegrityError
+from ckptstore.replicas.places import PREFIX
 from ckptstore.store import Store, mend_superblock
-from ckptstore.store.tiers import PREFIX
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding

@@ -17,7 +17,7 @@ from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened_to_write, vouching
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text, version_text
 from ckptstore.model import Version
-from ckptstore.store.replicating import check_selection, open_target_of
+from ckptstore.store.targets import check_selection, open_target_of
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.replicate import ReplicateReport

@@ -15,9 +15,8 @@ from ckptstore.errors import (
     UnsafeBackendError,
 )
 from ckptstore.model import Version
+from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import Store, open_store
-from ckptstore.store.replica_options import PLACE
-from ckptstore.store.tiers import PREFIX
 
 __all__ = [
     "find_version",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.errors import InvalidInputError, StateError
-from ckptstore.integrations.pretrained import (
+from ckptstore.integrations.pretrained_models import (
     check_names,
     class_named,
     empty_model,

@@ -101,7 +101,7 @@ def export_safetensors(
     _check_name(Path(path))
     repo = store.repo
     version = store.resolve(ref)
-    content = store._content(version)
+    content = store._session.replicas.content(version)
     items, left_out = plan_file(content, PathFilter(include, exclude), strip_prefix)
     header = encode_header(items, version)
     with _new_file(Path(path), repo.environment.random_hex(8), overwrite=overwrite) as file:

@@ -36,6 +36,9 @@ from ckptstore.integrations.pretrained import describe_model, export_pretrained
 from ckptstore.integrations.randomness import capture_all, restore_mine
 from ckptstore.integrations.ranks import from_first, place
 from ckptstore.model import Version
+from ckptstore.store.loading import load
+from ckptstore.store.refs import named_version
+from ckptstore.store.retaining import remove
 
 if TYPE_CHECKING:
     import torch
@@ -133,13 +136,13 @@ class StoreTrainerMixin:
         return from_first(self._has_version)
 
     def _has_version(self) -> bool:
-        head, store = self._run.head, self._run._store
+        head, repo = self._run.head, self._run._session.repo
         if head is None:
             return False
-        if head.parent and store.repo.catalog.version(head.parent).run == head.run:
+        if head.parent and repo.catalog.version(head.parent).run == head.run:
             return True
         try:
-            store.load(f"#{head.id}", include=["trainer_state"])
+            self._run.load(f"#{head.id}", include=["trainer_state"])
         except TensorNotFoundError:
             return False
         return True
@@ -172,7 +175,7 @@ class StoreTrainerMixin:
         if not ref or Path(str(ref)).is_dir():
             return self._train(ref or None, kwargs)
         one = from_first(lambda: self._named(str(ref)).id)
-        self._resumed = self._run._store.load(f"#{one}")
+        self._resumed = load(self._run, f"#{one}")
         if not {"trainer_state", "model"} <= self._resumed.keys():
             self._resumed = None
             msg = f"{self._run.name}: {ref!r} was not saved by a Trainer: it has no trainer_state"
@@ -193,7 +196,7 @@ class StoreTrainerMixin:
 
     def _named(self, ref: str) -> Version:
         if "@" in ref or ref.startswith("#"):
-            return self._run._store.resolve(ref)
+            return named_version(self._run._session.repo, ref)
         return self._run.resolve(ref)
 
     def _init_training_state(self, *args: Any) -> Any:  # noqa: ANN401 - as Trainer
@@ -249,7 +252,7 @@ class StoreTrainerMixin:
             return
         self._settle()
         one = from_first(lambda: self._named(ref).id)
-        state = self._run._store.load(f"#{one}", include=["model"])
+        state = load(self._run, f"#{one}", include=["model"])
         self._fill(self.model, state["model"])
 
     # --- saving -------------------------------------------------------------------------------
@@ -353,7 +356,7 @@ class StoreTrainerMixin:
         over = len(mine) - max(limit, len(safe))
         for version in [each for each in mine if each.id not in safe][: max(0, over)]:
             try:
-                self._run._store.remove([f"#{version.id}"], reason="over save_total_limit")
+                remove(self._run._session, [f"#{version.id}"], reason="over save_total_limit")
             except PolicyError:
                 continue  # pinned, tagged, or the only verified one: kept on purpose
 

@@ -43,9 +43,8 @@ from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.engine.engine import THREADS, check_spec
 from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
+from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import open_store
-from ckptstore.store.replica_options import PLACE
-from ckptstore.store.tiers import PREFIX
 
 __all__ = [
     "Alert",

@@ -87,7 +87,7 @@ class Saver:
             raise InvalidInputError(msg, hint="wait, skip or fail; now or background")
         self._repo.check_writable()
         check_choice(request.codec)
-        wishes = request.write_request().plain()
+        wishes = request.plain()
         save = BackgroundSave(
             number=next(_numbers),
             request=wishes,

@@ -177,17 +177,26 @@ class LazyVersion:
         progress: ProgressCallback = silent,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state, or a part of it; see :meth:`ckptstore.Store.load`."""
-        request = LoadRequest(
-            include=include,
-            exclude=exclude,
-            map_location=map_location,
-            into=into,
-            adapters=adapters,
-            progress=progress,
+        return self._load_as(
+            LoadRequest(
+                include=include,
+                exclude=exclude,
+                map_location=map_location,
+                into=into,
+                adapters=adapters,
+                progress=progress,
+            )
         )
+
+    def _load_as(self, request: LoadRequest) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return the state, or a part of it; as :meth:`load`, by one record of its arguments."""
         shown = f"{self.info.run}@{self.info.step}"
         with naming_cold(
-            self.info.id, self._repo.url, shown=shown, include=include, exclude=exclude
+            self.info.id,
+            self._repo.url,
+            shown=shown,
+            include=request.include,
+            exclude=request.exclude,
         ):
             try:
                 return load_state(self._repo, self._content, request)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
@@ -27,38 +26,15 @@ __all__ = ["SaveRequest", "draft_of", "save_version"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRequest:
-    """What the user asks for, besides the state."""
+class SaveRequest(WriteRequest):
+    """Arguments of a save: those of the version, and those that take its state apart."""
 
-    run: str
-    step: int
-    directions: Mapping[str, str] = field(default_factory=dict)
-    """Which way each metric gets better, for a run that is new."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    tags: Sequence[str] = ()
-    metadata: Mapping[str, Any] = field(default_factory=dict)
     roles: Mapping[Pattern, str] = field(default_factory=dict)
     """Pattern to role, before the conventions."""
     encodings: EncodingRules = field(default_factory=EncodingRules)
     """Which tensors are stored in which lossy form."""
-    codec: str = "auto"
-    derive: bool = True
-    """Tensors that are another one, rounded, are stored as recipes."""
     adapters: Sequence[TypeAdapter] = ()
     progress: ProgressCallback = silent
-
-    def write_request(self) -> WriteRequest:
-        """Return the part that is left once the state is taken apart."""
-        return WriteRequest(
-            run=self.run,
-            step=self.step,
-            directions=self.directions,
-            metrics=self.metrics,
-            tags=self.tags,
-            metadata=self.metadata,
-            codec=self.codec,
-            derive=self.derive,
-        )
 
 
 def save_version(repo: Repo, state: object, request: SaveRequest) -> Version:
@@ -92,7 +68,7 @@ def save_version(repo: Repo, state: object, request: SaveRequest) -> Version:
     version, _ = write_version(
         repo,
         draft,
-        request.write_request(),
+        request,
         version=repo.environment.random_hex(16),
         receipt={"staging_s": repo.environment.monotonic() - began},
         blocked_since=began,

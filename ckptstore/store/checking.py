@@ -1,196 +1,132 @@
-"""The part of the facade that checks and mends."""
+"""Methods of :class:`ckptstore.Store` that check, and the stores that a repair reads."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from ckptstore.backends.key_sources import hidden
+from ckptstore.backends.key_sources import KeyInput, hidden
+from ckptstore.config import Options
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.names import check_listed
 from ckptstore.model import Version
-from ckptstore.repo import Repo
+from ckptstore.replicas.options import HasRepo
+from ckptstore.replicas.places import name_in
+from ckptstore.repo import Repo, open_repo
+from ckptstore.store.refs import named_versions
+from ckptstore.store.session import Session
+from ckptstore.store.transfers import Place
 
 if TYPE_CHECKING:
-    from ckptstore.backends.key_sources import KeyInput
     from ckptstore.maintenance.check.verify import Level, VerifyReport
-    from ckptstore.maintenance.repair.repair_report import RepairReport
-    from ckptstore.store.store import Store
 
-__all__ = ["Checking"]
+__all__ = ["second_stores", "verify"]
 
 
-Source: TypeAlias = "Checking | str | os.PathLike[str]"
-"""A second store, where it is, or ``replica:NAME``."""
+def verify(
+    self: HasRepo,
+    refs: Sequence[str] | None = None,
+    *,
+    level: Level = "full",
+    sample: float = 1.0,
+    part: int | None = None,
+    record: bool = False,
+    resume: str | os.PathLike[str] | None = None,
+    unverified: bool = False,
+    executor: EngineSpec | None = None,
+    workers: int | None = None,
+    progress: ProgressCallback = silent,
+) -> VerifyReport:
+    """Check that what the catalog names is there and is what was written.
+
+    Parameters
+    ----------
+    refs
+        Versions to check; all, and the log itself, if None.
+    level
+        ``full`` reads every byte, ``records`` only records and sizes.
+    sample
+        The fraction of the chunks to read, above 0; the others' packs must be there.
+    part
+        Which chunks: they are split for good into ``round(1 / sample)`` parts. None takes the
+        part of the day, so that a check a day reads everything within so many days.
+    record
+        Record in the log which versions were found sound in every byte; nothing else is ever
+        changed. Any number of processes may do so at once.
+    resume
+        A file that keeps how far the check has come; an interrupted check that is given the
+        same file goes on where it stopped. It is removed when the check is complete.
+    unverified
+        Only versions that are not recorded as sound since they lie where they lie.
+    executor
+        Who reads: ``threads`` of this process (and None), ``processes``, ``dask:local``,
+        ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The report is the same.
+    workers
+        How many tasks run at once; by default what the engine has.
+
+    Returns
+    -------
+    VerifyReport
+        Its ``ok`` says whether anything was found.
+
+    Raises
+    ------
+    CorruptObjectError
+        The log itself is damaged.
+    InvalidInputError
+        Arguments exclude each other, or the file is of another check.
+    WorkerDiedError, MissingDependencyError
+        Of the engine.
+    StorageError
+        The storage failed, so that the check is not complete.
+    """
+    from ckptstore.maintenance.check.verify import sample_of, verify
+
+    return verify(
+        self.repo,
+        versions=_chosen(self.repo, refs, unverified=unverified),
+        level=level,
+        sample=sample_of(sample, part=part, now_ms=self.repo.environment.now_ms()),
+        record=record,
+        resume=None if resume is None else Path(resume),
+        executor=executor,
+        workers=workers,
+        progress=progress,
+    )
 
 
-class Checking:
-    """What :class:`ckptstore.Store` does to find and mend damage; not made by itself."""
+def _chosen(
+    repo: Repo, refs: Sequence[str] | None, *, unverified: bool
+) -> Sequence[Version] | None:
+    """Return the versions that are to be checked; None for all, and the log itself."""
+    versions = None if refs is None else named_versions(repo, refs)
+    if not unverified:
+        return versions
+    if refs is not None:
+        msg = "refs and unverified exclude each other"
+        raise InvalidInputError(msg)
+    return [version for version in repo.refresh().versions() if not version.verified]
 
-    _repo: Repo
 
-    if TYPE_CHECKING:
-
-        def resolve(self, ref: str) -> Version:
-            """Return the version that a ref names."""
-
-        def _named(self, text: object) -> Store | None: ...
-
-    def verify(
-        self,
-        refs: Sequence[str] | None = None,
-        *,
-        level: Level = "full",
-        sample: float = 1.0,
-        part: int | None = None,
-        record: bool = False,
-        resume: str | os.PathLike[str] | None = None,
-        unverified: bool = False,
-        executor: EngineSpec | None = None,
-        workers: int | None = None,
-        progress: ProgressCallback = silent,
-    ) -> VerifyReport:
-        """Check that what the catalog names is there and is what was written.
-
-        Parameters
-        ----------
-        refs
-            Versions to check; all, and the log itself, if None.
-        level
-            ``full`` reads every byte, ``records`` only records and sizes.
-        sample
-            The fraction of the chunks to read, above 0; the others' packs must be there.
-        part
-            Which chunks: they are split for good into ``round(1 / sample)`` parts. None takes the
-            part of the day, so that a check a day reads everything within so many days.
-        record
-            Record in the log which versions were found sound in every byte; nothing else is ever
-            changed. Any number of processes may do so at once.
-        resume
-            A file that keeps how far the check has come; an interrupted check that is given the
-            same file goes on where it stopped. It is removed when the check is complete.
-        unverified
-            Only versions that are not recorded as sound since they lie where they lie.
-        executor
-            Who reads: ``threads`` of this process (and None), ``processes``, ``dask:local``,
-            ``dask://HOST:PORT``, or any executor of ``concurrent.futures``. The report is the same.
-        workers
-            How many tasks run at once; by default what the engine has.
-
-        Returns
-        -------
-        VerifyReport
-            Its ``ok`` says whether anything was found.
-
-        Raises
-        ------
-        CorruptObjectError
-            The log itself is damaged.
-        InvalidInputError
-            Arguments exclude each other, or the file is of another check.
-        WorkerDiedError, MissingDependencyError
-            Of the engine.
-        StorageError
-            The storage failed, so that the check is not complete.
-        """
-        from ckptstore.maintenance.check.verify import sample_of, verify
-
-        return verify(
-            self._repo,
-            versions=self._to_verify(refs, unverified=unverified),
-            level=level,
-            sample=sample_of(sample, part=part, now_ms=self._repo.environment.now_ms()),
-            record=record,
-            resume=None if resume is None else Path(resume),
-            executor=executor,
-            workers=workers,
-            progress=progress,
-        )
-
-    def _to_verify(
-        self, refs: Sequence[str] | None, *, unverified: bool
-    ) -> Sequence[Version] | None:
-        """Return the versions that are to be checked; None for all, and the log itself."""
-        versions = None if refs is None else [self.resolve(r) for r in check_listed(refs, "refs")]
-        if not unverified:
-            return versions
-        if refs is not None:
-            msg = "refs and unverified exclude each other"
-            raise InvalidInputError(msg)
-        return [v for v in self._repo.refresh().versions() if not v.verified]
-
-    def repair(
-        self,
-        source: Source | Sequence[Source] | None = None,
-        *,
-        level: Level = "full",
-        dry_run: bool = False,
-        source_key: KeyInput | None = None,
-        progress: ProgressCallback = silent,
-    ) -> RepairReport:
-        """Bring back what is damaged as far as it can be had, and say exactly what is lost.
-
-        Nothing is deleted and no object is changed: what is brought back is written anew, and a
-        commit makes the versions lie there. Versions of which something stays lost are recorded
-        as damaged, so that no save shares with them.
-
-        Parameters
-        ----------
-        source
-            A second store, or where it is: a copy of this one, or any store that holds the same
-            tensors. Or ``"replica:NAME"``. It is only read. Of several the next is asked for what
-            one has not, or only in an archive class: that is in the report, as ``cold``.
-        level
-            How the damage is found: ``full`` reads every byte of this store first.
-        dry_run
-            Say what would be done; write nothing.
-        source_key
-            Opens the second store if it is encrypted; as ``encryption_key`` of
-            :func:`ckptstore.open`. Of several all that are given as places.
-
-        Returns
-        -------
-        RepairReport
-            Its ``ok`` says whether nothing is lost.
-
-        Raises
-        ------
-        ReadOnlyError, UnsafeBackendError
-            The store cannot be written to.
-        StoreNotFoundError, CorruptObjectError
-            There is no second store, or its log is damaged.
-        StorageError
-            One of the storages failed; what was committed before stands.
-        """
-        from ckptstore.maintenance.repair.repair import repair
-
-        source_key = hidden(source_key)
-        given: Sequence[Source] = ()
-        if isinstance(source, Checking | str | os.PathLike):
-            given = (source,)
-        elif source is not None:
-            given = source
-        with ExitStack() as stack:
-            return repair(
-                self._repo,
-                sources=[self._second(each, source_key, stack) for each in given],
-                level=level,
-                dry_run=dry_run,
-                progress=progress,
-            )
-
-    def _second(self, source: Source, key: KeyInput | None, stack: ExitStack) -> Repo:
-        """Return a second store; where it is given as a place, it is open for the `stack`."""
-        from ckptstore.config import Options
-        from ckptstore.repo import open_repo
-
-        found = self._named(source) or source
-        if isinstance(found, Checking):
-            return found._repo
-        opening = open_repo(found, options=Options(read_only=True), key=key)
-        return stack.enter_context(opening)
+def second_stores(
+    session: Session, source: Place | Iterable[Place] | None, key: KeyInput | None, stack: ExitStack
+) -> list[Repo]:
+    """Return the stores to repair from; those that are given as places are open for the stack."""
+    key = hidden(key)
+    if isinstance(source, HasRepo | str | os.PathLike):
+        source = (source,)
+    found = []
+    for each in source or ():
+        name = name_in(each)
+        if name is not None:
+            found.append(session.replicas.find(name))
+        elif isinstance(each, HasRepo):
+            found.append(each.repo)
+        else:
+            opening = open_repo(each, options=Options(read_only=True), key=key)
+            found.append(stack.enter_context(opening))
+    return found

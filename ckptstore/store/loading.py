@@ -1,4 +1,4 @@
-"""The part of the facade that gives back what was saved: lazily, whole, or into a model."""
+"""Loads versions of an open store; methods of :class:`ckptstore.Store` among them."""
 
 from __future__ import annotations
 
@@ -7,198 +7,213 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.catalog.refs import parse_ref
-from ckptstore.errors import CkptStoreError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.model import Version
-from ckptstore.repo import Repo
+from ckptstore.model import Ref, Version
 from ckptstore.store import resume_check
+from ckptstore.store.refs import named_version
+from ckptstore.store.session import HasSession, Session
 
 if TYPE_CHECKING:
-    from ckptstore.checkpoint.content import Content
     from ckptstore.format.paths import Pattern
     from ckptstore.states.lazy import LazyVersion
+    from ckptstore.states.load import LoadRequest
     from ckptstore.states.transfer import TransferReport
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
-__all__ = ["Loading"]
+__all__ = ["lazy_version", "load", "load_into", "load_state_of", "version"]
 
 
-class Loading:
-    """What :class:`ckptstore.Store` does to read versions."""
+def version(self: HasSession, ref: str, *, fall_through: bool = True) -> LazyVersion:
+    """Return a version to be read lazily; reads its manifest and no data.
 
-    _repo: Repo
+    Parameters
+    ----------
+    fall_through
+        As in :meth:`load`.
 
-    if TYPE_CHECKING:
+    Raises
+    ------
+    CorruptObjectError
+        The manifest is damaged. Else as :meth:`resolve`.
+    """
+    return lazy_version(
+        self._session, named_version(self._session.repo, ref), fall_through=fall_through
+    )
 
-        def resolve(self, ref: str) -> Version:
-            """Return the version that a ref names."""
 
-        def _content(self, version: Version, *, fall_through: bool = True) -> Content: ...
+def load(
+    self: HasSession,
+    ref: str,
+    *,
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] | None = None,
+    map_location: MapLocation = None,
+    into: object = None,
+    adapters: Sequence[TypeAdapter] = (),
+    progress: ProgressCallback = silent,
+    fall_through: bool = True,
+    refill: bool = False,
+) -> Any:  # noqa: ANN401 - whatever was saved
+    """Return the state of a version, every byte checked.
 
-        def _whole(self, version: Version, error: CkptStoreError) -> Content: ...
+    What is not here (any more), or is damaged, is read from the nearest replica that has a
+    name and has the version, what is here, here; the logger ``ckptstore`` says so once.
 
-        def _refill(self, version: Version) -> Version: ...
+    Parameters
+    ----------
+    ref
+        Names the version; see :meth:`resolve`. ``latest-valid`` takes the newest that loads:
+        what is damaged in the part that is asked for is skipped, with a warning.
+    include, exclude
+        Patterns of paths, such as ``"model.*"``; ``*`` also crosses dots, and a path stands
+        for everything below it. Only the chunks that are needed are fetched.
+    map_location
+        As in ``torch.load``, but None means the CPU.
+    into
+        A state whose tensors are filled in place (``model.state_dict()``, say) and returned.
+        After an error they may hold anything.
+    adapters
+        For objects that were saved through a :class:`ckptstore.TypeAdapter`.
+    progress
+        Called with the bytes done.
+    fall_through
+        Whether replicas are asked at all.
+    refill
+        A version of which only the record is here is brought back from a replica first
+        (:meth:`replicate`), and then loaded from here.
 
-    def version(self, ref: str, *, fall_through: bool = True) -> LazyVersion:
-        """Return a version to be read lazily; reads its manifest and no data.
+    Raises
+    ------
+    VersionNotFoundError, TensorNotFoundError
+        The ref or a pattern names nothing; or only a part of the version is here, and no
+        replica has it either, or none can be reached: the message has every reason.
+    InvalidInputError
+        `map_location` names no device, or one that this process does not have; or a tensor of
+        `into` does not fit. Nothing was read.
+    CorruptTensorError
+        A stored tensor is damaged, here and in every replica; names it. Other tensors can still
+        be loaded.
+    StorageError
+        The storage failed.
+    """
+    from ckptstore.states.load import LoadRequest
 
-        Parameters
-        ----------
-        fall_through
-            As in :meth:`load`.
+    request = LoadRequest(
+        include=include,
+        exclude=exclude,
+        map_location=map_location,
+        into=into,
+        adapters=adapters,
+        progress=progress,
+    )
+    find = partial(named_version, self._session.repo, ref)
+    return load_state_of(
+        self._session, parse_ref(ref), find, request, fall_through=fall_through, refill=refill
+    )
 
-        Raises
-        ------
-        CorruptObjectError
-            The manifest is damaged. Else as :meth:`resolve`.
-        """
-        return self._lazy(self.resolve(ref), fall_through=fall_through)
 
-    def load(
-        self,
-        ref: str,
-        *,
-        include: Sequence[Pattern] | None = None,
-        exclude: Sequence[Pattern] | None = None,
-        map_location: MapLocation = None,
-        into: object = None,
-        adapters: Sequence[TypeAdapter] = (),
-        progress: ProgressCallback = silent,
-        fall_through: bool = True,
-        refill: bool = False,
-    ) -> Any:  # noqa: ANN401 - whatever was saved
-        """Return the state of a version, every byte checked.
+def load_into(
+    self: HasSession,
+    ref: str,
+    target: object,
+    *,
+    include: Sequence[Pattern] | None = None,
+    exclude: Sequence[Pattern] | None = None,
+    rename: Mapping[Pattern, Pattern] | None = None,
+    cast: bool = True,
+    strict: bool | None = None,
+    progress: ProgressCallback = silent,
+) -> TransferReport:
+    """Fill a different model from a version, as far as names and shapes fit; say what did not.
 
-        What is not here (any more), or is damaged, is read from the nearest replica that has a
-        name and has the version, what is here, here; the logger ``ckptstore`` says so once.
+    Parameters
+    ----------
+    ref
+        Names the version; see :meth:`resolve`.
+    target
+        A module, or a state of tensors and modules such as ``{"model": model}``. Parameters
+        and persistent buffers are filled in place, where they are.
+    include, exclude
+        Patterns of paths of the version; ``["model"]`` keeps the optimizer out of the report.
+    rename
+        Prefix of a path of the version to what the target calls it: ``{"model": ""}`` for a
+        module whose names lie below ``model`` in the version.
+    cast
+        Convert values to the target's dtype; if not, another dtype is a mismatch.
+    strict
+        True: refuse before anything is read unless all names and shapes fit. None: load what
+        fits, and name the rest in a warning of the logger ``ckptstore``. False: no warning.
+    progress
+        Called with the bytes done.
 
-        Parameters
-        ----------
-        ref
-            Names the version; see :meth:`resolve`. ``latest-valid`` takes the newest that loads:
-            what is damaged in the part that is asked for is skipped, with a warning.
-        include, exclude
-            Patterns of paths, such as ``"model.*"``; ``*`` also crosses dots, and a path stands
-            for everything below it. Only the chunks that are needed are fetched.
-        map_location
-            As in ``torch.load``, but None means the CPU.
-        into
-            A state whose tensors are filled in place (``model.state_dict()``, say) and returned.
-            After an error they may hold anything.
-        adapters
-            For objects that were saved through a :class:`ckptstore.TypeAdapter`.
-        progress
-            Called with the bytes done.
-        fall_through
-            Whether replicas are asked at all.
-        refill
-            A version of which only the record is here is brought back from a replica first
-            (:meth:`replicate`), and then loaded from here.
+    Raises
+    ------
+    VersionNotFoundError, TensorNotFoundError
+        The ref, a pattern or a prefix names nothing.
+    InvalidInputError
+        The target holds no tensor, two paths get one name, nothing of the version fits the
+        target, or `strict` is not met; the hint names the `rename` that fits.
+    CorruptTensorError, StorageError
+        A tensor cannot be read; the target may then hold anything.
+    """
+    from ckptstore.states.transfer import TransferRequest, transfer
 
-        Raises
-        ------
-        VersionNotFoundError, TensorNotFoundError
-            The ref or a pattern names nothing; or only a part of the version is here, and no
-            replica has it either, or none can be reached: the message has every reason.
-        InvalidInputError
-            `map_location` names no device, or one that this process does not have; or a tensor of
-            `into` does not fit. Nothing was read.
-        CorruptTensorError
-            A stored tensor is damaged, here and in every replica; names it. Other tensors can still
-            be loaded.
-        StorageError
-            The storage failed.
-        """
+    request = TransferRequest(
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        cast=cast,
+        strict=strict,
+        progress=progress,
+    )
+    found = lazy_version(self._session, named_version(self._session.repo, ref))
+    return transfer(self._session.repo, found.info, found._content, target, request)
 
-        def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
-            """Return the state of one version, brought back first if that is wanted."""
-            found = self._refill(version) if refill else version
-            return self._lazy(found, fall_through=fall_through).load(
-                include=include,
-                exclude=exclude,
-                map_location=map_location,
-                into=into,
-                adapters=adapters,
-                progress=progress,
-            )
 
-        parsed = parse_ref(ref)
-        return (
-            self._first_sound(parsed.run, load)
-            if parsed.kind == "valid"
-            else load(self.resolve(ref))
-        )
+def load_state_of(
+    session: Session,
+    ref: Ref,
+    find: Callable[[], Version],
+    request: LoadRequest,
+    *,
+    fall_through: bool,
+    refill: bool,
+) -> Any:  # noqa: ANN401 - whatever was saved
+    """Return the state of a version; see :meth:`ckptstore.Store.load`.
 
-    def load_into(
-        self,
-        ref: str,
-        target: object,
-        *,
-        include: Sequence[Pattern] | None = None,
-        exclude: Sequence[Pattern] | None = None,
-        rename: Mapping[Pattern, Pattern] | None = None,
-        cast: bool = True,
-        strict: bool | None = None,
-        progress: ProgressCallback = silent,
-    ) -> TransferReport:
-        """Fill a different model from a version, as far as names and shapes fit; say what did not.
+    Parameters
+    ----------
+    find
+        Returns the version of the ref, unless that is ``latest-valid``.
+    """
 
-        Parameters
-        ----------
-        ref
-            Names the version; see :meth:`resolve`.
-        target
-            A module, or a state of tensors and modules such as ``{"model": model}``. Parameters
-            and persistent buffers are filled in place, where they are.
-        include, exclude
-            Patterns of paths of the version; ``["model"]`` keeps the optimizer out of the report.
-        rename
-            Prefix of a path of the version to what the target calls it: ``{"model": ""}`` for a
-            module whose names lie below ``model`` in the version.
-        cast
-            Convert values to the target's dtype; if not, another dtype is a mismatch.
-        strict
-            True: refuse before anything is read unless all names and shapes fit. None: load what
-            fits, and name the rest in a warning of the logger ``ckptstore``. False: no warning.
-        progress
-            Called with the bytes done.
+    def state(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return the state of one version, brought back first if that is wanted."""
+        found = session.replicas.refill(version) if refill else version
+        return lazy_version(session, found, fall_through=fall_through)._load_as(request)
 
-        Raises
-        ------
-        VersionNotFoundError, TensorNotFoundError
-            The ref, a pattern or a prefix names nothing.
-        InvalidInputError
-            The target holds no tensor, two paths get one name, nothing of the version fits the
-            target, or `strict` is not met; the hint names the `rename` that fits.
-        CorruptTensorError, StorageError
-            A tensor cannot be read; the target may then hold anything.
-        """
-        from ckptstore.states.transfer import TransferRequest, transfer
+    if ref.kind != "valid":
+        return state(find())
+    from ckptstore.maintenance.check.latest_valid import first_sound
 
-        version = self.version(ref)
-        request = TransferRequest(
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            cast=cast,
-            strict=strict,
-            progress=progress,
-        )
-        return transfer(self._repo, version.info, version._content, target, request)
+    return first_sound(session.repo, ref.run, state)
 
-    def _lazy(self, version: Version, *, fall_through: bool = True) -> LazyVersion:
-        from ckptstore.states.lazy import LazyVersion
 
-        resume_check.chosen(self._repo, version.run)
-        content = self._content(version, fall_through=fall_through)
-        whole = None
-        if fall_through and version.level != "full" and self._repo.log.catalog.replicas:
-            whole = partial(self._whole, version)
-        again = partial(self.version, f"#{version.id}", fall_through=fall_through)
-        return LazyVersion(self._repo, version, content, whole=whole, again=again)
+def lazy_version(session: Session, version: Version, *, fall_through: bool = True) -> LazyVersion:
+    """Return a version to be read lazily; reads its manifest and no data."""
+    from ckptstore.states.lazy import LazyVersion
 
-    def _first_sound(self, run: str, load: Callable[[Version], Any]) -> Any:  # noqa: ANN401
-        from ckptstore.maintenance.check.latest_valid import first_sound
+    resume_check.chosen(session.repo, version.run)
+    content = session.replicas.content(version, fall_through=fall_through)
+    whole = None
+    if fall_through and version.level != "full" and session.repo.log.catalog.replicas:
+        whole = partial(session.replicas.whole, version)
+    again = partial(_again, session, version.id, fall_through=fall_through)
+    return LazyVersion(session.repo, version, content, whole=whole, again=again)
 
-        return first_sound(self._repo, run, load)
+
+def _again(session: Session, version: str, *, fall_through: bool) -> LazyVersion:
+    """Return a lazy version in the process that unpickled it."""
+    found = named_version(session.repo, f"#{version}")
+    return lazy_version(session, found, fall_through=fall_through)

@@ -6,14 +6,10 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
-from ckptstore.backends.key_sources import hidden, is_key_spec
-from ckptstore.config import Options, workers_default
-from ckptstore.errors import InvalidInputError
-from ckptstore.repo import open_repo
+from ckptstore.backends.key_sources import hidden
+from ckptstore.replicas.options import ReplicaOptions, check_given, open_place
 from ckptstore.store.pickling import Opening
-from ckptstore.store.replica_pool import ReplicaOptions
 from ckptstore.store.store import Store
-from ckptstore.store.tiers import check_given
 
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
@@ -106,20 +102,6 @@ def open_store(
         The storage failed, or refused the credentials.
     """
     encryption_key = hidden(encryption_key)
-    if is_key_spec(storage_options.get("key")):
-        msg = "key is an option of the storage library, and not the key of an encrypted store"
-        raise InvalidInputError(msg, hint="give encryption_key=")
-    options = Options(
-        host_bytes=host_bytes,
-        workers=workers_default() if workers is None else workers,
-        codec=codec,
-        base_bytes=base_bytes,
-        read_only=read_only,
-        single_writer=single_writer,
-        engine=engine,
-        staging_bytes=staging_bytes,
-        in_flight=in_flight,
-    )
     check_given(replicas)
     travelling = {
         "read_only": read_only,
@@ -133,13 +115,7 @@ def open_store(
         "in_flight": in_flight,
         **storage_options,
     }
-    repo = open_repo(
-        url,
-        create=create,
-        options=options,
-        chunk_bytes=chunk_bytes,
-        key=encryption_key,
-        storage_options=storage_options,
-    )
-    opening = Opening.of(url, encryption_key, travelling)
+    here = {"create": create, "chunk_bytes": chunk_bytes, "encryption_key": encryption_key}
+    repo = open_place(url, {**travelling, **here})
+    opening = Opening.of(open_store, url, encryption_key, travelling)
     return Store(repo, replicas=replicas, opening=opening)

@@ -10,18 +10,17 @@ import os
 import pickle
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore import limits
 from ckptstore.errors import CkptStoreError, InvalidInputError
+from ckptstore.replicas.options import HasRepo, ReplicaOptions
 
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
-    from ckptstore.store.replica_pool import ReplicaOptions
-    from ckptstore.store.store import Store
 
 __all__ = ["Opening", "pickled", "unpickled"]
 
@@ -34,6 +33,8 @@ class Opening:
     """Location and arguments of a call of :func:`ckptstore.open`; holds no key."""
 
     url: str
+    reopen: Callable[..., HasRepo]
+    """The function that is called with location and options; travels by its name."""
     options: Mapping[str, Any] = field(repr=False)
     obstacle: str = ""
     """Why it cannot be repeated in another process; empty if it can."""
@@ -41,7 +42,11 @@ class Opening:
 
     @classmethod
     def of(
-        cls, url: str | os.PathLike[str], key: KeyInput | None, options: Mapping[str, Any]
+        cls,
+        reopen: Callable[..., HasRepo],
+        url: str | os.PathLike[str],
+        key: KeyInput | None,
+        options: Mapping[str, Any],
     ) -> Opening:
         """Return a call as another process can repeat it, in another working directory too."""
         from ckptstore.backends.registry import scheme_of
@@ -50,11 +55,13 @@ class Opening:
         scheme = scheme_of(text)
         if scheme == "memory":
             obstacle, hint = "it is in the memory of this process", "take a path or an object store"
-            return cls(url=text, options={}, obstacle=obstacle, hint=hint)
+            return cls(url=text, reopen=reopen, options={}, obstacle=obstacle, hint=hint)
         if key is not None and not isinstance(key, str):
-            return cls(url=text, options={}, obstacle="its key stays here", hint=_KEY_HINT)
+            obstacle = "its key stays here"
+            return cls(url=text, reopen=reopen, options={}, obstacle=obstacle, hint=_KEY_HINT)
         return cls(
             url=text if scheme else _absolute(text),
+            reopen=reopen,
             options={**options, **({} if key is None else {_KEY: _placed(key)})},
         )
 
@@ -90,11 +97,11 @@ def pickled(
     raise InvalidInputError(msg, hint=hint)
 
 
-_known: OrderedDict[bytes, Store] = OrderedDict()
+_known: OrderedDict[bytes, HasRepo] = OrderedDict()
 _lock = threading.Lock()
 
 
-def unpickled(data: bytes) -> Store:
+def unpickled(data: bytes) -> Any:  # noqa: ANN401 - what the function of the opening returns
     """Return the store of a pickle: the one that is open in this process, or opened now.
 
     Its ``close`` closes it for all who unpickled it; the next pickle opens it again.
@@ -104,13 +111,11 @@ def unpickled(data: bytes) -> Store:
     CkptStoreError
         As :func:`ckptstore.open`.
     """
-    from ckptstore.store.opening import open_store
-
     with _lock:
         found = _known.get(data)
         if found is None or found.repo.is_closed:
             opening: Opening = pickle.loads(data)  # noqa: S301 - part of the pickle being read
-            found = _known[data] = open_store(opening.url, **opening.options)
+            found = _known[data] = opening.reopen(opening.url, **opening.options)
         _known.move_to_end(data)
         while len(_known) > limits.ENGINE_SHARED_MAX:
             _known.popitem(last=False)
@@ -127,7 +132,7 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)
 
 
-def _portable(name: str, options: Mapping[str, Any] | Store) -> Mapping[str, Any] | Store:
+def _portable(name: str, options: Mapping[str, Any] | HasRepo) -> Mapping[str, Any] | HasRepo:
     """Return the options of a replica, its key as the place of one."""
     if not isinstance(options, Mapping) or options.get(_KEY) is None:
         return options

@@ -20,10 +20,11 @@ __all__ = ["chosen", "is_chosen", "saved"]
 _log = logging.getLogger("ckptstore")
 
 _chosen: dict[str, set[str]] = {}
-"""By store, the runs that this process knows how to go on with; a forked child knows them too.
+"""By the id of a store, the runs that this process has loaded from, made, or chosen a head of.
 
-Of the process and not of a store that is opened: who opens it once to load and once to save has
-loaded.
+Held by the process and not by a session: a program may open a store to load, close it, and open it
+again to save, and it has loaded then; a forked child goes on with what its parent has loaded. Two
+threads that add at once both succeed, as adding to a set is one step of the interpreter.
 """
 
 

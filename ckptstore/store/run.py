@@ -2,70 +2,79 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.refs import parse_ref, resolve
+from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import RunInfo, Version
-from ckptstore.store.run_saving import RunSaving
+from ckptstore.store import loading, resume_check, retaining, tagging
+from ckptstore.store.loading import lazy_version, load_state_of
+from ckptstore.store.session import Session
 
 if TYPE_CHECKING:
-    from ckptstore.encodings.encoding_rules import EncodingRules
+    from ckptstore.catalog.catalog import Catalog
+    from ckptstore.encodings.encoding_rules import EncodingRules, Encodings
     from ckptstore.format.fields import Direction
     from ckptstore.format.paths import Pattern
     from ckptstore.maintenance.check.latest_valid import LatestValid
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
+    from ckptstore.saver.pending import PendingSave
+    from ckptstore.saver.saver import IfBusy, Stage
     from ckptstore.states.lazy import LazyVersion
     from ckptstore.states.transfer import TransferReport
-    from ckptstore.store.store import Store
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
 __all__ = ["Run"]
 
+_log = logging.getLogger("ckptstore")
 
-class Run(RunSaving):
+
+class Run:
     """A named line of training in a store; made by :meth:`Store.run`. Any thread may use it."""
 
     def __init__(
         self,
-        store: Store,
+        session: Session,
         name: str,
         directions: Mapping[str, Direction],
         encodings: EncodingRules | None = None,
     ) -> None:
-        self._store = store
+        self._session = session
         self._directions = directions
         self._encodings = encodings
         self.name = name
 
     def __repr__(self) -> str:
         """Return name and location."""
-        return f"<Run {self.name} of {self._store.url}>"
+        return f"<Run {self.name} of {self._session.repo.url}>"
 
     @property
     def info(self) -> RunInfo:
         """The run as the catalog knows it; raises RunNotFoundError before its first save."""
-        return self._store.repo.refresh().run(self.name)
+        return self._session.repo.refresh().run(self.name)
 
     @property
     def directions(self) -> dict[str, Direction]:
         """Which way each metric gets better: what the run has declared, and what was given."""
-        catalog = self._store.repo.refresh()
+        catalog = self._session.repo.refresh()
         known = catalog.run(self.name).metrics if catalog.has_run(self.name) else {}
         return {**self._directions, **known}
 
     @property
     def head(self) -> Version | None:
         """The version that the next save continues; None before the first save."""
-        catalog = self._store.repo.refresh()
+        catalog = self._session.repo.refresh()
         return catalog.head(self.name) if catalog.has_run(self.name) else None
 
     def versions(self) -> list[Version]:
         """Return the versions of the run, oldest first; none before its first save."""
-        catalog = self._store.repo.refresh()
+        catalog = self._session.repo.refresh()
         return list(catalog.versions(self.name)) if catalog.has_run(self.name) else []
 
     def resolve(self, ref: str | int = "latest") -> Version:
@@ -79,7 +88,7 @@ class Run(RunSaving):
         parsed = parse_ref(str(ref), run=self.name)
         if parsed.kind == "valid":
             return self.latest_valid().version
-        catalog = self._store.repo.refresh()
+        catalog = self._session.repo.refresh()
         return resolve(catalog, parsed, directions=self._directions)
 
     def best(
@@ -103,13 +112,227 @@ class Run(RunSaving):
         """
         from ckptstore.catalog.history import top
 
-        catalog = self._store.repo.refresh()
+        catalog = self._session.repo.refresh()
         bounds = (step_min, step_max)
         return top(catalog, self.name, metric, n=n, steps=bounds, directions=self._directions)
 
+    def save(
+        self,
+        state: object,
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        roles: Mapping[Pattern, str] | None = None,
+        encodings: Encodings | None = None,
+        codec: str | None = None,
+        derive: bool = True,
+        adapters: Sequence[TypeAdapter] = (),
+        retain: bool = False,
+        progress: ProgressCallback = silent,
+    ) -> Version:
+        """Save a state; return when it is durable and visible.
+
+        Waits for saves of the run that are still under way in the background. Tensors that the
+        run's head holds already cost a digest and no bytes. Nothing is pickled.
+
+        Parameters
+        ----------
+        state
+            Nested dicts and lists of tensors, NumPy arrays and plain values; no other thread may
+            change it meanwhile.
+        step
+            Of the training, from 0 on. A step that was saved before gets a further version.
+        metrics
+            Name to number; NaN is allowed and never best.
+        tags
+            Names for this version within the run.
+        metadata
+            A JSON object of the user's own.
+        roles
+            Pattern of paths to ``weights``, ``optimizer``, ``rng``, ``data`` or ``extra``, where
+            the conventions (the top-level keys) do not fit.
+        encodings
+            Pattern of paths, or ``role:NAME``, to an encoding such as ``"bf16"`` or
+            ``"int8:rel_l2=0.02"`` (:class:`ckptstore.Encoding`): the tensors that it takes are
+            stored with an error, which is measured, recorded, and held within its bounds; what
+            would exceed them is stored as it is, with a warning. The first pattern that matches
+            counts. By default those of :meth:`Store.run`, or of the run's policy; ``{}`` for none.
+        codec
+            Overrides the store's for this save.
+        derive
+            Store tensors that are another one of the state, rounded to fewer bits, without bytes
+            of their own: bfloat16 weights beside their float32 masters. They come back bit for bit.
+        adapters
+            Ways to represent objects of other types.
+        retain
+            Carry out the retention policy of the run afterwards. The version is durable by then:
+            if that fails, it is logged, and the next time catches up.
+        progress
+            Called with the bytes done.
+
+        Raises
+        ------
+        StateError
+            The state holds something that cannot be represented; names its path. Nothing was
+            written.
+        InvalidInputError
+            A name, metric or step is not accepted. Nothing was written.
+        UnsafeEncodingError
+            An encoding would make zeros of second moments, which the optimizer divides by.
+            Nothing was written.
+        TornStateError
+            Another thread changed a tensor while it was encoded; no version appeared.
+        ReadOnlyError, UnsafeBackendError
+            The store cannot be written to. Nothing was written.
+        StorageError
+            The storage failed; no version appeared.
+        AmbiguousWriteError
+            The storage gave no clear answer to the commit itself, and none when asked again: the
+            version may appear. ``versions()`` tells, once the storage answers.
+        """
+        from ckptstore.states.save import SaveRequest
+
+        if retain:
+            self._check_policy(self._session.repo.refresh())
+        request = SaveRequest(
+            run=self.name,
+            step=step,
+            directions=self._directions,
+            metrics=metrics or {},
+            tags=tags,
+            metadata=metadata or {},
+            roles=roles or {},
+            encodings=self._rules(encodings),
+            codec=codec or self._session.repo.options.codec,
+            derive=derive,
+            adapters=adapters,
+            progress=progress,
+        )
+        version = self._session.save(state, request)
+        if retain:
+            self._retain_after_save()
+            version = self._session.repo.catalog.version(version.id)
+        return version
+
+    def save_async(
+        self,
+        state: object,
+        *,
+        step: int,
+        metrics: Mapping[str, float] | None = None,
+        tags: Sequence[str] = (),
+        metadata: Mapping[str, Any] | None = None,
+        roles: Mapping[Pattern, str] | None = None,
+        encodings: Encodings | None = None,
+        codec: str | None = None,
+        derive: bool = True,
+        adapters: Sequence[TypeAdapter] = (),
+        retain: bool = False,
+        if_busy: IfBusy = "wait",
+        stage: Stage = "now",
+        progress: ProgressCallback = silent,
+    ) -> PendingSave:
+        """Copy a state into host memory and return; what is left goes on in the background.
+
+        The caller may change its state when this returns, or with ``stage="background"`` after
+        ``wait_staged()``. An error arrives at the pending save, or at the next save of the run,
+        or at ``close``, and is logged at once; no version appears then. With the process engine
+        a state that was staged becomes durable even if this process is killed.
+
+        Parameters
+        ----------
+        state, step, metrics, tags, metadata, roles, encodings, codec, derive, adapters
+            As for :meth:`save`.
+        retain
+            Carry out the retention policy of the run when it is durable.
+        if_busy
+            When ``in_flight`` saves of the store are still under way, or its ``staging_bytes``
+            are in use: ``"wait"``; ``"skip"`` this save, whose pending save says so; or
+            ``"fail"`` with SaveBusyError.
+        stage
+            ``"now"``: the copy is made before this returns. ``"background"``: it is made while
+            the training goes on, and only what torch does not count changes of (NumPy arrays)
+            is copied now; call ``wait_staged()`` before the state is changed.
+        progress
+            Called with the bytes done, in another thread.
+
+        Returns
+        -------
+        PendingSave
+            Has two moments, staged and durable; ``result()`` is the version.
+
+        Raises
+        ------
+        StateError, InvalidInputError, UnsafeEncodingError
+            As :meth:`save`. Nothing was saved.
+        TornStateError
+            Another thread changed the state while it was copied; the tensor is named.
+        LimitError
+            The state is larger than ``staging_bytes``.
+        SaveBusyError
+            With ``if_busy="fail"``.
+        ReadOnlyError, UnsafeBackendError
+            The store cannot be written to.
+        CkptStoreError
+            An earlier save of this run failed in the background, and nobody has asked it.
+        """
+        began = self._session.repo.environment.monotonic()
+        from ckptstore.states.save import SaveRequest
+
+        if retain:
+            self._check_policy(self._session.repo.catalog)
+        request = SaveRequest(
+            run=self.name,
+            step=step,
+            directions=self._directions,
+            metrics=metrics or {},
+            tags=tags,
+            metadata=metadata or {},
+            roles=roles or {},
+            encodings=self._rules(encodings),
+            codec=codec or self._session.repo.options.codec,
+            derive=derive,
+            adapters=adapters,
+            progress=progress,
+        )
+        saver = self._session.saver
+        pending = saver.save(
+            state, request, began=began, if_busy=if_busy, stage=stage, retain=retain
+        )
+        if not pending.skipped:
+            resume_check.saved(self._session.repo, self.name, pending.step, pending.version_id)
+        return pending
+
+    def _rules(self, encodings: Encodings | None) -> EncodingRules:
+        """Return the rules that hold for a save: its own, this object's, or the run's policy's."""
+        from ckptstore.catalog.retention import stored_encodings
+        from ckptstore.encodings.encoding_rules import EncodingRules
+
+        if encodings is not None:
+            return EncodingRules(encodings)
+        if self._encodings is not None:
+            return self._encodings
+        return EncodingRules(stored_encodings(self._session.repo.catalog, self.name))
+
+    def _check_policy(self, catalog: Catalog) -> None:
+        """Raise before a save that is to be followed by retention, if that could only fail."""
+        from ckptstore.catalog.retention import stored_policy
+
+        if not catalog.has_run(self.name) or stored_policy(catalog, self.name) is None:
+            msg = f"run {self.name!r} has no retention policy"
+            raise InvalidInputError(msg, hint="run.set_policy({'full': 'last 3'})")
+
+    def _retain_after_save(self) -> None:
+        try:
+            self.retain()
+        except CkptStoreError as error:
+            _log.warning("run %s was not pruned after a save: %s", self.name, error)
+
     def version(self, ref: str | int = "latest", *, fall_through: bool = True) -> LazyVersion:
         """Return a version to be read lazily; see :meth:`Store.version`."""
-        return self._store._lazy(self.resolve(ref), fall_through=fall_through)
+        return lazy_version(self._session, self.resolve(ref), fall_through=fall_through)
 
     def load(
         self,
@@ -125,22 +348,20 @@ class Run(RunSaving):
         refill: bool = False,
     ) -> Any:  # noqa: ANN401 - whatever was saved
         """Return the state of a version of this run; see :meth:`Store.load`."""
+        from ckptstore.states.load import LoadRequest
 
-        def load(version: Version) -> Any:  # noqa: ANN401 - whatever was saved
-            """Return the state of one version, brought back first if that is wanted."""
-            found = self._store._refill(version) if refill else version
-            return self._store._lazy(found, fall_through=fall_through).load(
-                include=include,
-                exclude=exclude,
-                map_location=map_location,
-                into=into,
-                adapters=adapters,
-                progress=progress,
-            )
-
-        if parse_ref(str(ref), run=self.name).kind == "valid":
-            return self._store._first_sound(self.name, load)
-        return load(self.resolve(ref))
+        request = LoadRequest(
+            include=include,
+            exclude=exclude,
+            map_location=map_location,
+            into=into,
+            adapters=adapters,
+            progress=progress,
+        )
+        parsed, find = parse_ref(str(ref), run=self.name), partial(self.resolve, ref)
+        return load_state_of(
+            self._session, parsed, find, request, fall_through=fall_through, refill=refill
+        )
 
     def latest_valid(self, *, progress: ProgressCallback = silent) -> LatestValid:
         """Return the newest version on the line of the run that is sound; reads every byte of it.
@@ -161,8 +382,7 @@ class Run(RunSaving):
         """
         from ckptstore.maintenance.check.latest_valid import latest_valid
 
-        store = self._store
-        return latest_valid(store.repo, self.name, progress=progress)
+        return latest_valid(self._session.repo, self.name, progress=progress)
 
     def load_into(
         self,
@@ -177,7 +397,8 @@ class Run(RunSaving):
         progress: ProgressCallback = silent,
     ) -> TransferReport:
         """Fill a different model from a version of this run; see :meth:`Store.load_into`."""
-        return self._store.load_into(
+        return loading.load_into(
+            self,
             f"#{self.resolve(ref).id}",
             target,
             include=include,
@@ -190,7 +411,7 @@ class Run(RunSaving):
 
     def tag(self, ref: str | int, tag: str) -> Version:
         """Give a version of this run a tag; see :meth:`Store.tag`."""
-        return self._store.tag(f"#{self.resolve(ref).id}", tag)
+        return tagging.tag(self._session, f"#{self.resolve(ref).id}", tag)
 
     def untag(self, tag: str) -> None:
         """Take a tag away.
@@ -200,11 +421,11 @@ class Run(RunSaving):
         VersionNotFoundError
             The run has no such tag.
         """
-        self._store.repo.log.append(lambda now: run_ops.untag(now, self.name, tag))
+        self._session.repo.log.append(lambda now: run_ops.untag(now, self.name, tag))
 
     def annotate(self, ref: str | int, metrics: Mapping[str, float]) -> Version:
         """Add metrics to a version of this run; see :meth:`Store.annotate`."""
-        return self._store.annotate(f"#{self.resolve(ref).id}", metrics)
+        return tagging.annotate(self._session, f"#{self.resolve(ref).id}", metrics)
 
     def rollback(self, ref: str | int, *, reason: str = "") -> Version:
         """Make a version the head of the run again; return it.
@@ -227,15 +448,15 @@ class Run(RunSaving):
         ReadOnlyError, UnsafeBackendError, StorageError
             It could not be committed.
         """
-        return self._store.rollback(f"#{self.resolve(ref).id}", reason=reason)
+        return tagging.rollback(self._session, f"#{self.resolve(ref).id}", reason=reason)
 
     def pin(self, ref: str | int) -> Version:
         """Pin a version of this run; see :meth:`Store.pin`."""
-        return self._store.pin(f"#{self.resolve(ref).id}")
+        return retaining.pin(self._session, f"#{self.resolve(ref).id}")
 
     def unpin(self, ref: str | int) -> Version:
         """Unpin a version of this run; see :meth:`Store.unpin`."""
-        return self._store.unpin(f"#{self.resolve(ref).id}")
+        return retaining.unpin(self._session, f"#{self.resolve(ref).id}")
 
     def set_policy(self, policy: AnyPolicy | None) -> None:
         """Store the retention policy of this run; None takes it away. The run need not exist yet.
@@ -252,10 +473,10 @@ class Run(RunSaving):
         """
         from ckptstore.maintenance.retention.retain import set_policy
 
-        set_policy(self._store.repo, self.name, policy, directions=self._directions)
+        set_policy(self._session.repo, self.name, policy, directions=self._directions)
 
     def retain(
         self, policy: AnyPolicy | None = None, *, dry_run: bool = False, quick: bool = False
     ) -> RetainReport:
         """Delete and age versions of this run by a policy; see :meth:`Store.retain`."""
-        return self._store.retain(policy, run=self.name, dry_run=dry_run, quick=quick)
+        return retaining.retain(self._session, policy, run=self.name, dry_run=dry_run, quick=quick)

@@ -58,7 +58,7 @@ API = {
     "ckptstore.maintenance.retention.retain": "What `Store.retain` returns.",
     "ckptstore.maintenance.retention.remove": "What `Store.remove` returns.",
     "ckptstore.maintenance.retention.rounding_report": "Errors and bytes of rounding.",
-    "ckptstore.store.writeback": "What `Store.write_back` returns.",
+    "ckptstore.replicas.writeback": "What `Store.write_back` returns.",
     "ckptstore.maintenance.replicas.evict": "What `Store.evict` returns.",
     "ckptstore.catalog.early_stopping": "What `DivergenceGuard.update` returns.",
     "ckptstore.catalog.history": "The values that a metric had.",
@@ -81,9 +81,6 @@ API = {
     "ckptstore.testing.faulty": "A backend that fails on purpose.",
 }
 """Modules of the public interface, and what they are for."""
-
-_PARTS = "ckptstore.store."
-"""Where classes are that are parts of a public one, and nothing by themselves."""
 
 _ROLE = re.compile(r":(?:meth|class|func|mod|data|attr):`[~.]?([^`]+)`")
 _SECTIONS = ("Parameters", "Returns", "Yields", "Raises", "Attributes", "Notes", "Examples")
@@ -130,7 +127,7 @@ def _class(name: str, cls: type) -> str:
             shown = annotation.replace("|", "\\|")
             parts.append(f"| `{field}` | `{shown}` | {' '.join(text.split())} |")
         parts.append("")
-    for attribute, value in _members(cls).items():
+    for attribute, value in vars(cls).items():
         if attribute.startswith("test_"):
             continue
         if attribute.startswith("_") and attribute not in ("__getitem__", "__len__"):
@@ -142,15 +139,6 @@ def _class(name: str, cls: type) -> str:
             heading = f"**{name}.{attribute}**\n\n{_signature(attribute, function)}"
             parts.append(f"{heading}{_prose(function)}\n")
     return "\n".join(parts)
-
-
-def _members(cls: type) -> dict[str, object]:
-    """Return what a class has, and after that what its parts have."""
-    found = dict(vars(cls))
-    for part in cls.__mro__[1:]:
-        if part.__module__.startswith(_PARTS):
-            found.update((k, v) for k, v in vars(part).items() if k not in found)
-    return found
 
 
 def _field_texts(cls: type) -> dict[str, tuple[str, str]]:

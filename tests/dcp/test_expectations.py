@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 import ckptstore
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter
-from ckptstore.store import Run
+from ckptstore.store import Run, Store
 from ckptstore.tensors.adapters import TypeAdapter
 
 pytestmark = [
@@ -368,7 +368,7 @@ def test_what_is_no_run_is_refused(run: Run) -> None:
     """A name or a store in place of a run is told at once, and a store's reader needs a ref."""
     run.save({"n": 3}, step=1)
     wrong: Any
-    for wrong in ("small", run._store):
+    for wrong in ("small", Store(run._session)):
         with pytest.raises(InvalidInputError, match="run of a store") as told:
             CkptStoreWriter(wrong, step=1)
         assert "give store.run(" in (told.value.hint or "")
@@ -376,9 +376,11 @@ def test_what_is_no_run_is_refused(run: Run) -> None:
     with pytest.raises(InvalidInputError, match="run of a store"):
         CkptStoreReader(wrong)
     with pytest.raises(CheckpointException, match="name a run: RUN@latest"):
-        loader.load({"n": 0}, storage_reader=CkptStoreReader(run._store))
+        loader.load({"n": 0}, storage_reader=CkptStoreReader(Store(run._session)))
     into = {"n": 0}
-    loader.load(into, checkpoint_id="one@latest", storage_reader=CkptStoreReader(run._store))
+    loader.load(
+        into, checkpoint_id="one@latest", storage_reader=CkptStoreReader(Store(run._session))
+    )
     assert into == {"n": 3}
 
 

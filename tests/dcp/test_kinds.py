@@ -28,7 +28,7 @@ import ckptstore
 from ckptstore.errors import CorruptObjectError
 from ckptstore.integrations.dcp import CkptStoreReader, CkptStoreWriter, import_directory
 from ckptstore.integrations.dcp.flat_version import Adapted
-from ckptstore.store import Run
+from ckptstore.store import Run, Store
 from ckptstore.tensors.adapters import TypeAdapter
 
 pytestmark = [
@@ -124,8 +124,8 @@ def test_a_directory_of_torch_with_streams(run: Run, tmp_path: Path) -> None:
     """What torch's own storage wrote of such a state is imported."""
     state = {"w": torch.ones(3), "extra": stream(b"state", 1)}
     save(state, storage_writer=FileSystemWriter(tmp_path / "dcp"), no_dist=True)
-    import_directory(run._store, tmp_path / "dcp", run="old", step=1)
-    found = run._store.load("old")["extra"]
+    import_directory(Store(run._session), tmp_path / "dcp", run="old", step=1)
+    found = Store(run._session).load("old")["extra"]
     assert (found.getvalue(), found.tell()) == (b"state", 1)
 
 
@@ -204,7 +204,7 @@ def test_they_are_read_some_at_a_time(run: Run, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(CkptStoreReader, "_built", counting)
     reader = CkptStoreReader(run)
-    repo = reader._store.repo
+    repo = reader._session.repo
     monkeypatch.setattr(repo, "options", replace(repo.options, host_bytes=1000))
     into = {name: two(torch.zeros(50), torch.zeros(50)) for name in state}
     loader.load(into, storage_reader=reader)

@@ -93,7 +93,7 @@ def test_whether_to_share_travels_with_the_writer(url: str) -> None:
         writer = CkptStoreWriter(store.run("gpt"), step=11, share=False)
         sent = pickle.loads(pickle.dumps(writer))  # noqa: S301 - between processes, by torch
         assert sent._share is False
-        sent._store.close()
+        sent._session.close()
 
 
 def test_a_training_that_is_not_resumed_is_told(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,5 +112,5 @@ def test_one_that_has_loaded_is_told_nothing(url: str, caplog: pytest.LogCapture
         resume_check._chosen.clear()
         writer = pickle.loads(sent)  # noqa: S301 - between processes, by torch
         save({"w": torch.ones(3)}, storage_writer=writer)
-        writer._store.close()
+        writer._session.close()
     assert SAYS not in caplog.text

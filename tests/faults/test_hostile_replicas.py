@@ -26,8 +26,8 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.manifests import relied_on
-from ckptstore.store.replica_options import same_place
-from ckptstore.store.replicating import open_target_of
+from ckptstore.replicas.places import same_place
+from ckptstore.store.targets import open_target_of
 
 
 @pytest.mark.parametrize("head", ["reference::file", "simplecache::file", "zip://x.zip::file"])

@@ -42,7 +42,7 @@ def test_another_process_reads_by_it(store: ckptstore.Store, tmp_path: Path) -> 
     code = (
         "import pickle, sys, torch\n"
         "store, run, lazy, version = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "assert run.load('best:loss')['n'] == 3 and run._store is store\n"
+        "assert run.load('best:loss')['n'] == 3 and run._session is store._session\n"
         "assert lazy.id == version.id == run.head.id\n"
         "assert torch.equal(lazy['w'][2:4], torch.tensor([2.0, 3.0]))\n"
         "run.save({'w': torch.zeros(3)}, step=2)\n"
@@ -60,7 +60,7 @@ def test_many_pickles_share_one_open_store(store: ckptstore.Store) -> None:
     data = pickle.dumps(store)
     first = _loaded(data)
     assert _loaded(data) is first
-    assert _loaded(pickle.dumps(store.run("gpt")))._store is first
+    assert _loaded(pickle.dumps(store.run("gpt")))._session is first._session
     first.close()
     second = _loaded(data)
     assert second is not first

@@ -13,6 +13,7 @@ from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, ReadOnlyError, VersionNotFoundError
 from ckptstore.maintenance.retention.rollback import rollback
 from ckptstore.repo import create_on, open_on
+from ckptstore.store.reporting import log
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_the_head_moves_and_the_rest_is_abandoned(run: ckptstore.Run) -> None:
     assert run.head.id == target.id == run.resolve("latest").id
     assert _abandoned(run) == [3, 4]
     assert float(run.load(4)["w"][0]) == 4.0
-    assert run._store.log()[-1].ops[0].reason == "diverged"  # type: ignore[attr-defined]
+    assert log(run._session)[-1].ops[0].reason == "diverged"  # type: ignore[attr-defined]
     assert run.resolve("~1").step == 1
 
 
@@ -66,23 +67,23 @@ def test_rolling_forward_again(run: ckptstore.Run) -> None:
     other = run.save({"w": torch.zeros(10)}, step=100)
     assert last is not None
 
-    done = rollback(run._store.repo, "gpt", last.id)
+    done = rollback(run._session.repo, "gpt", last.id)
 
     assert [version.step for version in done.abandoned] == [100]
     assert [version.step for version in done.returned] == [4, 3, 2]
     assert (done.target.id, done.head_before) == (last.id, other.id)
     assert _abandoned(run) == [100]
-    undone = rollback(run._store.repo, "gpt", done.head_before)
+    undone = rollback(run._session.repo, "gpt", done.head_before)
     assert undone.target.id == other.id
     assert _abandoned(run) == [2, 3, 4]
 
 
 def test_going_nowhere_commits_nothing(run: ckptstore.Run) -> None:
     """A rollback to the head is done already."""
-    before = run._store.repo.catalog.number
-    done = rollback(run._store.repo, "gpt", run.resolve("latest").id)
+    before = run._session.repo.catalog.number
+    done = rollback(run._session.repo, "gpt", run.resolve("latest").id)
 
-    assert run._store.repo.refresh().number == before
+    assert run._session.repo.refresh().number == before
     assert done.head_before == done.target.id
     assert not done.abandoned + done.returned
 

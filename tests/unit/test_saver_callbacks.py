@@ -186,7 +186,7 @@ def test_several_threads_wait_until_a_state_is_staged(tmp_path: Path) -> None:
     """Each of them is told, in whatever order they come and go, and each can read the receipt."""
     with ckptstore.open(tmp_path / "s", create=True, engine="thread") as store:
         store.run("gpt").save_async(_state(1), step=1).result(_PATIENCE_S)
-        environment = store._repo.environment
+        environment = store.repo.environment
     save = BackgroundSave(
         number=1,
         request=WriteRequest(run="gpt", step=2),

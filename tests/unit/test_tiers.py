@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import pickle
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
@@ -590,7 +591,7 @@ def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None
 def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
     """Of threads that wait for a replica that cannot be opened only one tries."""
     from ckptstore.model import ReplicaInfo
-    from ckptstore.store.replica_pool import OpenedReplicas
+    from ckptstore.replicas.pool import OpenedReplicas
 
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
         opened = OpenedReplicas(hot.repo)
@@ -634,6 +635,27 @@ def test_closing_closes_what_was_opened(hot: ckptstore.Store) -> None:
         hot.replica("cold")
 
 
+def test_a_save_to_a_replica_is_waited_for(hot: ckptstore.Store) -> None:
+    """Closing a store waits for what is saved in the background to the replicas that it opened."""
+    cold = hot.replica("cold")
+    assert hot.replica("cold")._session is cold._session
+    pending = cold.run("new").save_async({"w": torch.ones(3)}, step=1)
+    hot.close()
+    assert pending.done
+    with ckptstore.open(cold.url) as again:
+        assert [version.step for version in again.versions("new")] == [1]
+
+
+def test_a_replica_that_a_store_opened_is_pickled(hot: ckptstore.Store) -> None:
+    """Another process opens it by its own location, with the limits that it was opened with."""
+    cold = hot.replica("cold")
+    with pickle.loads(pickle.dumps(cold)) as again:  # noqa: S301 - our own
+        assert again is not cold
+        assert again.url == cold.url
+        assert again.repo.options == cold.repo.options
+        assert again.versions() == cold.versions()
+
+
 def test_options_of_replicas_are_checked(tmp_path: Path) -> None:
     """A mapping of names to mappings, or to stores."""
     with pytest.raises(InvalidInputError, match="mapping of names"):
@@ -646,7 +668,7 @@ def test_a_forked_child_opens_its_own(hot: ckptstore.Store) -> None:
     """A child of a fork does not use the connections of its parent."""
     hot.age(["gpt@1"], "record")
     assert_same(hot.load("gpt@1"), 1)
-    opened = hot._opened
+    opened = hot._session.replicas.pool
     slots = opened._slots
     opened._pid = os.getpid() + 1  # as a child sees it
     assert_same(hot.load("gpt@1"), 1)

@@ -25,8 +25,8 @@ from ckptstore.errors import (
     StorageError,
 )
 from ckptstore.events import SaveEvent
+from ckptstore.replicas.writeback import WriteBack
 from ckptstore.repo import create_on
-from ckptstore.store.writeback import WriteBack
 from ckptstore.testing.faulty import WRITES, Fault, FaultyBackend, When
 
 _PATIENCE_S = 120.0

@@ -90,7 +90,7 @@ class CkptStoreReader(StorageReader):
         if not isinstance(source, Store):
             check_run(source)
         self._source = source
-        self._store = source if isinstance(source, Store) else source._store
+        self._session = source._session
         self._given = ref
         self._asked: str | None = None
         self._adapters = tuple(adapters)
@@ -147,8 +147,8 @@ class CkptStoreReader(StorageReader):
         return metadata_of(version, self._opened.entries)
 
     def _open(self, version: Version) -> _Opened:
-        resume_check.chosen(self._store.repo, version.run)
-        content = self._store._content(version)
+        resume_check.chosen(self._session.repo, version.run)
+        content = self._session.replicas.content(version)
         adapted = Adapted(self._adapters, lambda node: self._built(content, [node])[0])
         return _Opened(version=version, content=content, entries=entries_of(content, adapted))
 
@@ -231,14 +231,14 @@ class CkptStoreReader(StorageReader):
         self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
     ) -> None:
         """Read boxes of tensors; into the targets themselves if these are in host memory."""
-        options = self._store.repo.options
+        options = self._session.repo.options
         batch: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         regions: list[Region] = []
         held = 0
 
         def read() -> None:
             """Read the batch, and pass each tensor to the planner."""
-            backend = self._store.repo.backend
+            backend = self._session.repo.backend
             read_regions(
                 regions,
                 backend=backend,
@@ -279,7 +279,7 @@ class CkptStoreReader(StorageReader):
         self, found: _Opened, items: Sequence[tuple[ReadItem, Entry]], planner: LoadPlanner
     ) -> None:
         """Read plain values, views, and composed tensors, in batches by their bytes."""
-        records, limit = found.content.manifest.tensors, self._store.repo.options.host_bytes
+        records, limit = found.content.manifest.tensors, self._session.repo.options.host_bytes
         batch: list[tuple[ReadItem, Entry]] = []
         held = 0
         for item, entry in items:
@@ -314,7 +314,9 @@ class CkptStoreReader(StorageReader):
             labels=content.labels,
             read=content.read,
         )
-        built: list[Any] = load_state(self._store.repo, part, LoadRequest(adapters=self._adapters))
+        built: list[Any] = load_state(
+            self._session.repo, part, LoadRequest(adapters=self._adapters)
+        )
         return built
 
     @classmethod

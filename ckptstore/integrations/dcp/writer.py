@@ -102,8 +102,8 @@ class CkptStoreWriter(StorageWriter):
     ) -> None:
         check_run(run)
         self._run = run
-        self._store = run._store
-        self._repo = self._store.repo
+        self._session = run._session
+        self._repo = self._session.repo
         self._step = step
         self._asked: int | None = None
         self._saved_step = step
@@ -265,7 +265,7 @@ class CkptStoreWriter(StorageWriter):
         if not self._share:
             return []
         parent = catalog.head(self._run.name) if catalog.has_run(self._run.name) else None
-        return [] if parent is None else shareable(self._store.repo, parent)
+        return [] if parent is None else shareable(self._session.repo, parent)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the version; torch calls it on the coordinator, once all ranks have written.
@@ -302,7 +302,7 @@ class CkptStoreWriter(StorageWriter):
             receipt={"ranks_s": waited},
         )
         resume_check.saved(self._repo, self.version.run, self.version.step, self.version.id)
-        self._store._committed(self.version)
+        self._session.write_backs.committed(self.version)
         metadata.storage_meta = StorageMeta(
             checkpoint_id=f"{self.version.run}@{self.version.step}", save_id=self.version.id
         )

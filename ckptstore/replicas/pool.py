@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 from ckptstore import limits
-from ckptstore.errors import (
-    CkptStoreError,
-    InvalidInputError,
-    ReplicaChangedError,
-)
+from ckptstore.backends.stoppable import StoppableBackend
+from ckptstore.errors import CkptStoreError, InvalidInputError, ReplicaChangedError
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo
+from ckptstore.replicas.options import ReplicaOptions, check_bound, check_meant, open_place
+from ckptstore.replicas.places import PLACE
 from ckptstore.repo import Finding, Repo
-from ckptstore.store.replica_options import PLACE, check_bound, check_meant
 
-if TYPE_CHECKING:
-    from ckptstore.store.store import Store
-
-__all__ = ["OpenedReplicas", "ReplicaOptions", "beside", "is_local"]
-
-ReplicaOptions: TypeAlias = "Mapping[str, Mapping[str, Any] | Store]"
-"""By the name of a replica: what :func:`ckptstore.open` takes for it, with its ``url`` if any of
-that goes to a storage library; or an open store."""
-
-
-def is_local(info: ReplicaInfo) -> bool:
-    """Return whether a replica is on a mounted file system, or in memory."""
-    from ckptstore.backends.registry import kind_of
-
-    return kind_of(info.url) in {"file", "memory"}
+__all__ = ["OpenedReplicas", "beside"]
 
 
 @dataclass(slots=True)
@@ -41,9 +25,8 @@ class _Slot:
     """One replica: at most one thread opens it at a time."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    store: Store | None = None
+    repo: Repo | None = None
     own: bool = False
-    pid: int = 0
     failure: CkptStoreError | None = None
     failed_at: float = 0.0
 
@@ -78,7 +61,7 @@ class OpenedReplicas:
         ------
         InvalidInputError
             They go to a storage, and do not say to which; see
-            :mod:`ckptstore.store.replica_options`.
+            :mod:`ckptstore.replicas.options`.
         """
         check_bound(name, options)
         self._given[name] = dict(options)
@@ -88,7 +71,7 @@ class OpenedReplicas:
         """Options, or open stores, by name."""
         return self._given
 
-    def get(self, info: ReplicaInfo) -> Store:
+    def get(self, info: ReplicaInfo) -> Repo:
         """Return a replica, opened.
 
         Threads that come while one opens it share what becomes of that, its failure too.
@@ -104,67 +87,69 @@ class OpenedReplicas:
         asked = self._repo.environment.monotonic()
         slot = self._slot(f"{info.name} {info.store} {info.url}")
         with slot.lock:
-            if slot.store is not None:
-                return slot.store
+            if slot.repo is not None:
+                return slot.repo
             if slot.failure is not None and slot.failed_at >= asked:
                 raise slot.failure
             try:
-                slot.store, slot.own = self._open(info)
+                slot.repo, slot.own = self._open(info)
             except CkptStoreError as error:
                 slot.failure, slot.failed_at = error, self._repo.environment.monotonic()
                 raise
-            return slot.store
+            return slot.repo
 
     def _slot(self, key: str) -> _Slot:
         if self._pid != os.getpid():  # a forked child: its locks and connections are its own
             self._pid, self._slots = os.getpid(), {}
         return self._slots.setdefault(key, _Slot())
 
-    def _open(self, info: ReplicaInfo) -> tuple[Store, bool]:
+    def _open(self, info: ReplicaInfo) -> tuple[Repo, bool]:
         given = self._given.get(info.name, {})
         if not isinstance(given, Mapping):
-            check_same(given, info)
-            return given, False
+            check_same(given.repo, info)
+            return given.repo, False
         check_meant(info, given)
-        own = {key: value for key, value in given.items() if key != PLACE}
-        store = self.open_at(info.url, own)
+        repo = open_place(info.url, self.options(given))
         try:
-            check_same(store, info)
+            check_same(repo, info)
         except CkptStoreError:
-            store.close()
+            repo.close()
             raise
-        return store, True
+        return repo, True
 
-    def open_at(
-        self, url: str | os.PathLike[str], given: Mapping[str, Any], *, create: bool = False
-    ) -> Store:
-        """Open the store at a location, with the limits of this one unless options say else."""
-        from ckptstore.store.opening import open_store
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a replica is opened with: the limits of this store unless options say else.
 
+        Parameters
+        ----------
+        given
+            Options of the replica; the place that they are for is left out.
+        """
         own = self._repo.options
-        options: dict[str, Any] = {
+        found: dict[str, Any] = {
             "host_bytes": own.host_bytes,
             "workers": own.workers,
             "read_only": own.read_only,
             "chunk_bytes": self._repo.superblock.chunk_bytes,
         }
-        return open_store(url, **{**options, **given, "create": create})
+        return {**found, **{key: value for key, value in given.items() if key != PLACE}}
 
-    def close(self) -> None:
-        """Close what was opened here; idempotent."""
+    def close(self, close: Callable[[Repo], None] = Repo.close) -> None:
+        """Close what was opened here, each by `close`; idempotent."""
         slots, self._slots = self._slots, {}
         if self._pid != os.getpid():
             return
         for slot in slots.values():
-            if slot.store is not None and slot.own:
-                slot.store.close()
+            if slot.repo is not None and slot.own:
+                close(slot.repo)
 
 
-def check_same(store: Store, info: ReplicaInfo) -> None:
+def check_same(repo: Repo, info: ReplicaInfo) -> None:
     """Raise ReplicaChangedError unless a store is the one that was named."""
-    if store.info.store_id != info.store:
+    found = repo.superblock.store_id
+    if found != info.store:
         msg = (
-            f"at {store.url} there is the store {store.info.store_id[:8]}, "
+            f"at {repo.url} there is the store {found[:8]}, "
             f"and the replica {info.name!r} is the store {info.store[:8]}"
         )
         hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
@@ -176,8 +161,6 @@ def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
 
     So that no save ever waits for a lock that a replication holds.
     """
-    from ckptstore.backends.stoppable import StoppableBackend
-
     backend = StoppableBackend(repo.backend) if stoppable else repo.backend
     options = replace(
         repo.options,

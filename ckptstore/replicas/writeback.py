@@ -27,9 +27,9 @@ from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancel
 from ckptstore.events import Events, SaveEvent
 from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
 from ckptstore.model import ReplicaInfo, Version
+from ckptstore.replicas.pool import beside
 from ckptstore.repo import Repo
 from ckptstore.saver.thread_priority import step_back
-from ckptstore.store.replica_pool import beside
 
 __all__ = ["WriteBack"]
 

@@ -1,0 +1,1 @@
+"""Replicas of a store: opened when they are needed, read from, and written back to."""

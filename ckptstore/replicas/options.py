@@ -1,0 +1,129 @@
+"""Options of replicas: how a location is opened with them, and for which place they are.
+
+The log says where a replica is, and who can write the log can change that. Options of the storage
+library (an endpoint, credentials) come from the user, for a place that the user knows. So they say
+for which, and are given to no other.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, Final, Protocol, TypeAlias, runtime_checkable
+
+from ckptstore.backends.key_sources import hidden, is_key_spec
+from ckptstore.config import Options
+from ckptstore.errors import InvalidInputError, InvalidUrlError, ReplicaChangedError
+from ckptstore.model import ReplicaInfo
+from ckptstore.replicas.places import PLACE, same_place
+from ckptstore.repo import Repo, open_repo
+
+__all__ = ["HasRepo", "ReplicaOptions", "check_bound", "check_given", "check_meant", "open_place"]
+
+
+@runtime_checkable
+class HasRepo(Protocol):
+    """An open store, by what replicas need of it."""
+
+    @property
+    def repo(self) -> Repo:
+        """The opened location."""
+
+
+ReplicaOptions: TypeAlias = Mapping[str, Mapping[str, Any] | HasRepo]
+"""By the name of a replica: what :func:`ckptstore.open` takes for it, with its ``url`` if any of
+that goes to a storage library; or an open store."""
+
+_OF_PROCESS: Final = frozenset(one.name for one in fields(Options))
+_OF_OPENING: Final = frozenset({"create", "chunk_bytes"})
+_OWN: Final = _OF_PROCESS | _OF_OPENING | {"encryption_key", "replicas"}
+"""Options that ckptstore itself takes, and hands to no storage library."""
+
+
+def open_place(url: str | os.PathLike[str], given: Mapping[str, Any]) -> Repo:
+    """Open a location with options as :func:`ckptstore.open` takes them, ``replicas`` aside.
+
+    Raises
+    ------
+    CkptStoreError
+        As :func:`ckptstore.open`.
+    """
+    key = hidden(given.get("encryption_key"))
+    check_given(given.get("replicas"))
+    storage = {name: value for name, value in given.items() if name not in _OWN}
+    if is_key_spec(storage.get("key")):
+        msg = "key is an option of the storage library, and not the key of an encrypted store"
+        raise InvalidInputError(msg, hint="give encryption_key=")
+    limits = {name: given[name] for name in _OF_PROCESS if name in given}
+    if limits.get("workers", 0) is None:
+        del limits["workers"]
+    return open_repo(
+        url,
+        options=Options(**limits),
+        key=key,
+        storage_options=storage,
+        **{name: given[name] for name in _OF_OPENING if name in given},
+    )
+
+
+def check_given(replicas: object) -> None:
+    """Raise unless options of replicas are a mapping."""
+    if replicas is not None and not isinstance(replicas, Mapping):
+        msg = f"replicas is a mapping of names to options, not {type(replicas).__name__}"
+        hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
+        raise InvalidInputError(msg, hint=hint)
+
+
+def check_bound(name: str, options: Mapping[str, Any]) -> None:
+    """Return if options say for which place they are, or none of them goes to a storage.
+
+    What opens an encrypted store is sent to none, nor are limits of this process.
+
+    Raises
+    ------
+    InvalidInputError
+        They do not, or say it as no text.
+    """
+    place = options.get(PLACE)
+    if place is not None and (not isinstance(place, str) or not place):
+        msg = f"the {PLACE} among the options of the replica {name!r} is no text"
+        raise InvalidInputError(msg, hint=_hint(name, "s3://BUCKET/PREFIX"))
+    sent = sorted(set(options) - _OWN - {PLACE})
+    if sent and place is None:
+        msg = (
+            f"the options of the replica {name!r} ({', '.join(sent)}) do not say for which place "
+            "they are: who can write to the log can name another"
+        )
+        raise InvalidInputError(msg, hint=_hint(name, "s3://BUCKET/PREFIX"))
+
+
+def check_meant(info: ReplicaInfo, options: Mapping[str, Any]) -> None:
+    """Return if options may be given to the place that the log names.
+
+    Raises
+    ------
+    ReplicaChangedError
+        They are for another place.
+    InvalidUrlError
+        It is a chain of file systems, which may fetch from anywhere, and no option says that this
+        is meant.
+    """
+    place = options.get(PLACE)
+    if place is None:
+        if "://" in info.url and "::" in info.url:
+            msg = f"{info.url} is a chain of file systems, and only the log says that it is meant"
+            raise InvalidUrlError(msg, hint=_hint(info.name, info.url))
+    elif not same_place(place, info.url):
+        msg = (
+            f"the options of the replica {info.name!r} are for {place}, and the log says that it "
+            f"is at {info.url}"
+        )
+        raise ReplicaChangedError(msg, hint=f"if it moved there: {_hint(info.name, info.url)}")
+
+
+def _hint(name: str, url: str) -> str:
+    return (
+        f"say where it is, beside them: replicas={{{name!r}: {{'{PLACE}': {url!r}, ...}}}}; "
+        f"on the command line --to-option {PLACE}={url}"
+    )

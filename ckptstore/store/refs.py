@@ -1,0 +1,55 @@
+"""Finds versions by refs in an open store, one whose log is damaged too."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.refs import parse_ref, resolve
+from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
+from ckptstore.format.names import check_listed
+from ckptstore.model import Ref, Version
+from ckptstore.repo import Repo
+
+__all__ = ["known", "named_version", "named_versions"]
+
+_log = logging.getLogger("ckptstore")
+
+
+def named_version(repo: Repo, ref: str) -> Version:
+    """Return the version that a ref names; see :meth:`ckptstore.Store.resolve`."""
+    parsed = parse_ref(ref)
+    try:
+        catalog = repo.refresh()
+    except (IntegrityError, FormatError) as error:
+        catalog = repo.log.catalog
+        if parsed.kind != "id" or not _knows(catalog, parsed):
+            raise
+        _log.warning("%s is read from what the log held before its damage: %s", ref, error)
+    if parsed.kind == "valid":
+        from ckptstore.maintenance.check.latest_valid import latest_valid
+
+        return latest_valid(repo, parsed.run).version
+    return resolve(catalog, parsed)
+
+
+def named_versions(repo: Repo, refs: Sequence[str]) -> list[Version]:
+    """Return the versions that refs name, in their order."""
+    return [named_version(repo, ref) for ref in check_listed(refs, "refs")]
+
+
+def known(repo: Repo) -> Catalog:
+    """Return the catalog as last read; where the log is damaged, its state before the damage."""
+    try:
+        return repo.catalog
+    except (IntegrityError, FormatError):
+        return repo.log.catalog
+
+
+def _knows(catalog: Catalog, ref: Ref) -> bool:
+    try:
+        resolve(catalog, ref)
+    except CkptStoreError:
+        return False
+    return True

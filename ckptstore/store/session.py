@@ -1,0 +1,176 @@
+"""An open store, by what its facades share: location, events, savers, replicas, write-backs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from ckptstore.errors import CkptStoreError, NotReplicatedError
+from ckptstore.events import Events, SaveEvent
+from ckptstore.model import Version
+from ckptstore.replicas.named import Replicas
+from ckptstore.replicas.options import ReplicaOptions
+from ckptstore.replicas.write_backs import WriteBacks
+from ckptstore.repo import Repo
+from ckptstore.store import resume_check
+from ckptstore.store.pickling import Opening, pickled, unpickled
+
+if TYPE_CHECKING:
+    from ckptstore.saver.saver import Saver
+    from ckptstore.states.save import SaveRequest
+
+__all__ = ["HasSession", "Session"]
+
+
+class HasSession(Protocol):
+    """A facade of an open store, by what its methods need of it."""
+
+    @property
+    def _session(self) -> Session:
+        """The open store."""
+
+
+class Session:
+    """An open store; :class:`ckptstore.Store` and its runs are facades of it.
+
+    Any thread may use it. Pickled, it is that of the store that the other process opens.
+
+    Parameters
+    ----------
+    replicas
+        Options, or open stores, by the name of a replica.
+    opening
+        How another process opens the store; None if it cannot.
+    """
+
+    def __init__(
+        self,
+        repo: Repo,
+        *,
+        replicas: ReplicaOptions | None = None,
+        opening: Opening | None = None,
+    ) -> None:
+        self.repo = repo
+        self.events = Events()
+        self.replicas = Replicas(repo, replicas)
+        self.write_backs = WriteBacks(repo, self.replicas, self.events)
+        self._opening = opening
+        self._of_replicas: dict[Repo, Session] = {}
+        self._kept_savers: dict[int, Saver] = {}
+        """By process; a forked child has its parent's too, until it makes its own."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _unpickled, (self.pickled(),)
+
+    def pickled(self) -> bytes:
+        """Return what :func:`ckptstore.store.pickling.unpickled` takes; raises InvalidInputError.
+
+        See :func:`ckptstore.store.pickling.pickled`.
+        """
+        given, writes_back = self.replicas.pool.given, bool(self.write_backs.own())
+        return pickled(self.repo.url, self._opening, given, writes_back=writes_back)
+
+    def of_replica(self, name: str, repo: Repo) -> Session:
+        """Return the session of an opened replica, the same one each time; closed with this one."""
+        found = self._of_replicas.get(repo)
+        if found is None:
+            pool = self.replicas.pool
+            given = pool.given.get(name, {})
+            options = pool.options(given) if isinstance(given, Mapping) else {}
+            key, replicas = options.pop("encryption_key", None), options.pop("replicas", None)
+            opening = None
+            if self._opening is not None:
+                places = {"create", "chunk_bytes"}
+                travelling = {one: options[one] for one in options if one not in places}
+                opening = Opening.of(self._opening.reopen, repo.url, key, travelling)
+            made = Session(repo, replicas=replicas, opening=opening)
+            found = self._of_replicas.setdefault(repo, made)
+        return found
+
+    def close(self) -> None:
+        """Wait for what is under way, then close; see :meth:`ckptstore.Store.close`."""
+        saver = self.own_saver
+        self._kept_savers.clear()
+        late: NotReplicatedError | None = None
+        try:
+            if saver is not None:
+                saver.close()
+            late = self.write_backs.close()
+        finally:
+            self.replicas.pool.close(self._close_replica)
+            self.repo.close()
+        if saver is not None:
+            saver.raise_failure()
+        if late is not None:
+            raise late
+
+    def _close_replica(self, repo: Repo) -> None:
+        opened: Session | Repo = self._of_replicas.pop(repo, repo)
+        opened.close()
+
+    @property
+    def own_saver(self) -> Saver | None:
+        """What saves in the background, if this very process has begun to.
+
+        That of a process that this one was forked from is left alone: its threads are not here,
+        its locks may be held for ever, and its errors are not this one's.
+        """
+        return self._kept_savers.get(os.getpid())
+
+    @property
+    def saver(self) -> Saver:
+        """What saves in the background, one for all threads; a forked child gets its own."""
+        self.repo.check_open()
+        saver = self.own_saver
+        if saver is None:
+            from ckptstore.saver.saver import Saver
+
+            made = Saver(self.repo, self.events)
+            # One step, so that of threads that come at once all get the same one. No lock: it
+            # could be held for ever in a child of a fork.
+            saver = self._kept_savers.setdefault(made.pid, made)
+            for pid in [pid for pid in self._kept_savers if pid != made.pid]:
+                self._kept_savers.pop(pid, None)  # the parent's
+        return saver
+
+    def save(self, state: object, request: SaveRequest) -> Version:
+        """Save in the foreground, after what is under way for the run; tell what became of it."""
+        from ckptstore.states.save import save_version
+
+        saver = self.own_saver
+        if saver is not None:
+            saver.wait(request.run)
+            saver.raise_failure(request.run)
+        try:
+            version = save_version(self.repo, state, request)
+        except CkptStoreError as error:
+            self.events.emit(self._event(request, error=error), raised=True)
+            raise
+        self.events.emit(self._event(request, version=version))
+        resume_check.saved(self.repo, version.run, version.step, version.id)
+        return version
+
+    def _event(
+        self,
+        request: SaveRequest,
+        *,
+        version: Version | None = None,
+        error: CkptStoreError | None = None,
+    ) -> SaveEvent:
+        return SaveEvent(
+            kind="failed" if version is None else "durable",
+            store=self.repo.url,
+            run=request.run,
+            step=request.step,
+            version="" if version is None else version.id,
+            at_ms=self.repo.environment.now_ms(),
+            receipt={} if version is None else dict(version.receipt),
+            error_kind="" if error is None else error.kind,
+            message="" if error is None else str(error),
+        )
+
+
+def _unpickled(data: bytes) -> Session:
+    found: Session = unpickled(data)._session
+    return found
