@@ -6,7 +6,7 @@ the reading.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,7 +131,7 @@ class Survey:
             )
         )
 
-    def loaded(self, versions: Sequence[Version]) -> Iterator[tuple[Version, Loaded]]:
+    def loaded(self, versions: Sequence[Version]) -> Generator[tuple[Version, Loaded], None, None]:
         """Yield versions with their content, or with the reason why it cannot be had.
 
         Manifests are read a little ahead, in parallel.

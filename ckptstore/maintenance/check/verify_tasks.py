@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -198,7 +199,8 @@ def check_all(
         The storage failed, or workers died again and again: nothing is known of the versions that
         were not yielded.
     """
-    return _Scan(survey, tasks or Tasks.of(survey.repo)).run(survey.loaded(versions))
+    with closing(survey.loaded(versions)) as loaded:  # its threads end with the check, failed too
+        yield from _Scan(survey, tasks or Tasks.of(survey.repo)).run(loaded)
 
 
 def check_content(survey: Survey, version: Version, content: Content) -> None:
