@@ -298,7 +298,7 @@ class Backend(ABC):
     def delete(self, key: str) -> None:
         """Remove one object; an object that is not there is no error."""
 
-    def make_durable(self, keys: Iterable[str]) -> None:
+    def make_durable(self, keys: Iterable[str]) -> None:  # noqa: B027 - most need not do anything
         """Make objects durable that are visible, and that another process may have written.
 
         A writer that dies, or fails, may leave an object that is visible and not durable yet. Does

@@ -528,7 +528,9 @@ def test_what_another_left_visible_is_made_durable(
 
     monkeypatch.setattr(os, "fsync", fsync)
     backend.make_durable(keys)
-    assert sorted(synced) == sorted((tmp_path / f"packs/{one}").stat().st_ino for one in ("aa", "bb"))
+    assert sorted(synced) == sorted(
+        (tmp_path / f"packs/{one}").stat().st_ino for one in ("aa", "bb")
+    )
 
     def broken(descriptor: int) -> None:
         raise OSError(errno.EIO, "broken")

@@ -174,7 +174,7 @@ def test_a_collection_at_any_call(backends: Callable[[], MemoryBackend], codec: 
             with pytest.raises(StorageError):
                 source.replicate(broken, refs=["a@1"])
         objects = {one.key: stranded.get(one.key, bytes_max=2**20) for one in stranded.list("")}
-        for at in range(1, 100, 5):
+        for at in range(1, 100, 7):
             inner = backends()
             for key, data in objects.items():
                 inner.put(key, data)
