@@ -15,9 +15,15 @@ from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.sealing import UserKey
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.config import Options
+from ckptstore.codecs.codec_table import Encoded
+from ckptstore.codecs.plane_layout import Layout
+from ckptstore.config import Options, SystemEnvironment
 from ckptstore.errors import StorageError
+from ckptstore.format.keys import pack_id
 from ckptstore.limits import KIB
+from ckptstore.objects.pack_index import read_index
+from ckptstore.objects.pack_plan import PackPlan
+from ckptstore.objects.packs import PackSink
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
@@ -156,6 +162,34 @@ def test_a_collection_between_look_and_commit(backends: Callable[[], MemoryBacke
         with _store(inner) as target:
             target.gc(**ZERO)
             _assert_equal(target)
+
+
+def test_a_sound_orphan_that_lies_is_not_shared(backends: Callable[[], MemoryBackend]) -> None:
+    """Index and checksums are in order, ids and lengths the right ones, the content another."""
+    from_backend, inner = backends(), backends()
+    environment = SystemEnvironment()
+    plan = PackPlan(streams=1, at_once=1, first_bytes=2**20, most_bytes=2**20)
+    looked: list[str] = []
+    reads = Fault(
+        calls=frozenset({"read_into"}),
+        times=0,
+        when=When.CALLBACK,
+        callback=lambda _call, key: looked.append(key),
+    )
+    with _store(from_backend) as source, _store(FaultyBackend(inner, reads)) as target:
+        source.run("a").save(_state(), step=1, codec="raw")
+        sink = PackSink(inner, environment, plan)
+        for info in from_backend.list("packs/"):
+            for row in read_index(from_backend, pack_id(info.key) or "", info.size_bytes):
+                size = row.stored_bytes
+                lie = Encoded(codec=0, layout=Layout.BYTES, parts=(bytes(size),), stored_bytes=size)
+                sink.append(0, lie, row.chunk_id, row.raw_bytes)
+        sink.finish()
+        (lying,) = inner.list("packs/")
+        report = source.replicate(target, check=False)
+        assert (report.resumed_bytes, len(report.copied)) == (0, 1)
+        assert looked.count(lying.key) > 3  # header, trailer, index: and content
+        _assert_equal(target)
 
 
 @pytest.mark.parametrize("codec", ["raw", "delta"])
