@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
@@ -297,6 +297,18 @@ class Backend(ABC):
     @abstractmethod
     def delete(self, key: str) -> None:
         """Remove one object; an object that is not there is no error."""
+
+    def make_durable(self, keys: Iterable[str]) -> None:  # noqa: B027 - most need not do anything
+        """Make objects durable that are visible, and that another process may have written.
+
+        A writer that dies, or fails, may leave an object that is visible and not durable yet. Does
+        nothing where the storage shows no object before it is durable.
+
+        Raises
+        ------
+        StorageError
+            It is not known whether they are durable.
+        """
 
     def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
         """Remove files left behind by writers that died, such as temporary files; return them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -30,7 +30,7 @@ from ckptstore.backends.lustre import stripe_folder
 from ckptstore.backends.mounts import find_mount
 from ckptstore.backends.oserrors import ABSENT, translate
 from ckptstore.backends.posix_leftovers import remove_temp_files
-from ckptstore.backends.posix_publish import Folders, TempFile, publish
+from ckptstore.backends.posix_publish import Folders, TempFile, publish, sync_folder
 from ckptstore.backends.posix_relist import is_listed
 from ckptstore.backends.posix_settings import SETTINGS, PosixSettings, settings_for
 from ckptstore.backends.posix_stream import PosixWriter
@@ -152,6 +152,14 @@ class PosixBackend(Backend):
         except OSError as error:
             if error.errno not in ABSENT:
                 raise translate(error, f"delete {key}") from error
+
+    def make_durable(self, keys: Iterable[str]) -> None:
+        """Sync the folders: a file is synced before it has its name, the name after."""
+        for folder in {os.path.dirname(self.path_of(key)) for key in keys}:  # noqa: PTH120
+            try:
+                sync_folder(folder)
+            except OSError as error:
+                raise translate(error, f"sync {folder}", writing=True) from error
 
     def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
         """Unlink temporary files of writers that died."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptstore.backends.base import (
@@ -75,6 +75,10 @@ class WrapperBackend(Backend):
     def delete(self, key: str) -> None:
         """Pass on."""
         self.inner.delete(key)
+
+    def make_durable(self, keys: Iterable[str]) -> None:
+        """Pass on."""
+        self.inner.make_durable(keys)
 
     def remove_leftovers(self, *, modified_before: float, dry_run: bool = False) -> Leftovers:
         """Pass on."""

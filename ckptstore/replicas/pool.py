@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,13 +136,14 @@ class OpenedReplicas:
         return {**found, **{key: value for key, value in given.items() if key != PLACE}}
 
     def close(self, close: Callable[[Repo], None] = Repo.close) -> None:
-        """Close what was opened here, each by `close`; idempotent."""
+        """Close what was opened here, each by `close`, even if that raises for one; idempotent."""
         slots, self._slots = self._slots, {}
         if self._pid != os.getpid():
             return
-        for slot in slots.values():
-            if slot.repo is not None and slot.own:
-                close(slot.repo)
+        with ExitStack() as closing:
+            for slot in slots.values():
+                if slot.repo is not None and slot.own:
+                    closing.callback(close, slot.repo)
 
 
 def check_same(repo: Repo, info: ReplicaInfo) -> None:

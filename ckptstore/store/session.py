@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.errors import CkptStoreError, NotReplicatedError
@@ -94,14 +95,15 @@ class Session:
         self._kept_savers.clear()
         late: NotReplicatedError | None = None
         try:
+            with ExitStack() as closing:
+                closing.callback(self.repo.close)
+                closing.callback(self.replicas.pool.close, self._close_replica)
+                if saver is not None:
+                    saver.close()
+                late = self.write_backs.close()
+        finally:  # before what a replica's close raises
             if saver is not None:
-                saver.close()
-            late = self.write_backs.close()
-        finally:
-            self.replicas.pool.close(self._close_replica)
-            self.repo.close()
-        if saver is not None:
-            saver.raise_failure()
+                saver.raise_failure()
         if late is not None:
             raise late
 

@@ -25,11 +25,13 @@ from ckptstore.errors import (
     ConflictError,
     InvalidInputError,
     PolicyError,
+    StorageError,
     VersionNotFoundError,
 )
 from ckptstore.model import Version
 from ckptstore.repo import create_on
 from ckptstore.testing.environment import SimulatedEnvironment
+from ckptstore.testing.faulty import Fault, FaultyBackend
 
 STORES = st.integers(0, 2)
 DRAW = st.integers(0, 99)
@@ -54,15 +56,17 @@ class ReplicaMachine(RuleBasedStateMachine):
         ReplicaMachine.count += 1
         self._least = limits.SNAPSHOT_COMMITS_MIN
         limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]  # restored at the end
+        self._resumed = limits.RESUME_BYTES_MIN
+        limits.RESUME_BYTES_MIN = 1  # type: ignore[misc]  # restored at the end
         self.backends = [MemoryBackend(f"replica-{ReplicaMachine.count}-{n}") for n in range(3)]
         self.environments = [SimulatedEnvironment(n + 1) for n in range(3)]
         self.stores = [self._open(place) for place in range(3)]
         self.saved: dict[str, int] = {}
         self.number = 0
 
-    def _open(self, place: int) -> ckptstore.Store:
+    def _open(self, place: int, *faults: Fault) -> ckptstore.Store:
         repo = create_on(
-            self.backends[place],
+            FaultyBackend(self.backends[place], *faults),
             environment=self.environments[place],
             prober=trusting,
             exist_ok=True,
@@ -78,7 +82,7 @@ class ReplicaMachine(RuleBasedStateMachine):
         """Go on with a run that is there, or begin one that no other store has a name of."""
         self.number += 1
         store = self.stores[place]
-        names = [info.name for info in store.runs()] or [f"run-{place}"]
+        names = [info.name for info in store.runs() if info.head] or [f"run-{place}"]
         run = store.run(names[draw % len(names)], metrics={"loss": "min"})
         tags = ["t"] if draw % 3 == 0 else []
         version = run.save(
@@ -110,6 +114,14 @@ class ReplicaMachine(RuleBasedStateMachine):
         numbers = [store.repo.refresh().number for store in (source, target)]
         source.replicate(target, refs, check=check)
         assert [store.repo.refresh().number for store in (source, target)] == numbers
+
+    @rule(place=STORES, away=st.integers(1, 2))
+    def interrupt(self, place: int, away: int) -> None:
+        """Replicate, and die when a manifest is to be written: packs that nobody names are left."""
+        target = (place + away) % 3
+        fault = Fault(calls=frozenset({"put"}), times=0)
+        with self._open(target, fault) as dying, contextlib.suppress(StorageError):
+            self.stores[place].replicate(dying)
 
     @rule(place=STORES, draw=DRAW, what=st.sampled_from(["rollback", "remove", "age", "name"]))
     def change(self, place: int, draw: int, what: str) -> None:
@@ -170,6 +182,7 @@ class ReplicaMachine(RuleBasedStateMachine):
                         self._check(store.load(f"#{version.id}"), version)
         finally:
             limits.SNAPSHOT_COMMITS_MIN = self._least  # type: ignore[misc]
+            limits.RESUME_BYTES_MIN = self._resumed  # type: ignore[misc]
 
     def _check(self, found: Any, version: Version) -> None:  # noqa: ANN401
         meant = state_of(self.saved[version.id])

@@ -60,6 +60,8 @@ class TiersMachine(RuleBasedStateMachine):
         self.opened = 1
         self._least = limits.SNAPSHOT_COMMITS_MIN
         limits.SNAPSHOT_COMMITS_MIN = 4  # type: ignore[misc]  # restored at the end
+        self._resumed = limits.RESUME_BYTES_MIN
+        limits.RESUME_BYTES_MIN = 1  # type: ignore[misc]  # restored at the end
         names = [f"tiers-{TiersMachine.count}-{place}" for place in ("hot", "cold")]
         self.hot_backend, self.cold_backend = map(MemoryBackend, names)
         self.down = Fault(calls=CALLS, at=0, times=0, error=lambda: TransientStorageError("503"))
@@ -241,6 +243,7 @@ class TiersMachine(RuleBasedStateMachine):
             assert self.cold.verify().ok
         finally:
             limits.SNAPSHOT_COMMITS_MIN = self._least  # type: ignore[misc]
+            limits.RESUME_BYTES_MIN = self._resumed  # type: ignore[misc]
 
 
 TiersMachine.TestCase.settings = settings(

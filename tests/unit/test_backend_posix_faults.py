@@ -510,3 +510,31 @@ def test_write_back_follows_the_writer(tmp_path: Path, monkeypatch: pytest.Monke
             writer.write(b"12345")
         writer.commit()
     assert seen == [(0, 10, 2), (10, 10, 2), (20, 10, 2), (0, 10, 7), (30, 10, 2), (10, 10, 7)]
+
+
+def test_what_another_left_visible_is_made_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each folder is synced once; a folder that cannot be synced is an error."""
+    backend = open_posix(str(tmp_path))
+    keys = ["packs/aa/1.pack", "packs/aa/2.pack", "packs/bb/3.pack"]
+    for key in keys:
+        backend.put(key, b"data")
+    real, synced = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    backend.make_durable(keys)
+    assert sorted(synced) == sorted(
+        (tmp_path / f"packs/{one}").stat().st_ino for one in ("aa", "bb")
+    )
+
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(StorageError, match="sync"):
+        backend.make_durable(keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -11,12 +11,19 @@ import torch
 
 import ckptstore
 from ckptstore import limits
-from ckptstore.backends.base import Backend
+from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.sealing import UserKey
-from ckptstore.config import Options
+from ckptstore.backends.wrapper import WrapperBackend
+from ckptstore.codecs.codec_table import Encoded
+from ckptstore.codecs.plane_layout import Layout
+from ckptstore.config import Options, SystemEnvironment
 from ckptstore.errors import StorageError
+from ckptstore.format.keys import pack_id
 from ckptstore.limits import KIB
+from ckptstore.objects.pack_index import read_index
+from ckptstore.objects.pack_plan import PackPlan
+from ckptstore.objects.packs import PackSink
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
 
@@ -155,6 +162,100 @@ def test_a_collection_between_look_and_commit(backends: Callable[[], MemoryBacke
         with _store(inner) as target:
             target.gc(**ZERO)
             _assert_equal(target)
+
+
+def test_a_sound_orphan_that_lies_is_not_shared(backends: Callable[[], MemoryBackend]) -> None:
+    """Index and checksums are in order, ids and lengths the right ones, the content another."""
+    from_backend, inner = backends(), backends()
+    environment = SystemEnvironment()
+    plan = PackPlan(streams=1, at_once=1, first_bytes=2**20, most_bytes=2**20)
+    looked: list[str] = []
+    reads = Fault(
+        calls=frozenset({"read_into"}),
+        times=0,
+        when=When.CALLBACK,
+        callback=lambda _call, key: looked.append(key),
+    )
+    with _store(from_backend) as source, _store(FaultyBackend(inner, reads)) as target:
+        source.run("a").save(_state(), step=1, codec="raw")
+        sink = PackSink(inner, environment, plan)
+        for info in from_backend.list("packs/"):
+            for row in read_index(from_backend, pack_id(info.key) or "", info.size_bytes):
+                size = row.stored_bytes
+                lie = Encoded(codec=0, layout=Layout.BYTES, parts=(bytes(size),), stored_bytes=size)
+                sink.append(0, lie, row.chunk_id, row.raw_bytes)
+        sink.finish()
+        (lying,) = inner.list("packs/")
+        report = source.replicate(target, check=False)
+        assert (report.resumed_bytes, len(report.copied)) == (0, 1)
+        assert looked.count(lying.key) > 3  # header, trailer, index: and content
+        _assert_equal(target)
+
+
+@pytest.mark.parametrize("codec", ["raw", "delta"])
+def test_a_collection_at_any_call(backends: Callable[[], MemoryBackend], codec: str) -> None:
+    """Whenever a collection without grace comes, the copy goes on, and all of it is there after."""
+    stranded = backends()
+    state = _state()
+    with _store(backends()) as source:
+        run = source.run("a")
+        run.save(state, step=0, codec="raw")
+        state["model"]["w"] += 0.001 * torch.randn_like(state["model"]["w"])
+        run.save(state, step=1, codec=codec)
+        faulty = FaultyBackend(stranded)
+        with _store(faulty) as broken:
+            faulty.faults.append(Fault(calls=frozenset({"writer.commit"}), at=3, times=0))
+            with pytest.raises(StorageError):
+                source.replicate(broken, refs=["a@1"])
+        objects = {one.key: stranded.get(one.key, bytes_max=2**20) for one in stranded.list("")}
+        for at in range(1, 100, 7):
+            inner = backends()
+            for key, data in objects.items():
+                inner.put(key, data)
+            fault = Fault(at=at, when=When.CALLBACK, callback=lambda *_, to=inner: _collect(to))
+            faulty = FaultyBackend(inner)
+            with _store(faulty) as target:
+                faulty.faults.append(fault)
+                assert len(source.replicate(target, refs=["a@1"]).copied) == 1
+            _collect(inner)
+            with _store(inner) as target:
+                assert torch.equal(target.load("a@1")["model"]["w"], state["model"]["w"])
+                assert not target.verify().problems
+            if not fault.hits:
+                break
+        assert at > 20
+
+
+def _collect(backend: Backend) -> None:
+    with _store(backend) as other:
+        other.gc(**ZERO)
+
+
+def test_what_is_shared_is_durable_before_the_manifest(
+    backends: Callable[[], MemoryBackend],
+) -> None:
+    """A pack may be visible, and not durable: that is made up for before anything names it."""
+    noted: list[str] = []
+
+    class Noting(WrapperBackend):
+        def make_durable(self, keys: Iterable[str]) -> None:
+            noted.extend(keys)
+
+        def put(self, key: str, data: Buffer) -> None:
+            if key.startswith("manifests/"):
+                before.append(len(noted))
+            super().put(key, data)
+
+    before: list[int] = []
+    inner = backends()
+    with _store(backends()) as source:
+        source.run("a").save(_state(), step=1, codec="raw")
+        _interrupted(source, inner)
+        left = {info.key for info in inner.list("packs/")}
+        with _store(Noting(inner)) as target:
+            assert source.replicate(target).resumed_bytes
+    assert set(noted) == left
+    assert before == [len(noted)]
 
 
 def test_a_damaged_orphan_is_copied_again(backends: Callable[[], MemoryBackend]) -> None:

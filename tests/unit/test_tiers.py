@@ -30,6 +30,7 @@ from ckptstore.errors import (
     InvalidInputError,
     NotFoundError,
     ReplicaChangedError,
+    StorageError,
     StoreNotFoundError,
     TensorNotFoundError,
     TransientStorageError,
@@ -644,6 +645,22 @@ def test_a_save_to_a_replica_is_waited_for(hot: ckptstore.Store) -> None:
     assert pending.done
     with ckptstore.open(cold.url) as again:
         assert [version.step for version in again.versions("new")] == [1]
+
+
+def test_a_replica_that_fails_at_close_keeps_nothing_open(
+    hot: ckptstore.Store, tmp_path: Path
+) -> None:
+    """A save to one replica failed, and nobody asked it: all is closed, and the failure told."""
+    hot.add_replica("two", tmp_path / "two", create=True)
+    cold, two = hot.replica("cold"), hot.replica("two")
+    shutil.rmtree(tmp_path / "cold" / "packs")
+    (tmp_path / "cold" / "packs").write_bytes(b"no folder")
+    cold.run("mine").save_async(state_of(1), step=1)
+    with pytest.raises(StorageError, match="packs"):
+        hot.close()
+    for store in (hot, cold, two):
+        with pytest.raises(InvalidInputError, match="closed"):
+            store.versions()
 
 
 def test_a_replica_that_a_store_opened_is_pickled(hot: ckptstore.Store) -> None:

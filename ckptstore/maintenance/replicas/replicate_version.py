@@ -13,6 +13,7 @@ from typing import Literal
 
 from ckptstore import limits
 from ckptstore.catalog import replica_ops
+from ckptstore.catalog.content_ops import Condemn
 from ckptstore.catalog.replica_ops import CHECKED_KEY, UNCHECKED_KEY, Arrival
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import content_digest, read_content
@@ -26,6 +27,7 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.events import ProgressCallback, silent
+from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.replicas.copy_manifest import Landed, transplant
 from ckptstore.maintenance.replicas.replication_context import Sides
 from ckptstore.maintenance.retention.remove import undelete
@@ -33,6 +35,7 @@ from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.read_back import altered
+from ckptstore.repo import Repo
 
 __all__ = ["Outcome", "bring", "take_back_deletion"]
 
@@ -65,7 +68,8 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
     """Copy a version and commit it; return what became of it.
 
     One that is damaged does not keep the others back. One that was moved meanwhile is copied from
-    where it is now, and one that was deleted is left out.
+    where it is now, and one that was deleted is left out. If a collection in the target deletes
+    packs before they are read back, they are written again.
 
     Parameters
     ----------
@@ -81,10 +85,16 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
     """
     tries = 0
 
+    def forget() -> None:
+        """Have the next try look for what this one has copied, too."""
+        if sides.orphans is not None:
+            sides.orphans.forget()
+
     def attempt(without: set[str]) -> Outcome:
         """Copy and commit, from where the version is now."""
         nonlocal version, tries
         tries += 1
+        folded = sides.target.catalog.number
         try:
             landed = _land(sides, version, near(version), without, progress)
         except ColdObjectError as error:  # of the source: the others are not held up
@@ -94,15 +104,17 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
             if now.deleted or now.level == "record":
                 return Outcome(fate="deleted in the source")
             moved = now.manifest_digest != version.manifest_digest
-            if not moved or tries >= limits.CONDEMNED_TRIES_MAX:
+            if tries >= limits.CONDEMNED_TRIES_MAX or not (
+                moved or _has_collected(sides.target, folded)
+            ):
                 return Outcome(fate="failed", error=error)
             version = now
+            forget()
             return attempt(without)
         try:
             fate = _commit(sides, version, landed)
         except CondemnedError:
-            if sides.orphans is not None:
-                sides.orphans.forget()  # what this try has copied is there as well
+            forget()
             raise
         return Outcome(
             fate=fate,
@@ -112,6 +124,12 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
         )
 
     return commit_retrying(attempt)
+
+
+def _has_collected(target: Repo, folded: int) -> bool:
+    """Return whether a commit after one has condemned objects, such as packs of a copy at work."""
+    later = target.log.commits(folded + 1)
+    return any(isinstance(op, Condemn) for commit in later for op in commit.body.ops)
 
 
 def take_back_deletion(sides: Sides, version: Version) -> bool:
@@ -178,7 +196,10 @@ def _land(
 
 
 def _read_resumed(sides: Sides, landed: Landed) -> None:
-    """Read what an interrupted copy had written to the target, and what refers to it."""
+    """Read what an interrupted copy had written to the target, and what refers to it.
+
+    Whoever wrote it may have stopped when it was visible, and not durable yet.
+    """
     table, old = landed.manifest.pieces, landed.resumed_packs
 
     def is_old(row: int | None) -> bool:
@@ -186,6 +207,7 @@ def _read_resumed(sides: Sides, landed: Landed) -> None:
 
     if old:
         _read(sides, landed, lambda row: is_old(row) or is_old(table.base_of(row)))
+        sides.target.backend.make_durable(map(pack_key, old))
 
 
 def _read_deltas(sides: Sides, landed: Landed) -> None:
