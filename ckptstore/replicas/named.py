@@ -129,7 +129,10 @@ class Replicas:
         except (VersionNotFoundError, IntegrityError) as error:
             if not fall_through:
                 raise
-            return self._instead(version, error).content()
+            asked = self._instead(version, error)
+            if asked is None:
+                raise
+            return asked.content()
         if not (self._repo.log.catalog.replicas and fall_through):
             return content
         return replace(content, read=partial(self._read, version))
@@ -143,6 +146,8 @@ class Replicas:
             self._repo.manifests.load(version)
         except (VersionNotFoundError, IntegrityError) as error:
             asked = self._instead(version, error)
+            if asked is None:
+                raise
         else:
             return work(None)
         for found in asked.candidates():
@@ -153,19 +158,22 @@ class Replicas:
                 asked.note(found.tier, failure)
         raise asked.failure(asked.why)
 
-    def _instead(self, version: Version, error: CkptStoreError) -> FallThrough:
-        """Return what to turn to for a version whose content is not here; raise if no replica is.
+    def _instead(self, version: Version, error: CkptStoreError) -> FallThrough | None:
+        """Return the replicas to ask for a version whose content is not here; None without any.
+
+        The caller then raises `error` itself: a frame that raises its own argument is in a circle
+        with it, which keeps the memory of a large manifest that was refused.
 
         Raises
         ------
         CkptStoreError
-            `error`; its hint then says which other stores have the version.
+            `error` with a hint that names the other stores that have the version.
         """
         if self._repo.log.catalog.replicas:
             damage = error.message if isinstance(error, IntegrityError) else ""
             return self._fall_through(version, error, told=damage)
         if not version.replicas:
-            raise error
+            return None
         raise _elsewhere(error, version) from error
 
     def whole(self, version: Version, error: CkptStoreError) -> Content:

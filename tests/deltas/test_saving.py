@@ -231,7 +231,7 @@ def test_no_base_is_read_that_is_in_memory(backends: Backends) -> None:
     assert size > 0
 
 
-@pytest.mark.parametrize("options", [{}, {"base_bytes": 0}])
+@pytest.mark.parametrize("options", [{"workers": 1}, {"workers": 1, "base_bytes": 0}])
 def test_a_base_is_read_once(backends: Backends, options: dict[str, int]) -> None:
     """In a new process each is read once; of what does not become a delta, two of a kind."""
     calls, size, needed = read_bytes(backends, reopen=True, **options)

@@ -148,7 +148,7 @@ class Survey:
         try:
             return read_content(self.repo.manifests.read(version))
         except (IntegrityError, FormatError) as error:
-            return error
+            return error.with_traceback(None)  # whose frames hold the manifest
 
     def conclude(
         self, version: Version, loaded: Loaded, *, sound: bool, counted_bytes: int
