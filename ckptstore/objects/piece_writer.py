@@ -279,6 +279,7 @@ class _PieceWrite:
             self.spent.append(spent)
 
         def run(job: PieceJob) -> None:
+            """Write the pieces of one job."""
             nonlocal shared
             if job.small:
                 self._small_pieces(turn, job, buffer, sink, spent)

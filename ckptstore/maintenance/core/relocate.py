@@ -79,7 +79,7 @@ def relocating(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
     Raises
     ------
     CommitConflictError, CondemnedError, PolicyError
-        As :func:`ckptstore.catalog.lifecycle_changes.relocate`.
+        As :func:`ckptstore.catalog.content_ops.relocate`.
     """
     replaced = [catalog.version(move.version).manifest_key for move in moves]
     return [

@@ -121,6 +121,7 @@ def _indexes(
     """Yield packs with their indexes, given their sizes or 0; empty where one cannot be read."""
 
     def one(item: tuple[str, int]) -> tuple[str, list[IndexRow]]:
+        """Read one index."""
         pack, size = item
         try:
             size = size or backend.stat(pack_key(pack)).size_bytes
