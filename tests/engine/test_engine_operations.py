@@ -24,6 +24,7 @@ from ckptstore.errors import InvalidInputError, WorkerDiedError
 from ckptstore.events import Progress
 from ckptstore.maintenance.check import verify_tasks
 from ckptstore.maintenance.check.verify import VerifyReport
+from ckptstore.maintenance.check.verify_state import VerifyState
 from ckptstore.objects import copy_tasks
 from ckptstore.repo import create_on
 
@@ -122,6 +123,27 @@ def test_reports_are_the_same_in_any_engine(
                 assert done == sorted(done)
         refs = ["gpt@1", "gpt@3"]
         assert same(store.verify(refs, executor=spec(name))) == same(store.verify(refs))
+
+
+def test_rows_are_told_when_all_their_tasks_are_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A result that comes before the next task is planned does not end the batch of both."""
+    monkeypatch.setattr(limits, "VERIFY_TASK_BYTES", 1)  # a task for each chunk
+    monkeypatch.setattr(limits, "ENGINE_AHEAD", 1)  # planned when the one before is done
+    told: list[tuple[int, set[int]]] = []
+    real = VerifyState.told
+
+    def listen(state: VerifyState, version: Any, rows: range, wrong: Any) -> None:  # noqa: ANN401
+        told.append((len(rows), set(wrong)))
+        real(state, version, rows, wrong)
+
+    monkeypatch.setattr(VerifyState, "told", listen)
+    with filled(tmp_path / "s", steps=1) as store, ThreadPoolExecutor(1) as pool:
+        pieces = len(store.repo.manifests.read(store.versions()[0]).pieces)
+        assert store.verify(executor=pool, workers=1, resume=tmp_path / "state").ok
+    assert told == [(pieces, set()), (1, set())]  # the chunks, and the tensor that follows from them
+    assert pieces > 2
 
 
 def test_what_is_recorded_is_the_same(tmp_path: Path) -> None:

@@ -271,8 +271,9 @@ class _Scan:
                 continue
             batch = _Batch(rows=rows, keys=keys)
             stage.batches.append(batch)
-            for cut in cut_rows(table, np.array(chosen, np.int64), self._task_bytes):
-                batch.left += 1
+            cuts = list(cut_rows(table, np.array(chosen, np.int64), self._task_bytes))
+            batch.left = len(cuts)  # before the first is sent: its result may come before the next
+            for cut in cuts:
                 task = dataclasses.replace(self._task(), table=table.take(cut), count=len(cut))
                 size = int(table.raw[cut].sum(dtype=np.uint64))
                 found = [keys[row] for row in cut.tolist()]
