@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from ckptstore.backends.base import Buffer, ObjectWriter
 
-__all__ = ["Body", "BufferedWriter"]
-
 
 class Body(io.BytesIO):
     """Bytes to send, which an HTTP library may read but not close: they may be sent again."""

@@ -14,16 +14,6 @@ from typing import Any, Final, Literal, Protocol, TypeAlias
 from ckptstore.backends.storage_classes import check_class, class_named
 from ckptstore.errors import InvalidInputError
 
-__all__ = [
-    "CLASSED_PREFIX",
-    "Access",
-    "ColdStorage",
-    "ObjectState",
-    "check_pack_class",
-    "cold_storage",
-    "is_classed",
-]
-
 CLASSED_PREFIX: Final = "packs/"
 """Prefix of the only keys whose objects may be in a class other than the standard one."""
 

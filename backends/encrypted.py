@@ -28,8 +28,6 @@ from ckptstore.errors import CorruptObjectError, ObjectExistsError
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.segments import HEADER_BYTES, SALT_BYTES, TAG_BYTES, SegmentLayout
 
-__all__ = ["EncryptedBackend"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Head:

@@ -10,8 +10,6 @@ from ckptstore.backends.base import Buffer, ObjectWriter
 from ckptstore.backends.sealing import Sealer
 from ckptstore.errors import InvalidInputError, StorageError
 
-__all__ = ["EncryptedWriter"]
-
 
 class EncryptedWriter(ObjectWriter):
     """Seals segments as they become full, and passes them on a few at a time.

@@ -49,8 +49,6 @@ from ckptstore.errors import (
 )
 from ckptstore.limits import MIB
 
-__all__ = ["FsspecBackend", "open_fsspec"]
-
 T = TypeVar("T")
 Foreign = Any
 """A value of fsspec, which ships no types."""

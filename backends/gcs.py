@@ -48,8 +48,6 @@ from ckptstore.errors import (
 )
 from ckptstore.limits import MIB
 
-__all__ = ["GcsBackend", "open_gcs"]
-
 Foreign = Any
 """A value of gcsfs or aiohttp's session, which ship no types for it."""
 

@@ -15,8 +15,6 @@ from ckptstore.backends.object_url import BucketLocation
 from ckptstore.backends.storage_classes import STANDARD
 from ckptstore.errors import StorageError
 
-__all__ = ["GcsColdStorage"]
-
 _CLASSES: Final = (STANDARD, "NEARLINE", "COLDLINE", "ARCHIVE")
 
 

@@ -16,8 +16,6 @@ from ckptstore.errors import (
     UnsafeBackendError,
 )
 
-__all__ = ["error_for_answer", "error_for_silence"]
-
 # Refused before the server did any work: busy, or too many requests.
 _BUSY = frozenset({429, 503})
 # The server or a proxy before it failed, perhaps in the middle of the work.

@@ -31,8 +31,6 @@ from ckptstore.backends.sealing import KEY_BYTES, UserKey
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import EncryptionKeyError
 
-__all__ = ["KEY_HINT", "KeyInput", "hidden", "is_key_spec", "make_key_file", "read_key"]
-
 _log = logging.getLogger("ckptstore")
 
 KeyInput: TypeAlias = "str | bytes | UserKey"

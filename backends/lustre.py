@@ -7,8 +7,6 @@ import subprocess
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["stripe_folder"]
-
 _PATIENCE_S: Final = 10.0
 
 

@@ -27,8 +27,6 @@ from ckptstore.errors import (
 )
 from ckptstore.limits import MIB
 
-__all__ = ["MemoryBackend", "open_memory"]
-
 CAPABILITIES = Capabilities(
     put_if_absent=PutIfAbsent.ATOMIC,
     pack_bytes=64 * MIB,

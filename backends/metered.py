@@ -12,8 +12,6 @@ from ckptstore.backends.scatter import wanted_bytes
 from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter, bytes_of
 from ckptstore.config import SYSTEM, Environment
 
-__all__ = ["Meter", "MeteredBackend"]
-
 T = TypeVar("T")
 
 

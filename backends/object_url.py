@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from ckptstore.backends.base import check_key
 from ckptstore.errors import InvalidKeyError, InvalidUrlError
 
-__all__ = ["BucketLocation", "parse_bucket_url"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLocation:

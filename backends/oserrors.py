@@ -14,8 +14,6 @@ from ckptstore.errors import (
     TransientStorageError,
 )
 
-__all__ = ["ABSENT", "translate"]
-
 ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """There is no such object: no name, a parent that is a file, or a symbolic link."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

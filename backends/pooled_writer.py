@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from ckptstore.backends.base import Buffer, ObjectWriter
 
-__all__ = ["BufferPool", "Memory", "PooledWriter"]
-
 
 @dataclass(slots=True)
 class Memory:

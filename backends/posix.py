@@ -45,8 +45,6 @@ from ckptstore.errors import (
     TransientStorageError,
 )
 
-__all__ = ["PosixBackend", "open_posix"]
-
 T = TypeVar("T")
 
 # O_NONBLOCK: a named pipe in a hostile store must not hang its reader; files ignore it.

@@ -12,8 +12,6 @@ from ckptstore.backends.base import Leftovers, check_key
 from ckptstore.backends.oserrors import ABSENT, translate
 from ckptstore.errors import InvalidKeyError
 
-__all__ = ["remove_temp_files"]
-
 _TEMP: Final = re.compile(r"\.tmp-[0-9a-f]{32}\Z")  # as posix_publish.TempFile names them
 # Other files below the root of a store are not ckptstore's.
 _FOLDERS: Final = ("commits", "snapshots", "manifests", "packs", "probe")

@@ -23,8 +23,6 @@ from ckptstore.errors import (
     UnsafeBackendError,
 )
 
-__all__ = ["Folders", "TempFile", "drop_cache", "publish", "sync_folder"]
-
 # Answers of file systems without hard links to link(): link(2), and FUSE's ENOSYS.
 _NO_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

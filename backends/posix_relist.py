@@ -17,8 +17,6 @@ from contextlib import suppress
 
 from ckptstore.backends.oserrors import ABSENT
 
-__all__ = ["forget_listing", "is_listed"]
-
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 

@@ -9,8 +9,6 @@ from ckptstore.backends.base import Capabilities, PutIfAbsent
 from ckptstore.backends.mounts import Mount
 from ckptstore.limits import KIB, MIB
 
-__all__ = ["SETTINGS", "PosixSettings", "settings_for"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PosixSettings:

@@ -21,8 +21,6 @@ from ckptstore.backends.oserrors import translate
 from ckptstore.backends.posix_publish import TempFile, drop_cache, publish
 from ckptstore.errors import StorageError, TransientStorageError
 
-__all__ = ["PosixWriter"]
-
 _IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 # Flags of sync_file_range(2), from linux/fs.h.
 _WAIT_BEFORE: Final = 1

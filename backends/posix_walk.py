@@ -12,8 +12,6 @@ from ckptstore.backends.oserrors import ABSENT, translate
 from ckptstore.backends.posix_relist import forget_listing, is_listed
 from ckptstore.errors import InvalidKeyError
 
-__all__ = ["walk"]
-
 
 def walk(root: str, prefix: str, after: str, *, relist: bool = False) -> Iterator[ObjectInfo]:
     """Yield the objects under `root` whose key begins with `prefix` and sorts after `after`.

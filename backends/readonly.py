@@ -10,8 +10,6 @@ from ckptstore.backends.cold import ColdStorage, ObjectState
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import ReadOnlyError
 
-__all__ = ["ReadOnlyBackend"]
-
 
 class ReadOnlyBackend(WrapperBackend):
     """Passes reads on; raises ``ReadOnlyError`` for writes, before the storage sees them."""

@@ -18,8 +18,6 @@ from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import InvalidUrlError, MissingDependencyError
 
-__all__ = ["ENTRY_POINTS", "FACTORIES", "kind_of", "open_backend", "scheme_of"]
-
 Factory = Callable[..., Backend]
 """``factory(url, **storage_options)``; raises InvalidUrlError or StorageError."""
 

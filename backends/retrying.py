@@ -12,8 +12,6 @@ from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import TransientStorageError
 
-__all__ = ["Retries", "RetryingBackend"]
-
 T = TypeVar("T")
 
 

@@ -42,8 +42,6 @@ from ckptstore.errors import (
 )
 from ckptstore.limits import MIB
 
-__all__ = ["S3Backend", "open_s3"]
-
 T = TypeVar("T")
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-__all__ = ["Accept", "Foreign", "Request", "S3Calls"]
-
 Foreign = Any
 """A value of a client library, which ship no types."""
 Request = dict[str, Any]

@@ -27,8 +27,6 @@ from ckptstore.errors import (
     TransientStorageError,
 )
 
-__all__ = ["S3ColdStorage"]
-
 T = TypeVar("T")
 
 _CLASSES: Final = (

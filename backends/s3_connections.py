@@ -18,8 +18,6 @@ from botocore.awsrequest import (
     AWSHTTPSConnectionPool,
 )
 
-__all__ = ["acknowledge_at_once"]
-
 _QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 
 

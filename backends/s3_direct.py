@@ -28,8 +28,6 @@ from ckptstore.backends.s3_calls import Accept, Foreign, Request
 from ckptstore.backends.s3_connections import acknowledge_at_once
 from ckptstore.backends.s3_settings import Settings
 
-__all__ = ["DirectCalls", "DirectFactory"]
-
 
 class DirectCalls:
     """Calls of a botocore client. It has no thread and no loop, so that a fork is safe.

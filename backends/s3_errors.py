@@ -19,8 +19,6 @@ from ckptstore.errors import (
     TransientStorageError,
 )
 
-__all__ = ["code_of", "translate"]
-
 _NO_CREDENTIALS: Final = (
     boto.NoCredentialsError,
     boto.PartialCredentialsError,

@@ -16,8 +16,6 @@ from ckptstore.backends.s3_calls import Accept, Foreign, Request
 from ckptstore.backends.s3_settings import base_config
 from ckptstore.backends.scatter import Scatter
 
-__all__ = ["S3fsCalls", "S3fsFactory"]
-
 
 class S3fsCalls:
     """Plain calls of the S3 API by an ``S3FileSystem``.

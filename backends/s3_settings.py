@@ -11,8 +11,6 @@ from fsspec.config import apply_config
 
 from ckptstore import limits
 
-__all__ = ["Settings", "base_config", "read_settings"]
-
 # s3fs's options for files, listings and transfers, which are not used here.
 _WITHOUT_EFFECT: Final = frozenset(
     {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["Scatter", "wanted_bytes"]
-
 
 def wanted_bytes(buffers: Sequence[memoryview]) -> int:
     """Return the number of bytes that `buffers` hold."""

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from ckptstore.backends.base import Buffer
 
-__all__ = ["KEY_BYTES", "DataKey", "Sealer", "UserKey", "salt_of", "unwrap", "wrap"]
-
 KEY_BYTES: Final = 32
 _SEAL_BYTES: Final = 32
 

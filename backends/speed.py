@@ -11,8 +11,6 @@ from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 
-__all__ = ["Speed", "measure"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:

@@ -9,8 +9,6 @@ from ckptstore.backends.base import Backend, Buffer, ObjectInfo, ObjectWriter
 from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
 from ckptstore.errors import OperationCancelledError
 
-__all__ = ["StoppableBackend"]
-
 
 class StoppableBackend(WrapperBackend):
     """Passes calls on until it is stopped; then each raises OperationCancelledError.

@@ -15,8 +15,6 @@ from typing import Final
 from ckptstore.errors import InvalidInputError
 from ckptstore.limits import KIB
 
-__all__ = ["CLASSES", "STANDARD", "TIERING", "StorageClass", "check_class", "class_named"]
-
 STANDARD: Final = "STANDARD"
 """Class of every object that was not moved; S3, GCS and Ceph share the name."""
 

@@ -11,8 +11,6 @@ from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter, bytes_of
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import InvalidInputError
 
-__all__ = ["ThrottledBackend"]
-
 
 class ThrottledBackend(WrapperBackend):
     """Shares a bandwidth among all threads, both directions together.

@@ -17,8 +17,6 @@ from ckptstore.backends.base import (
 if TYPE_CHECKING:
     from ckptstore.backends.cold import ColdStorage
 
-__all__ = ["WrapperBackend", "WrapperWriter", "bytes_of"]
-
 
 def bytes_of(data: Buffer | Sequence[Buffer]) -> int:
     """Return the number of bytes in a call to ``ObjectWriter.write``."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-__all__ = ["cut", "piece_bytes"]
-
 
 def piece_bytes(row_bytes: int, item_bytes: int, target_bytes: int) -> int:
     """Return the length of every piece of a tensor but the last, in bytes.

@@ -9,8 +9,6 @@ from ckptstore import limits
 from ckptstore.errors import CondemnedError
 from ckptstore.format.keys import pack_id
 
-__all__ = ["commit_retrying"]
-
 T = TypeVar("T")
 
 

@@ -16,21 +16,6 @@ from typing import Final, Literal, Protocol, get_args
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError
 
-__all__ = [
-    "CODEC_CHOICES",
-    "ENGINES",
-    "SYSTEM",
-    "CodecChoice",
-    "Environment",
-    "Options",
-    "SystemEnvironment",
-    "check_choice",
-    "memory_bytes",
-    "workers_default",
-    "writer_identity",
-]
-
-
 ENGINES: Final = ("auto", "process", "thread")
 """Engines that write background saves."""
 

@@ -13,18 +13,6 @@ from typing import Final
 import xxhash
 from blake3 import blake3
 
-__all__ = [
-    "DIGEST_BYTES",
-    "DIGEST_HEX_CHARS",
-    "Hasher",
-    "PieceChecksums",
-    "blake3_digest",
-    "blake3_hex",
-    "blake3_of",
-    "xxh3_64",
-    "xxh3_64_of",
-]
-
 Buffer = bytes | bytearray | memoryview
 
 DIGEST_BYTES: Final = 32

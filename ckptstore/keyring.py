@@ -47,23 +47,6 @@ from ckptstore.format.encryption import (
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY, key_record_key, key_record_number
 from ckptstore.format.superblock import Superblock
 
-__all__ = [
-    "MEND_HINT",
-    "Rotation",
-    "check_written",
-    "create_keys",
-    "delete_records",
-    "has_keys",
-    "missing_key",
-    "newest_record",
-    "open_keys",
-    "put_record",
-    "read_record",
-    "record_numbers",
-    "rotate",
-    "unlocked",
-]
-
 MEND_HINT: Final = "ckptstore key mend --key SPEC removes records that your key does not confirm"
 
 

@@ -19,8 +19,6 @@ from ckptstore.hashing import blake3_hex
 from ckptstore.model import Version
 from ckptstore.objects.deltas import Keyframes
 
-__all__ = ["Manifests", "read_manifest", "relied_on"]
-
 # Manifests kept in memory. Source: a run needs its head (to share with) and what it loads; one of
 # 1 TB takes some 16 MB.
 _KEPT = 4

@@ -7,18 +7,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-__all__ = [
-    "Receipt",
-    "ReceiptState",
-    "Ref",
-    "RefKind",
-    "ReplicaInfo",
-    "RoleBytes",
-    "RunInfo",
-    "Version",
-    "auto_choice",
-]
-
 RefKind = Literal["latest", "step", "best", "tag", "back", "id", "valid"]
 ReceiptState = Literal[
     "waiting", "staged", "durable", "replicated", "verified", "failed", "cancelled", "skipped"

@@ -46,18 +46,6 @@ from ckptstore.superblocks import read_superblock, remains, write_encrypted, wri
 if TYPE_CHECKING:
     from ckptstore.manifests import Manifests
 
-__all__ = [
-    "Finding",
-    "Prober",
-    "Repo",
-    "create_on",
-    "create_repo",
-    "open_on",
-    "open_repo",
-    "probe_backend",
-    "unsafe",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:

@@ -26,14 +26,6 @@ from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY, key_record_key
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
 from ckptstore.keyring import create_keys
 
-__all__ = [
-    "encrypted_superblock",
-    "read_superblock",
-    "remains",
-    "write_encrypted",
-    "write_superblock",
-]
-
 
 def read_superblock(backend: Backend) -> Superblock | None:
     """Return the superblock, or None if there is none.

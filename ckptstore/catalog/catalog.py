@@ -33,8 +33,6 @@ from ckptstore.format.snapshot import (
 )
 from ckptstore.model import ReplicaInfo, RunInfo, Version
 
-__all__ = ["Catalog"]
-
 
 class Catalog:
     """What the commits 1 to ``number`` amount to."""

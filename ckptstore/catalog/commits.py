@@ -39,8 +39,6 @@ from ckptstore.format.fields import Id
 from ckptstore.format.framing import decode_envelope, encode_envelope
 from ckptstore.format.keys import commit_key
 
-__all__ = ["OPS", "Body", "Commit", "decode_commit", "encode_commit"]
-
 MAGIC: Final = "ckptstore-commit"
 FORMAT: Final = 1
 

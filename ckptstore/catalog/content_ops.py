@@ -41,21 +41,6 @@ from ckptstore.format.snapshot import (
 )
 from ckptstore.model import RoleBytes
 
-__all__ = [
-    "Condemn",
-    "Move",
-    "Quarantine",
-    "Relocate",
-    "Swept",
-    "Verified",
-    "check_kept",
-    "condemn",
-    "quarantine",
-    "relocate",
-    "swept",
-    "verified",
-]
-
 ObjectKey = Annotated[
     str,
     msgspec.Meta(

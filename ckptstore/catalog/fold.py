@@ -15,8 +15,6 @@ from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.state import Fold
 from ckptstore.errors import CkptStoreError, CorruptObjectError, IntegrityError
 
-__all__ = ["extended"]
-
 
 def extended(catalog: Catalog, commits: Sequence[Commit]) -> tuple[Catalog, CkptStoreError | None]:
     """Fold `commits` onto a catalog, which stays as it is.

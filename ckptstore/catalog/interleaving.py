@@ -15,8 +15,6 @@ from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.run_ops import Save
 from ckptstore.errors import CkptStoreError
 
-__all__ = ["Interleaving"]
-
 _log = logging.getLogger("ckptstore")
 
 

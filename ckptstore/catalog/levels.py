@@ -6,17 +6,6 @@ from typing import Final, Literal
 
 from ckptstore.format.snapshot import RECORD_ONLY, WEIGHTS_ONLY, VersionRow
 
-__all__ = [
-    "LEVELS",
-    "LEVEL_FLAGS",
-    "Level",
-    "LowerLevel",
-    "Part",
-    "level_by",
-    "level_of",
-    "parts_of_level",
-]
-
 Level = Literal["full", "weights", "weights-bf16", "weights-int8", "record"]
 """How much of a version is kept: everything; the tensors of role ``weights``, as they were saved or
 in fewer bits; its record only."""

@@ -32,22 +32,6 @@ from ckptstore.format.names import (
 from ckptstore.format.snapshot import ABANDONED, DELETED, PINNED, RECORD_ONLY, decode_details
 from ckptstore.model import RoleBytes
 
-__all__ = [
-    "HINT_REDUCED",
-    "Delete",
-    "Fork",
-    "Ids",
-    "Rollback",
-    "SetPolicy",
-    "Undelete",
-    "delete",
-    "fork",
-    "parts",
-    "rollback",
-    "set_policy",
-    "undelete",
-]
-
 T = TypeVar("T")
 
 Ids = Annotated[Sequence[Id], msgspec.Meta(min_length=1, max_length=limits.VERSIONS_PER_OP_MAX)]

@@ -44,8 +44,6 @@ from ckptstore.errors import (
     UnsupportedFeatureError,
 )
 
-__all__ = ["Build", "Log"]
-
 Build = Callable[[Catalog], Sequence[Op]]
 """Makes the operations of a commit from the catalog that it will follow. Called again for every
 number that is tried; raises when a precondition does not hold; has no effect of its own."""

@@ -15,8 +15,6 @@ from ckptstore.errors import InvalidInputError, LimitError
 from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
 
-__all__ = ["best", "check_directions", "check_metrics", "ranked"]
-
 V = TypeVar("V")
 
 

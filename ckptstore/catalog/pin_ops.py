@@ -24,8 +24,6 @@ from ckptstore.format.fields import Id
 from ckptstore.format.snapshot import DELETED, PINNED, VersionRow, decode_details
 from ckptstore.model import Version
 
-__all__ = ["Pin", "Unpin", "pin", "pin_for", "pinned_error", "pinned_text", "unpin", "unpin_for"]
-
 _SHOWN: Final = 8
 
 

@@ -24,8 +24,6 @@ from ckptstore.errors import (
 )
 from ckptstore.format.keys import COMMITS_PREFIX, commit_key, commit_number
 
-__all__ = ["LogReader", "wait_until"]
-
 
 class LogReader:
     """Access to the commits of one store. Any thread may call what does not say otherwise."""

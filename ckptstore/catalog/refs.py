@@ -32,8 +32,6 @@ from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name, check_run_name, check_tag
 from ckptstore.model import Ref, Version
 
-__all__ = ["ID_PREFIX_CHARS_MIN", "parse_ref", "resolve"]
-
 ID_PREFIX_CHARS_MIN: Final = 4
 """Shortest beginning of an id. Source: of 100 versions two share three digits in 70% of stores."""
 

@@ -45,24 +45,6 @@ from ckptstore.format.snapshot import (
 )
 from ckptstore.model import RoleBytes, Version
 
-__all__ = [
-    "CHECKED_KEY",
-    "UNCHECKED_KEY",
-    "Arrival",
-    "Replicate",
-    "Replicated",
-    "arrive",
-    "check_line",
-    "fitting",
-    "follow",
-    "had_content",
-    "has_less",
-    "keeps_head",
-    "lineage",
-    "replicated",
-    "unfit",
-]
-
 CHECKED_KEY: Final = "read_back_s"
 """In the receipt of a version that came: how long it took to read it back, before it was shown."""
 UNCHECKED_KEY: Final = "not_read_back"

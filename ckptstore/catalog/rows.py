@@ -22,8 +22,6 @@ from ckptstore.format.snapshot import (
 )
 from ckptstore.model import RoleBytes, RunInfo, Version
 
-__all__ = ["build_run", "build_version", "pins_of", "tags_by_version"]
-
 
 def build_run(run: RunState, rows: Mapping[str, VersionRow]) -> RunInfo:
     """Return a run as users see it.

@@ -53,28 +53,6 @@ from ckptstore.format.names import (
 from ckptstore.format.snapshot import Details, VersionRow, decode_metrics, encode_metrics
 from ckptstore.model import RoleBytes, Version
 
-__all__ = [
-    "Annotate",
-    "CreateRun",
-    "Declare",
-    "IdOrEmpty",
-    "Save",
-    "Tag",
-    "Untag",
-    "annotate",
-    "check_not_condemned",
-    "check_of_version",
-    "ensure_run",
-    "pack_details",
-    "pack_roles",
-    "save",
-    "settle_metrics",
-    "sizes",
-    "tag",
-    "there",
-    "untag",
-]
-
 IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 
 

@@ -21,8 +21,6 @@ from ckptstore.format.names import (
 from ckptstore.format.snapshot import RunRow, SnapshotBody, VersionRow
 from ckptstore.model import ReplicaInfo
 
-__all__ = ["snapshot_of", "state_of"]
-
 _HEX: Final = re.compile(r"[0-9a-f]*")
 _ID_CHARS: Final = 32
 

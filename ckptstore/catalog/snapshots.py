@@ -20,16 +20,6 @@ from ckptstore.errors import CkptStoreError, CorruptObjectError, ObjectExistsErr
 from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_key, snapshot_number
 from ckptstore.format.snapshot import decode_snapshot, encode_snapshot
 
-__all__ = [
-    "due",
-    "newest_number",
-    "period",
-    "read_newest_first",
-    "read_one",
-    "warn_unconfirmed",
-    "write",
-]
-
 _log = logging.getLogger("ckptstore")
 
 

@@ -18,8 +18,6 @@ from ckptstore.format.keys import commit_key
 from ckptstore.format.snapshot import VersionRow
 from ckptstore.model import ReplicaInfo
 
-__all__ = ["EMPTY", "Fold", "Op", "RunState", "State"]
-
 
 @dataclass(slots=True, kw_only=True)
 class RunState:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-__all__ = ["did_you_mean"]
-
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """Return a hint that names what `text` may have been meant to be, or what there is."""

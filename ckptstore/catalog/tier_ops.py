@@ -18,8 +18,6 @@ from ckptstore.format.fields import Id
 from ckptstore.format.names import check_replica_name, check_replica_url
 from ckptstore.model import ReplicaInfo
 
-__all__ = ["NameReplica", "UnnameReplica", "find_replica", "name_replica", "unname_replica"]
-
 
 class NameReplica(Op, frozen=True, kw_only=True, tag="name-replica"):
     """Another store has a name from now on; if it had it before, it is reached elsewhere now."""

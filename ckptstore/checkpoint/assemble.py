@@ -28,8 +28,6 @@ from ckptstore.format.roles import RoleRules
 from ckptstore.format.skeleton import Node
 from ckptstore.objects.piece_writer import Written
 
-__all__ = ["RankPart", "ShardInfo", "ValueInfo", "assemble"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from ckptstore.errors import ColdObjectError
 from ckptstore.format.paths import Pattern
 
-__all__ = ["naming_cold", "thaw_command"]
-
 _ID_CHARS = 12
 """Of an id in a command: two versions of one store that have them in common are not met."""
 

@@ -23,8 +23,6 @@ from ckptstore.model import Version
 from ckptstore.objects.piece_writer import Written
 from ckptstore.repo import Repo
 
-__all__ = ["commit_parts"]
-
 
 def commit_parts(
     repo: Repo,

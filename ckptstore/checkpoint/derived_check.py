@@ -25,8 +25,6 @@ from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest
 from ckptstore.objects.sources import Source
 
-__all__ = ["KnownCasts", "Proved", "prove"]
-
 # Elements that are converted at once. Source: with smaller steps two threads hold each other up
 # more than they help (docs/design/0015-pipeline.md).
 _STEP: Final = 1 << 18

@@ -26,8 +26,6 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
 
-__all__ = ["DerivedDecode", "follows"]
-
 # Bytes that are made again at once. Source: stay in cache; whole elements of any type.
 _AGAIN_BYTES: Final = 1 << 20
 

@@ -53,8 +53,6 @@ from ckptstore.format.names import encode_metadata
 from ckptstore.format.recipes import Recipe
 from ckptstore.objects.sources import Payload, Source
 
-__all__ = ["Draft", "LosslessFallback", "encode_draft", "listing"]
-
 _log = logging.getLogger("ckptstore")
 T = TypeVar("T")
 _METADATA_KEY: Final = "kept_lossless"

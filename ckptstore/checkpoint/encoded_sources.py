@@ -21,21 +21,6 @@ from ckptstore.errors import TornStateError
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.objects.sources import Payload, PieceSource, Source
 
-__all__ = [
-    "NOTHING",
-    "Checked",
-    "Codes",
-    "CopiedPayload",
-    "Elements",
-    "Guarded",
-    "Scales",
-    "grid_of",
-    "is_guarded",
-    "parts_of",
-    "torn",
-    "with_payload",
-]
-
 Raw: TypeAlias = "npt.NDArray[Any]"
 
 

@@ -16,8 +16,6 @@ from ckptstore.encodings.measuring import Difference, ValueRange
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
 from ckptstore.objects.sources import Source
 
-__all__ = ["Measured", "TensorFacts", "look", "measure"]
-
 # Elements that are looked at together. Source: as the step of the encodings, in cache.
 _STEP: Final = 1 << 16
 

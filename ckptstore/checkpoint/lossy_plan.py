@@ -16,18 +16,6 @@ from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.recipes import Recipe
 from ckptstore.objects.sources import PieceSource, Source
 
-__all__ = [
-    "Key",
-    "divides",
-    "exceeded",
-    "form_key",
-    "hidden_records",
-    "known_forms",
-    "over",
-    "recipe_of",
-    "shells",
-]
-
 Key: TypeAlias = "tuple[bytes, str, tuple[int, ...], tuple[int, ...] | None, str, str, int, str]"
 """What was given, what it is, and the form."""
 

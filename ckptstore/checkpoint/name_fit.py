@@ -8,8 +8,6 @@ from collections.abc import Iterable, Mapping
 from ckptstore.format.paths import path_text
 from ckptstore.format.skeleton import Leaf
 
-__all__ = ["fitting_rename"]
-
 _CANDIDATES_MAX = 8
 """Renamings that are tried. Source: copies of one model in a state, such as averaged weights."""
 

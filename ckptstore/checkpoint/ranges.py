@@ -32,8 +32,6 @@ from ckptstore.hashing import Hasher
 from ckptstore.objects.piece_reader import read_pieces
 from ckptstore.objects.plan import Want
 
-__all__ = ["Range", "check_made", "piece_ends", "read_ranges"]
-
 _SCALE_BYTES = 4
 
 

@@ -26,8 +26,6 @@ from ckptstore.format.blocks import Block, boxes_of_range
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import TensorRecord
 
-__all__ = ["Region", "read_regions"]
-
 Elements = npt.NDArray[np.void]
 
 

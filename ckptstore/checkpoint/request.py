@@ -19,8 +19,6 @@ from ckptstore.format.keys import manifest_key
 from ckptstore.format.names import check_listed, encode_metadata
 from ckptstore.model import RoleBytes
 
-__all__ = ["NOWHERE", "WriteRequest", "check_wishes", "save_ops"]
-
 NOWHERE: Final = ManifestPointer(key=manifest_key("0" * 32), stored_bytes=0, digest="0" * 64)
 """Where no manifest lies: for the trial that refuses bad names before a byte is written."""
 

@@ -12,8 +12,6 @@ from ckptstore.format.manifest import TensorRecord
 from ckptstore.model import RoleBytes
 from ckptstore.objects.piece_writer import Written
 
-__all__ = ["role_bytes"]
-
 
 def role_bytes(
     records: Sequence[TensorRecord],

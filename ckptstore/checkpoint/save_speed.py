@@ -7,8 +7,6 @@ from ckptstore.objects.auto_codec import SpeedSample
 from ckptstore.objects.piece_writer import Written
 from ckptstore.repo import Repo
 
-__all__ = ["choose", "learn"]
-
 
 def choose(repo: Repo, codec: str, *, workers: int) -> tuple[CodecChoice, dict[str, float]]:
     """Return the codec of a save, and what its receipt says of how it was chosen.

@@ -17,8 +17,6 @@ from ckptstore.format.skeleton import prune
 from ckptstore.format.skeleton_edit import rename
 from ckptstore.model import RoleBytes
 
-__all__ = ["BESIDE", "Selection", "logical_roles", "select"]
-
 BESIDE: Final = "pretrained"
 """Key of the state for configuration and tokenizer of its weights, which come along with these."""
 

@@ -17,8 +17,6 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.repo import Repo
 
-__all__ = ["StoredBytes", "StoredSource", "row_bytes_of"]
-
 # Windows of a large tensor that are kept. Source: a writer has one thread or two, and each reads on
 # where it was.
 _WINDOWS: Final = 3

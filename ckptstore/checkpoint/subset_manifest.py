@@ -18,8 +18,6 @@ from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node
 
-__all__ = ["part_of", "renumbered"]
-
 _INDEXED = frozenset({"T", "V", "N", "B"})
 
 

@@ -36,8 +36,6 @@ from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.repo import Repo
 
-__all__ = ["shareable", "write_version"]
-
 _log = logging.getLogger("ckptstore")
 
 # Versions before the parent whose manifests are read to learn what the deltas to a keyframe took.

@@ -11,8 +11,6 @@ from ckptstore.cli.options import WriterOptions, parse_metrics
 from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import metric_text
 
-__all__ = ["annotate"]
-
 
 def annotate(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.core.listing import Tally
     from ckptstore.store import Store
 
-__all__ = ["archive"]
-
 _LISTED = 10
 """Packs shown that stay or could not be moved; the document has all."""
 

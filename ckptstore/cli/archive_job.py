@@ -23,8 +23,6 @@ from ckptstore.errors import CkptStoreError, InvalidInputError, StorageError
 if TYPE_CHECKING:
     from ckptstore.jobs.report import JobReport, StepReport
 
-__all__ = ["run_file"]
-
 
 def run_file(
     output: Output,

@@ -8,8 +8,6 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import best
 from ckptstore.model import RunInfo
 
-__all__ = ["best_marks"]
-
 
 def best_marks(catalog: Catalog, runs: Iterable[RunInfo]) -> dict[str, set[str]]:
     """Return, by version id, the declared metrics that the version is the best of its run by."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.reports.diff import DiffReport, Side, Status, TensorChange
     from ckptstore.states.compare import TensorError
 
-__all__ = ["diff"]
-
 _ROWS: Final = 20
 """Tensors in the text unless ``--limit`` says otherwise."""
 _ORDER: Final = ("changed", "added", "removed", "moved", "same")

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckptstore.backends.probe import ProbeReport
     from ckptstore.backends.speed import Speed
 
-__all__ = ["doctor"]
-
 
 def doctor(
     url: Annotated[

@@ -11,16 +11,6 @@ from ckptstore.catalog.pin_ops import pinned_text
 from ckptstore.maintenance.reports.usage import sum_roles
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
-__all__ = [
-    "metrics_document",
-    "replica_names",
-    "role_document",
-    "run_document",
-    "state_marks",
-    "time_document",
-    "version_document",
-]
-
 
 def time_document(moment: datetime) -> str:
     """Return a time as ISO 8601 in UTC, to the millisecond."""

@@ -21,8 +21,6 @@ from ckptstore.store import Store
 if TYPE_CHECKING:
     from ckptstore.cli.du_shared import Holding
 
-__all__ = ["du"]
-
 
 def du(
     what: Annotated[

@@ -14,8 +14,6 @@ from ckptstore.maintenance.reports.sharing import HeldBytes, SharedUsage, Versio
 from ckptstore.model import Version
 from ckptstore.store import Store
 
-__all__ = ["Holding", "holding_of"]
-
 _VERSIONS = 10
 """Versions with which one shares that the text lists."""
 _HELD = (

@@ -10,8 +10,6 @@ from ckptstore.cli.text import bytes_text, counted
 if TYPE_CHECKING:
     from ckptstore.maintenance.retention.early_deletion import Early
 
-__all__ = ["early_document", "early_lines"]
-
 
 def early_document(early: Early) -> dict[str, Any]:
     """Return it for a JSON document."""

@@ -16,8 +16,6 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.replicas.places import PREFIX
 from ckptstore.store import Store
 
-__all__ = ["FromReplica", "give"]
-
 FromReplica = Annotated[
     str | None,
     typer.Option(

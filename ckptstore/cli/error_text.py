@@ -10,8 +10,6 @@ from ckptstore.cli.output import SCHEMA, write_document
 from ckptstore.cli.text import printable
 from ckptstore.errors import CkptStoreError
 
-__all__ = ["EXIT_CODES", "EXIT_INTERRUPTED", "EXIT_PIPE", "report", "unwritable"]
-
 EXIT_INTERRUPTED = errors.OperationCancelledError.exit_code
 EXIT_PIPE = 141
 """What a shell reports for a program that SIGPIPE ended."""

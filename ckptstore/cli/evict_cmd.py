@@ -19,8 +19,6 @@ from ckptstore.store.targets import open_target_of
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.evict import EvictReport
 
-__all__ = ["evict"]
-
 _Keep = Annotated[
     list[str] | None,
     typer.Option(

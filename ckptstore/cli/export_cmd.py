@@ -13,8 +13,6 @@ from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, counted
 
-__all__ = ["export"]
-
 _NAMED = 5
 """Paths that the note about what was left out names."""
 

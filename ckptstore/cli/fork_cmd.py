@@ -22,8 +22,6 @@ from ckptstore.replicas.places import PREFIX
 if TYPE_CHECKING:
     from ckptstore.store import Store
 
-__all__ = ["fork"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LeafOptions:

@@ -19,8 +19,6 @@ from ckptstore.cli.text import age_text, bytes_text, count_text, counted, parse_
 if TYPE_CHECKING:
     from ckptstore.maintenance.collect.gc import GcReport, Kinds
 
-__all__ = ["gc"]
-
 _GRACE: Final = duration_text(int(limits.GC_GRACE_S))
 _ORPHAN_AGE: Final = duration_text(int(limits.GC_ORPHAN_AGE_S))
 _DROPPED: Final = {"YOUNG": 1, "NEEDED": 2, "LATER": 3}

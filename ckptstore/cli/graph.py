@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-__all__ = ["arranged", "rails"]
-
 
 def arranged(parents: Mapping[str, str], first: Mapping[str, int]) -> list[str]:
     """Return the nodes of a forest so that each comes after all its descendants.

@@ -15,8 +15,6 @@ from ckptstore.cli.session import opened_to_write
 from ckptstore.cli.text import saved_text, version_is
 from ckptstore.errors import InvalidInputError
 
-__all__ = ["import_"]
-
 
 def import_(
     path: Annotated[

@@ -15,8 +15,6 @@ from ckptstore.config import Options
 from ckptstore.format.superblock import Superblock
 from ckptstore.repo import create_repo
 
-__all__ = ["init"]
-
 
 def init(
     url: Annotated[

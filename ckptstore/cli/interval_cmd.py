@@ -14,8 +14,6 @@ from ckptstore.cli.session import opened
 from ckptstore.cli.text import counted, parse_wait, seconds_text
 from ckptstore.errors import InvalidInputError
 
-__all__ = ["interval"]
-
 
 def interval(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The run whose saves were measured.")],

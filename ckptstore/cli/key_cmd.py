@@ -16,8 +16,6 @@ from ckptstore.cli.session import location, vouching
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import mend_keys, rotate_key
 
-__all__ = ["KeyAction", "key"]
-
 _SPEC = "{} file:PATH, env:NAME or command:CMD"
 
 

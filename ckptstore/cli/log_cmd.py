@@ -25,8 +25,6 @@ from ckptstore.cli.text import count_text, counted, time_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import Store
 
-__all__ = ["log"]
-
 _ROWS: Final = 20
 """Commits shown unless ``--limit`` says otherwise."""
 

@@ -18,8 +18,6 @@ from ckptstore.cli.text import metric_text, time_text, version_text
 from ckptstore.model import Version
 from ckptstore.store import Store
 
-__all__ = ["Graph", "graph_of"]
-
 _METRICS = 3
 """Metrics that a line shows: the declared ones first."""
 

@@ -20,8 +20,6 @@ from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, ver
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.keys import PACKS_PREFIX
 
-__all__ = ["describe"]
-
 _NAMED: Final = 5
 """Versions that one operation names."""
 

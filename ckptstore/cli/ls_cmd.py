@@ -26,8 +26,6 @@ from ckptstore.model import RoleBytes, RunInfo, Version
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["ls"]
-
 _ROWS = 20
 """Versions in a table unless ``--limit`` says otherwise."""
 _METRIC_COLUMNS_MAX = 4

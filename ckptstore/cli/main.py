@@ -31,8 +31,6 @@ from ckptstore.cli.option_groups import flattened
 from ckptstore.cli.output import Pipe, Unwritable
 from ckptstore.errors import CkptStoreError, InvalidInputError
 
-__all__ = ["COMMANDS", "build_app", "main", "run"]
-
 # Typer has had its own copy of click since 0.26 and the real one before; both hang here.
 _USAGE_ERROR: Final = typer.BadParameter.__mro__[1]
 

@@ -12,8 +12,6 @@ from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.text import counted, metric_text, time_text
 
-__all__ = ["draw_history", "history_document", "sparkline"]
-
 _BLOCKS: Final = "▁▂▃▄▅▆▇█"
 _ASCII: Final = "_.-=+*#"
 _WIDTH_MAX: Final = 72

@@ -16,8 +16,6 @@ from typing import Any, get_args, get_type_hints
 
 from typer.models import OptionInfo
 
-__all__ = ["flattened"]
-
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command for Typer: each group is replaced by one parameter per option.

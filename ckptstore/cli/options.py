@@ -16,27 +16,6 @@ import typer
 from ckptstore.cli.output import Output
 from ckptstore.errors import InvalidInputError
 
-__all__ = [
-    "AsJson",
-    "CommonOptions",
-    "EngineOptions",
-    "MetricValues",
-    "PathOptions",
-    "Quiet",
-    "Runs",
-    "SourceOptions",
-    "StorageOptions",
-    "StoreUrl",
-    "TargetOptions",
-    "Utc",
-    "WriterOptions",
-    "dry_run",
-    "parse_metrics",
-    "parse_storage_options",
-    "second_store",
-    "secret",
-]
-
 _PANEL = "Common options"
 
 _OWN: Final = {

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-__all__ = ["Column", "Output", "Pipe", "Screen", "Unwritable", "encode_document", "terminal"]
-
 SCHEMA = 1
 """Version of the JSON documents; rises only when the meaning of a field changes."""
 

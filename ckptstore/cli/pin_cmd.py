@@ -12,8 +12,6 @@ from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError
 
-__all__ = ["pin"]
-
 
 def pin(
     refs: Annotated[

@@ -10,8 +10,6 @@ from ckptstore.backends.probe import failed_check
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.text import seconds_text
 
-__all__ = ["advice", "draw_findings"]
-
 _ADVICE = {
     PutIfAbsent.ATOMIC: "safe for concurrent writers",
     PutIfAbsent.IGNORED: "single writer only: the storage takes no notice of the condition to "

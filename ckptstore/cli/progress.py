@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bars
     from rich.progress import TaskID
 
-__all__ = ["progress_bars"]
-
 
 @contextmanager
 def progress_bars(output: Output) -> Iterator[ProgressCallback]:

@@ -20,9 +20,6 @@ from ckptstore.store import Store, mend_superblock
 if TYPE_CHECKING:
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
 
-__all__ = ["repair"]
-
-
 _From = Annotated[
     list[str] | None,
     typer.Option(

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
     from ckptstore.maintenance.repair.repair_report import RepairReport
 
-__all__ = ["draw_repair", "draw_superblock", "repair_document"]
-
 
 def repair_document(
     report: RepairReport, url: str, superblock: SuperblockFinding | None

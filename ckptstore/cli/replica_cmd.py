@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ckptstore.model import ReplicaInfo
     from ckptstore.store import Store
 
-__all__ = ["replica"]
-
 
 class Action(StrEnum):
     """Action of ``ckptstore replica``."""

@@ -22,8 +22,6 @@ from ckptstore.store.targets import check_selection, open_target_of
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
 
-__all__ = ["replicate"]
-
 _To = Annotated[
     str,
     typer.Option(

@@ -20,8 +20,6 @@ from ckptstore.errors import InvalidInputError
 from ckptstore.maintenance.retention.retain import RetainReport
 from ckptstore.store import Store
 
-__all__ = ["retain"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RuleOptions:

@@ -20,8 +20,6 @@ from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.model import Version
 from ckptstore.store import Store
 
-__all__ = ["rm"]
-
 
 class Keep(StrEnum):
     """Level to which ``rm --keep`` reduces a version."""

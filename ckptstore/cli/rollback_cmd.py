@@ -13,8 +13,6 @@ from ckptstore.cli.text import count_text, version_text
 if TYPE_CHECKING:
     from ckptstore.maintenance.retention.rollback import Rolled
 
-__all__ = ["rollback"]
-
 _NAMED: Final = 10
 """Abandoned versions that the text lists."""
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from ckptstore.maintenance.retention.rounding_report import Rounding
 
-__all__ = ["rounding_document", "rounding_text"]
-
 
 def rounding_document(rounding: Rounding | None) -> dict[str, Any] | None:
     """Return what is known of it; None where no weights were read."""

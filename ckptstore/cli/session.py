@@ -18,18 +18,6 @@ from ckptstore.model import Version
 from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import Store, open_store
 
-__all__ = [
-    "find_version",
-    "full_ref",
-    "is_run_name",
-    "location",
-    "opened",
-    "opened_for",
-    "opened_place",
-    "opened_to_write",
-    "vouching",
-]
-
 _BARE_ID = re.compile(r"[0-9a-fA-F]{4,32}\Z")
 
 

@@ -40,8 +40,6 @@ from ckptstore.store import Store
 if TYPE_CHECKING:
     from ckptstore.checkpoint.content import TensorInfo
 
-__all__ = ["show"]
-
 _TENSORS: Final = 10
 """Tensors in the text unless ``--tensors`` says otherwise."""
 _ANCESTORS: Final = 100

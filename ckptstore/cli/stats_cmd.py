@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.reports.sharing import SharedUsage
     from ckptstore.maintenance.reports.usage import StoreStats
 
-__all__ = ["stats"]
-
 
 def stats(
     *,

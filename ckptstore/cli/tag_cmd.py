@@ -10,8 +10,6 @@ from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.errors import InvalidInputError
 
-__all__ = ["tag"]
-
 
 def tag(
     ref: Annotated[

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.core.listing import Tally
     from ckptstore.model import Version
 
-__all__ = ["thaw"]
-
 
 def thaw(
     ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],

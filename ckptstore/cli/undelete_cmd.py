@@ -12,8 +12,6 @@ from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.model import Version
 
-__all__ = ["undelete"]
-
 
 def undelete(
     refs: Annotated[

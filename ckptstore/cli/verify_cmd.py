@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.check.verify import Problem, VerifyReport
     from ckptstore.maintenance.repair.repair_report import RepairReport
 
-__all__ = ["VerifyLevel", "verify"]
-
 
 class VerifyLevel(StrEnum):
     """Depth of a check."""

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from ckptstore.codecs.plane_layout import Layout
 
-__all__ = ["Codec", "CodecError", "Part"]
-
 Part = bytes | bytearray | memoryview
 """One piece of an encoded chunk, of format ``B``; the pieces are written one after another."""
 

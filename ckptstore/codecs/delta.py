@@ -32,8 +32,6 @@ from ckptstore.codecs.differences import (
 from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout
 from ckptstore.codecs.planes import read_planes, stored_planes
 
-__all__ = ["BASE_ID_BYTES", "Arranged", "Delta", "Sampled", "sampled"]
-
 BASE_ID_BYTES: Final = 32
 """What stands before the planes: the id of the base."""
 _GROUPED: Final = 1

@@ -28,19 +28,6 @@ import numpy.typing as npt
 
 from ckptstore.codecs.plane_layout import ITEM_BYTES, Layout
 
-__all__ = [
-    "FLOATS",
-    "PLAIN",
-    "RUN",
-    "TURN_MAX",
-    "DeltaForm",
-    "join",
-    "plane_bytes",
-    "planes_of",
-    "split",
-    "words_of",
-]
-
 FLOATS: Final = frozenset({Layout.FLOAT32, Layout.FLOAT16, Layout.FLOAT64})
 """Layouts whose elements are compared as ordered integers, and have an exponent."""
 RUN: Final = 1 << 16

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ITEM_BYTES", "Layout", "join", "layout_of", "plane_bytes", "split"]
-
 U8 = npt.NDArray[np.uint8]
 
 

@@ -17,8 +17,6 @@ from ckptstore.codecs.codec import CodecError, Part
 from ckptstore.codecs.plane_layout import Layout
 from ckptstore.codecs.zstd import compress, decompress
 
-__all__ = ["Planes", "read_planes", "stored_planes"]
-
 _COMPRESSED = 1 << 31
 # A plane is stored compressed only if it shrinks below this share: less is not worth the time to
 # decompress it. Source: at 2% a 2.6 GB/s decoder still beats an object store, not a page cache.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from ckptstore.codecs.codec import CodecError, Part
 from ckptstore.codecs.plane_layout import Layout
 
-__all__ = ["Raw"]
-
 
 class Raw:
     """Stores a chunk unchanged."""

@@ -11,8 +11,6 @@ import zstandard
 from ckptstore.codecs.codec import CodecError, Part
 from ckptstore.codecs.plane_layout import Layout
 
-__all__ = ["Zstd", "compress", "decompress"]
-
 # Level 1 with a longer minimum match and a tiny hash table: on exponent planes, whose only gain is
 # in the entropy coder, about 2.5x faster and 8% smaller than plain level 1; on noise it gives up at
 # 14 GB/s. Higher levels gain nothing. Source: measured, ``benchmarks/codecs.py``.

@@ -25,17 +25,6 @@ import numpy.typing as npt
 
 from ckptstore.encodings.lookup import Bytes, Words
 
-__all__ = [
-    "FLOATS",
-    "Rounding",
-    "from_float32",
-    "raw_dtype",
-    "recast",
-    "to_bfloat16",
-    "to_float32",
-    "to_float64",
-]
-
 Raw = npt.NDArray[Any]
 """Elements as unsigned integers of their width."""
 

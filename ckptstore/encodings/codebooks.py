@@ -20,8 +20,6 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["BOOKS", "CODE_DTYPES", "DYNAMIC_SIGNED", "DYNAMIC_UNSIGNED", "LINEAR", "LINEAR_TOP"]
-
 LINEAR: Final = "linear"
 DYNAMIC_SIGNED: Final = "dynamic-signed"
 DYNAMIC_UNSIGNED: Final = "dynamic-unsigned"

@@ -16,8 +16,6 @@ from ckptstore.encodings.encoding import CASTS, Encoding
 from ckptstore.encodings.measuring import ValueRange
 from ckptstore.encodings.scaling import codes_of, scales_of
 
-__all__ = ["Coded", "Form"]
-
 _STEP: Final = 1 << 16
 """Elements that are converted at once. Source: as in ``decoding``."""
 _E4M3FN_MAX: Final = 464.0

@@ -23,8 +23,6 @@ from ckptstore.encodings.casts import (
 from ckptstore.encodings.codebooks import BOOKS
 from ckptstore.encodings.lookup import Bytes
 
-__all__ = ["CAST", "KINDS", "SCALED", "decode_elements"]
-
 CAST: Final = "cast"
 SCALED: Final = "scaled"
 KINDS: Final = (CAST, SCALED)

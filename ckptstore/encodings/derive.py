@@ -25,8 +25,6 @@ from ckptstore import limits
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.format.dtypes import ITEM_BYTES
 
-__all__ = ["Candidate", "derived_pairs", "is_cast_of"]
-
 _WIDER: Final[Mapping[str, tuple[str, ...]]] = {
     "bfloat16": ("float32", "float64"),
     "float16": ("float32", "float64"),

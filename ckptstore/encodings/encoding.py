@@ -12,8 +12,6 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError
 
-__all__ = ["CASTS", "DERIVED", "LOSSLESS", "NAMES", "SCALED", "Encoding", "form_name"]
-
 CASTS: Final[Mapping[str, str]] = {
     "bf16": "bfloat16",
     "fp16": "float16",

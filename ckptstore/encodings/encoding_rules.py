@@ -16,8 +16,6 @@ from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.roles import ROLES
 
-__all__ = ["EncodingRules", "EncodingTarget", "Encodings", "is_second_moment", "loses_small"]
-
 _log = logging.getLogger("ckptstore")
 
 Encodings: TypeAlias = "Mapping[Any, Encoding | str]"

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Bytes", "Words"]
-
 
 class Bytes:
     """256 values of float32, one for each byte. Any thread may use it.

@@ -11,8 +11,6 @@ import numpy.typing as npt
 
 from ckptstore.encodings.casts import from_float32, to_float32, to_float64
 
-__all__ = ["Difference", "ValueRange"]
-
 _Values: TypeAlias = "npt.NDArray[Any]"
 
 _DIGITS: Final = 6

@@ -23,8 +23,6 @@ from ckptstore.encodings.codebooks import (
     LINEAR_TOP,
 )
 
-__all__ = ["codes_of", "scales_of"]
-
 Values = npt.NDArray[np.float32]
 
 _SCALE_MIN: Final = np.float32(2.0**-100)

@@ -20,8 +20,6 @@ from ckptstore import limits
 from ckptstore.errors import CkptStoreError, InvalidInputError, LimitError, StorageError
 from ckptstore.hashing import blake3_digest
 
-__all__ = ["Shared", "packed", "run_packed", "unpacked"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

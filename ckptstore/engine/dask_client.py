@@ -21,8 +21,6 @@ from ckptstore.errors import MissingDependencyError, StorageError, WorkerDiedErr
 if TYPE_CHECKING:
     from distributed import Client
 
-__all__ = ["DaskWorkers", "LocalWorkers", "connected", "local_cluster"]
-
 
 class DaskWorkers:
     """The workers behind a client of a scheduler; owned by one thread."""

@@ -25,8 +25,6 @@ from ckptstore.engine.dask_client import DaskWorkers
 from ckptstore.engine.pools import DaskPool, ForeignPool, Pool, ThreadPool
 from ckptstore.errors import InvalidInputError, WorkerDiedError
 
-__all__ = ["THREADS", "Engine", "EngineSpec", "check_spec", "open_engine"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

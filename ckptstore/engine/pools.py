@@ -13,8 +13,6 @@ from ckptstore.engine.dask_client import DaskWorkers
 from ckptstore.engine.processes import Processes
 from ckptstore.errors import WorkerDiedError
 
-__all__ = ["DaskPool", "ForeignPool", "Pool", "ProcessPool", "ThreadPool", "processes", "threads"]
-
 T = TypeVar("T")
 R = TypeVar("R")
 

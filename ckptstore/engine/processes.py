@@ -16,8 +16,6 @@ from queue import SimpleQueue
 from ckptstore import limits
 from ckptstore.errors import WorkerDiedError
 
-__all__ = ["Processes"]
-
 _CODE = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); " + (
     "from ckptstore.engine.worker import main; main(int(sys.argv[2]), int(sys.argv[3]))"
 )

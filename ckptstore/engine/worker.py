@@ -14,8 +14,6 @@ from types import FrameType
 from ckptstore import limits
 from ckptstore.engine.calls import run_packed
 
-__all__ = ["Stopped", "main"]
-
 
 class Stopped(BaseException):
     """The process that it works for is gone, or wants no more of it."""

@@ -17,8 +17,6 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["NO_BASE", "ROLE", "bases_problem", "taking"]
-
 NO_BASE: Final = 0xFFFF_FFFF
 """In the column ``base``: the piece is stored by itself."""
 ROLE: Final = "base"

@@ -19,8 +19,6 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.hashing import Buffer
 
-__all__ = ["Block", "Blocks", "boxes_of_range", "gather", "is_row_major", "tiling_problem"]
-
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, by dimension."""
 

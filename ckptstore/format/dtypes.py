@@ -14,8 +14,6 @@ from typing import Final
 
 from ckptstore.errors import CorruptObjectError
 
-__all__ = ["ITEM_BYTES", "QUANTIZED_PER_BYTE", "bytes_of", "strides_of"]
-
 _NAMES_BY_BYTES: Final[Mapping[int, str]] = {
     1: "bool uint8 int8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
     "float4_e2m1fn_x2 bits8 bits1x8 bits2x4 bits4x2 "

@@ -17,18 +17,6 @@ from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.fields import Id
 from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
 
-__all__ = [
-    "FEATURE",
-    "FORMAT",
-    "Encryption",
-    "KeyRecord",
-    "KeySlot",
-    "decode_key_record",
-    "encode_key_record",
-    "sealed_text",
-    "wrapping_context",
-]
-
 FEATURE: Final = "encrypted-v1"
 """The required feature of a superblock with :class:`Encryption`."""
 

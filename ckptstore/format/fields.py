@@ -10,19 +10,6 @@ import msgspec
 from ckptstore import limits
 from ckptstore.format.keys import ID_PATTERN, MANIFEST_KEY_PATTERN
 
-__all__ = [
-    "Count",
-    "Digest",
-    "Direction",
-    "Directions",
-    "EncodingName",
-    "Id",
-    "ManifestPointer",
-    "Metrics",
-    "NonFinite",
-    "RoleSizes",
-]
-
 Direction = Literal["min", "max"]
 """Which way a metric gets better."""
 NonFinite = Literal["nan", "inf", "-inf"]

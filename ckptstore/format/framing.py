@@ -32,16 +32,6 @@ from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, FormatError, LimitError, UnsupportedFeatureError
 from ckptstore.hashing import DIGEST_HEX_CHARS, Buffer, blake3_digest, blake3_hex
 
-__all__ = [
-    "FRAME_HEADER_BYTES",
-    "check_kind_and_format",
-    "decode_envelope",
-    "decode_frame",
-    "encode_envelope",
-    "encode_frame",
-    "frame_flags",
-]
-
 _BODY: Final = b'{"body":'
 _DIGEST: Final = b',"blake3":"'
 _END: Final = b'"}\n'

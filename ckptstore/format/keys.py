@@ -21,28 +21,6 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError
 
-__all__ = [
-    "COMMITS_PREFIX",
-    "ID_PATTERN",
-    "KEYS_PREFIX",
-    "MANIFESTS_PREFIX",
-    "MANIFEST_KEY_PATTERN",
-    "OBJECT_PREFIXES",
-    "PACKS_PREFIX",
-    "SNAPSHOTS_PREFIX",
-    "STORE_KEY",
-    "commit_key",
-    "commit_number",
-    "key_record_key",
-    "key_record_number",
-    "manifest_key",
-    "pack_id",
-    "pack_key",
-    "snapshot_key",
-    "snapshot_number",
-    "version_id_of",
-]
-
 STORE_KEY: Final = "store.json"
 COMMITS_PREFIX: Final = "commits/"
 SNAPSHOTS_PREFIX: Final = "snapshots/"

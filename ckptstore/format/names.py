@@ -20,19 +20,6 @@ import msgspec
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError, LimitError
 
-__all__ = [
-    "RESERVED_TAGS",
-    "check_listed",
-    "check_metadata_json",
-    "check_metric_name",
-    "check_replica_name",
-    "check_replica_url",
-    "check_role",
-    "check_run_name",
-    "check_tag",
-    "encode_metadata",
-]
-
 T = TypeVar("T")
 
 RESERVED_TAGS: Final = frozenset({"best", "head", "latest", "latest-valid"})

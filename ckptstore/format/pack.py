@@ -27,22 +27,6 @@ from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, UnsupportedFeatureError
 from ckptstore.hashing import xxh3_64
 
-__all__ = [
-    "CHUNK_HEADER_BYTES",
-    "CHUNK_MAGIC",
-    "HEADER_BYTES",
-    "INDEX_ROW_BYTES",
-    "TRAILER_BYTES",
-    "ChunkHeader",
-    "IndexRow",
-    "pack_footer",
-    "pack_header",
-    "parse_chunk_header",
-    "parse_header",
-    "parse_index",
-    "parse_trailer",
-]
-
 FORMAT: Final = 1
 _HEADER: Final = struct.Struct("<8sHHI16s")
 _CHUNK: Final = struct.Struct("<4sBBHIIQ32sI")

@@ -20,8 +20,6 @@ from typing import TypeAlias
 
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 
-__all__ = ["Key", "Path", "PathFilter", "Pattern", "find_path", "match_paths", "path_text"]
-
 Key: TypeAlias = "str | int | float | bool | bytes | tuple[Key, ...] | None"
 Path: TypeAlias = "tuple[Key, ...]"
 Pattern: TypeAlias = "str | tuple[Key, ...]"

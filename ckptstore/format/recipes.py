@@ -24,8 +24,6 @@ from typing import Annotated, Final
 
 import msgspec
 
-__all__ = ["CASTS", "CODES", "SCALED", "Recipe", "Stored"]
-
 CASTS: Final = frozenset(
     {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 )

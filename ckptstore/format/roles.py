@@ -16,8 +16,6 @@ from typing import Final
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.paths import Path, PathFilter, Pattern
 
-__all__ = ["ROLES", "RoleRules", "role_of"]
-
 ROLES: Final = ("weights", "optimizer", "rng", "data", "extra")
 
 # Schedulers and gradient scalers belong to `optimizer`: they are of use exactly as long as it is.

@@ -21,8 +21,6 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import CorruptObjectError
 
-__all__ = ["HEADER_BYTES", "MAGIC", "SALT_BYTES", "TAG_BYTES", "SegmentLayout", "nonce"]
-
 MAGIC: Final = b"CKPTENC1"
 SALT_BYTES: Final = 32
 TAG_BYTES: Final = 16

@@ -63,20 +63,6 @@ from ckptstore import limits
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.paths import Key, Path
 
-__all__ = [
-    "BUFFER",
-    "BUFFER_TRANSIENT",
-    "PARAMETER",
-    "REQUIRES_GRAD",
-    "Leaf",
-    "Node",
-    "decode",
-    "decode_key",
-    "encode",
-    "iter_leaves",
-    "prune",
-]
-
 Node: TypeAlias = "bool | int | float | str | bytes | list[Node] | None"
 
 REQUIRES_GRAD: Final = 1

@@ -14,8 +14,6 @@ from ckptstore.format.dtypes import ITEM_BYTES, QUANTIZED_PER_BYTE
 from ckptstore.format.paths import Key, Path, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key
 
-__all__ = ["validate"]
-
 _PLAIN: Final = (type(None), bool, int, float, str, bytes)
 _FACTORIES: Final = frozenset(
     {"int", "float", "str", "bool", "list", "dict", "set", "tuple", "bytes"}

@@ -10,8 +10,6 @@ from ckptstore.format.paths import Key, Path, path_text
 from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
 
-__all__ = ["encode_key", "rename"]
-
 _INT64_MAX = (1 << 63) - 1
 
 

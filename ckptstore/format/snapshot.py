@@ -18,26 +18,6 @@ from ckptstore.format.fields import Count, Digest, Direction, EncodingName, Id
 from ckptstore.format.framing import decode_frame, encode_frame
 from ckptstore.format.keys import MANIFEST_KEY_PATTERN
 
-__all__ = [
-    "ABANDONED",
-    "DAMAGED",
-    "DELETED",
-    "PINNED",
-    "RECORD_ONLY",
-    "VERIFIED",
-    "WEIGHTS_ONLY",
-    "Details",
-    "RunRow",
-    "SnapshotBody",
-    "VersionRow",
-    "decode_details",
-    "decode_manifest_key",
-    "decode_metrics",
-    "decode_snapshot",
-    "encode_metrics",
-    "encode_snapshot",
-]
-
 MAGIC: Final = b"CKPTSNAP"
 
 # Flags of a version; append-only.

@@ -21,15 +21,6 @@ from ckptstore.format.encryption import FEATURE, Encryption
 from ckptstore.format.fields import Id
 from ckptstore.format.framing import check_kind_and_format, decode_envelope, encode_envelope
 
-__all__ = [
-    "FEATURES_KNOWN",
-    "FORMAT",
-    "MAGIC",
-    "Superblock",
-    "decode_superblock",
-    "encode_superblock",
-]
-
 MAGIC: Final = "ckptstore-store"
 FORMAT: Final = 1
 FEATURES_KNOWN: Final[frozenset[str]] = frozenset({FEATURE})

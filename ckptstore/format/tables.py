@@ -16,8 +16,6 @@ from ckptstore.format.blocks import Blocks
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.recipes import CASTS, CODES, SCALED, Recipe
 
-__all__ = ["PieceTable", "TensorRecord", "recipe_problem"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:

@@ -23,8 +23,6 @@ from ckptstore.integrations.pretrained_models import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["adapter_configs", "write_adapter"]
-
 _CONFIG: Final = "adapter_config.json"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import Run, Store
 
-__all__ = ["check_run", "check_run_name", "check_store"]
-
 
 def check_run(given: object) -> None:
     """Refuse an argument that is no run of a store.

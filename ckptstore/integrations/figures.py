@@ -16,8 +16,6 @@ from ckptstore.errors import InvalidInputError, MissingDependencyError, StorageE
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["FORMATS", "check_picture", "draw_picture", "write_picture"]
-
 FORMATS: Final = (".svg", ".png", ".pdf")
 _DPI: Final = 150
 

@@ -37,8 +37,6 @@ from ckptstore.integrations.pretrained_files import names_digest, read_beside
 from ckptstore.model import Version
 from ckptstore.store import Store, resume_check
 
-__all__ = ["TORCH_SUFFIXES", "import_file"]
-
 TORCH_SUFFIXES: Final = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 """Suffixes of files that ``torch.save`` wrote."""
 

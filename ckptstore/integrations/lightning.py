@@ -23,8 +23,6 @@ except ModuleNotFoundError as error:
         "lightning is not installed", hint="pip install 'ckptstore[lightning]'"
     ) from error
 
-__all__ = ["CkptStoreCallback", "CkptStoreIO"]
-
 
 class CkptStoreIO(LoopIO, CheckpointIO):  # type: ignore[misc]  # not followed by mypy
     """A ``CheckpointIO`` plugin that saves to a run and loads by ref.

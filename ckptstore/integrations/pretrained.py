@@ -23,8 +23,6 @@ from ckptstore.store import Store
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["describe_model", "export_pretrained"]
-
 
 def describe_model(model: Any, processing: Any = None) -> dict[str, Any]:  # noqa: ANN401
     """Return the files of ``save_pretrained`` except the weights, as plain values.

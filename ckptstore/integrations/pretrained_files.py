@@ -17,8 +17,6 @@ from ckptstore import limits
 from ckptstore.backends.oserrors import translate
 from ckptstore.errors import FormatError, InvalidInputError, LimitError
 
-__all__ = ["CONFIGS", "names_digest", "read_beside"]
-
 CONFIGS: Final = ("config", "generation_config", "adapter_config")
 """Parts that are kept as plain values, each from the JSON file of its name."""
 

@@ -14,16 +14,6 @@ from ckptstore.integrations.pretrained_files import CONFIGS
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "check_names",
-    "class_named",
-    "empty_model",
-    "fill",
-    "needed",
-    "write_as_read",
-    "write_json",
-]
-
 _GIVE_MODEL = "give the model: export_pretrained(..., model=model)"
 
 

@@ -11,8 +11,6 @@ import torch
 
 from ckptstore.integrations.ranks import gathered, place
 
-__all__ = ["capture", "capture_all", "restore", "restore_mine"]
-
 
 def capture() -> dict[str, Any]:
     """Return the states of the global generators of Python, NumPy and torch, and of the devices.

@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-__all__ = ["from_first", "gathered", "place", "together"]
-
 T = TypeVar("T")
 
 

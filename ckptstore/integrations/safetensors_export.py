@@ -31,8 +31,6 @@ from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.store import Store
 
-__all__ = ["Exported", "export_safetensors"]
-
 _SUFFIX: Final = ".safetensors"
 
 

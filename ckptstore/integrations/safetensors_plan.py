@@ -19,8 +19,6 @@ from ckptstore.format.paths import Path, PathFilter, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Leaf, Node, decode_key, pairs
 from ckptstore.model import Version
 
-__all__ = ["SAFETENSORS_DTYPES", "FileTensor", "encode_header", "plan_file"]
-
 SAFETENSORS_DTYPES: Final[Mapping[str, str]] = {
     "bool": "BOOL",
     "uint8": "U8",

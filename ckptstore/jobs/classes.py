@@ -14,8 +14,6 @@ from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archiv
 from ckptstore.maintenance.replicas.replication_context import read_back
 from ckptstore.store import Store
 
-__all__ = ["archive_target"]
-
 
 def archive_target(
     target: Store,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from ckptstore.jobs.job_file import Job
 from ckptstore.maintenance.replicas.replicate_report import ReplicateReport
 
-__all__ = ["estimate_of"]
-
 
 def estimate_of(
     job: Job, report: ReplicateReport | None, *, part_bytes: int

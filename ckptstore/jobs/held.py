@@ -7,8 +7,6 @@ from ckptstore.catalog.levels import LEVELS
 from ckptstore.catalog.replica_ops import had_content
 from ckptstore.model import Version
 
-__all__ = ["has", "is_settled", "rests_on"]
-
 
 def has(there: Catalog, version: Version) -> bool:
     """Return whether a store has as much of a version; or had, and let it go itself."""

@@ -46,21 +46,6 @@ from ckptstore.errors import InvalidInputError, NotFoundError, PolicyError
 from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import open_store
 
-__all__ = [
-    "Alert",
-    "Archive",
-    "ClassPrices",
-    "Collect",
-    "Copy",
-    "Job",
-    "Place",
-    "Prices",
-    "Retain",
-    "Scrub",
-    "Select",
-    "read_job",
-]
-
 _Texts: TypeAlias = str | list[str]
 
 

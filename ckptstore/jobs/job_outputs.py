@@ -9,8 +9,6 @@ from pathlib import Path
 
 from ckptstore.errors import StorageError
 
-__all__ = ["check_file", "replace_file"]
-
 
 def check_file(path: Path) -> None:
     """Refuse a file that could not be written, before a job begins that ends by writing it.

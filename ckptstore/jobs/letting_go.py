@@ -13,8 +13,6 @@ from ckptstore.maintenance.retention.retain import AfterCommit, RetainReport, re
 from ckptstore.model import Version
 from ckptstore.store.store import Store
 
-__all__ = ["evict_source", "retain_source", "retained"]
-
 
 def evict_source(
     source: Store,

@@ -9,17 +9,6 @@ from typing import Any, Final, Literal, TypeAlias
 from ckptstore.errors import CkptStoreError, ColdObjectError, IntegrityError, PolicyError
 from ckptstore.maintenance.reports.prometheus_text import metric
 
-__all__ = [
-    "JobReport",
-    "Overdue",
-    "StepName",
-    "StepReport",
-    "exposition",
-    "failed_exposition",
-    "problem_of",
-]
-
-
 _OK: Final = "Whether the last run did all it should."
 _ENDED: Final = "When it ended."
 StepName: TypeAlias = Literal[

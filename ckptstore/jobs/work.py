@@ -32,8 +32,6 @@ from ckptstore.model import Version
 from ckptstore.store import Store, open_store
 from ckptstore.store.targets import open_target_of
 
-__all__ = ["run_job"]
-
 _log = logging.getLogger("ckptstore")
 
 # The smallest part of an upload that S3 takes; a store that is not there yet has no backend to ask.

@@ -25,8 +25,6 @@ from typing import Final
 
 from ckptstore import limits
 
-__all__ = ["CodecVerdict", "Pace", "Rates", "SpeedSample", "verdict"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedSample:

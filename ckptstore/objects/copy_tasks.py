@@ -28,8 +28,6 @@ from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
 from ckptstore.objects.read_back import altered, copy_read_back
 
-__all__ = ["CopyTask", "SpreadCopy", "copy_part", "read_part"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyTask:

@@ -40,8 +40,6 @@ from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.index import Base, base_of
 from ckptstore.objects.piece_reader import Want, read_pieces
 
-__all__ = ["Deltas", "Keyframes", "Older"]
-
 _log = logging.getLogger("ckptstore")
 
 # A delta is stored only below this share of what the piece takes by itself. Source: whoever loads

@@ -11,17 +11,6 @@ import numpy.typing as npt
 from ckptstore.format.bases import NO_BASE
 from ckptstore.format.manifest import PieceTable
 
-__all__ = [
-    "Base",
-    "KnownPieces",
-    "Location",
-    "base_of",
-    "location_of",
-    "placed_table",
-    "remap",
-    "with_bases",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Location:

@@ -14,8 +14,6 @@ from ckptstore.format.pack import (
     parse_trailer,
 )
 
-__all__ = ["read_index"]
-
 
 def read_index(backend: Backend, pack: str, size_bytes: int) -> list[IndexRow]:
     """Return the rows of a pack's index; checks header, trailer and index, no chunk.

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from ckptstore import limits
 from ckptstore.backends.base import Capabilities
 
-__all__ = ["PackPlan", "plan_packs"]
-
 # A write fills one more pack at once for each of these, and begins with a small one only from here
 # on. Source: below, a second pack costs a second fsync and a second request without being any
 # faster (measured: docs/design/0003).

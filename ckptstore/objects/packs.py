@@ -23,8 +23,6 @@ from ckptstore.format.pack import (
 from ckptstore.hashing import xxh3_64_of
 from ckptstore.objects.pack_plan import PackPlan
 
-__all__ = ["After", "PackSink", "Placed"]
-
 After = Callable[[str, Sequence[IndexRow], Callable[[], None]], None]
 """Told of each pack, by its name, and what is in it, when it is durable; calls the third between
 its requests, which raises once the write was aborted."""

@@ -32,8 +32,6 @@ from ckptstore.objects.sources import Source
 from ckptstore.objects.threads import in_threads
 from ckptstore.objects.write_jobs import PieceJob, plan_jobs
 
-__all__ = ["Written", "write_pieces"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:

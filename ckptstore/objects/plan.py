@@ -17,8 +17,6 @@ from ckptstore.backends.base import Capabilities
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 
-__all__ = ["C", "ChunkRead", "Span", "Stored", "Want", "cut_rows", "join_chunks", "plan_spans"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Want:

@@ -14,8 +14,6 @@ from ckptstore.format.pack import IndexRow
 from ckptstore.objects.copying import Copied, Room, copy_chunks, read_rows
 from ckptstore.objects.plan import Want, join_chunks
 
-__all__ = ["ReadBack", "altered", "copy_read_back"]
-
 
 def altered(url: str, error: IntegrityError) -> CorruptObjectError:
     """Return the error for a target that gives back something else than was written."""

@@ -22,8 +22,6 @@ from ckptstore.format.pack import (
 )
 from ckptstore.hashing import xxh3_64
 
-__all__ = ["FoundChunk", "ReadRange", "scan_chunks"]
-
 ReadRange = Callable[[int, int], bytes]
 """Returns so many bytes of the pack from an offset on, both within its size."""
 

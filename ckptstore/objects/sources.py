@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["Payload", "PieceSource", "Source"]
-
 
 class Payload(Protocol):
     """The bytes of one tensor, dense, in stored order."""

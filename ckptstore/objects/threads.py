@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
-__all__ = ["in_threads"]
-
 T = TypeVar("T")
 
 

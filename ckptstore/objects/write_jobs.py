@@ -13,8 +13,6 @@ from ckptstore.chunking import cut, piece_bytes
 from ckptstore.codecs.plane_layout import Layout, layout_of
 from ckptstore.objects.sources import Source
 
-__all__ = ["PieceJob", "plan_jobs"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceJob:

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.fallback import FallThrough, Found, Tier
     from ckptstore.objects.plan import Want
 
-__all__ = ["Replicas"]
-
 _log = logging.getLogger("ckptstore")
 
 T = TypeVar("T")

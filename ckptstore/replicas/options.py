@@ -19,8 +19,6 @@ from ckptstore.model import ReplicaInfo
 from ckptstore.replicas.places import PLACE, same_place
 from ckptstore.repo import Repo, open_repo
 
-__all__ = ["HasRepo", "ReplicaOptions", "check_bound", "check_given", "check_meant", "open_place"]
-
 
 @runtime_checkable
 class HasRepo(Protocol):

@@ -9,8 +9,6 @@ from urllib.parse import unquote
 from ckptstore.backends.registry import kind_of, scheme_of
 from ckptstore.model import ReplicaInfo
 
-__all__ = ["PLACE", "PREFIX", "is_local", "name_in", "same_place"]
-
 PREFIX: Final = "replica:"
 """Stands before the name of a replica where a location may stand too."""
 PLACE: Final = "url"

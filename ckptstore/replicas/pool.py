@@ -18,8 +18,6 @@ from ckptstore.replicas.options import ReplicaOptions, check_bound, check_meant,
 from ckptstore.replicas.places import PLACE
 from ckptstore.repo import Finding, Repo
 
-__all__ = ["OpenedReplicas", "beside"]
-
 
 @dataclass(slots=True)
 class _Slot:

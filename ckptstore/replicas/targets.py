@@ -16,8 +16,6 @@ from ckptstore.repo import Repo
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
 
-__all__ = ["open_target"]
-
 
 @contextmanager
 def open_target(

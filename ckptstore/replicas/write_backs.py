@@ -16,8 +16,6 @@ from ckptstore.repo import Repo
 if TYPE_CHECKING:
     from ckptstore.replicas.writeback import WriteBack
 
-__all__ = ["WriteBacks"]
-
 
 class WriteBacks:
     """What one open store writes back. Any thread may use it; a forked child begins its own.

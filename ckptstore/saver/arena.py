@@ -14,8 +14,6 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import LimitError
 
-__all__ = ["ALIGN_BYTES", "Arena", "ArenaPool"]
-
 ALIGN_BYTES: Final = 64
 """Each tensor begins at a multiple of this in an arena. Source: a cache line."""
 # Source: linux/mman.h (4.14); the module mmap has no name for it.

@@ -6,8 +6,6 @@ import threading
 
 from ckptstore.errors import OperationCancelledError
 
-__all__ = ["CancellationToken"]
-
 
 class CancellationToken:
     """Whether a save may still be cancelled. Any thread may use it."""

@@ -14,8 +14,6 @@ from ckptstore.errors import TornStateError
 from ckptstore.format.paths import path_text
 from ckptstore.tensors.source import SourceTensor
 
-__all__ = ["ChangeDetector", "counted"]
-
 
 def counted(source: SourceTensor) -> bool:
     """Return whether torch counts the changes of a tensor; of NumPy's arrays nobody does."""

@@ -16,8 +16,6 @@ import struct
 import threading
 from typing import Any, Final
 
-__all__ = ["Channel"]
-
 _HEAD: Final = struct.Struct("<QB")  # length of the pickle, and where it is
 _INLINE, _IN_MEMORY = 0, 1
 # A longer message goes as shared memory. Source: well below what Linux buffers for a socket

@@ -37,8 +37,6 @@ from ckptstore.saver.messages import (
 )
 from ckptstore.saver.save_job import SaveJob
 
-__all__ = ["main"]
-
 _log = logging.getLogger("ckptstore")
 
 

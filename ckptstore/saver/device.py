@@ -10,8 +10,6 @@ from ckptstore.errors import CkptStoreError
 from ckptstore.saver.arena import Arena
 from ckptstore.tensors.source import SourceTensor, TensorBytes
 
-__all__ = ["DeviceCopies", "on_device"]
-
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for all devices. Source: the CUDA runtime's driver_types.h."""
 _streams: dict[torch.device, torch.cuda.Stream] = {}

@@ -20,8 +20,6 @@ from ckptstore.saver.save_state import BackgroundSave
 from ckptstore.saver.staged import Digests
 from ckptstore.saver.thread_engine import ThreadEngine
 
-__all__ = ["EngineSupervisor"]
-
 _log = logging.getLogger("ckptstore")
 
 

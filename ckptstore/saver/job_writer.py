@@ -17,8 +17,6 @@ from ckptstore.saver.messages import Done, Failed, Report, Wrote
 from ckptstore.saver.save_job import SaveJob, write_job
 from ckptstore.saver.staged import Digests
 
-__all__ = ["JobWriter", "Tell"]
-
 Tell: TypeAlias = Callable[[SaveJob, Report], None]
 """Hears what becomes of a job, in the thread that writes."""
 

@@ -12,21 +12,6 @@ from ckptstore.format.superblock import Superblock
 from ckptstore.model import Version
 from ckptstore.saver.staged import Digests
 
-__all__ = [
-    "Answer",
-    "Cancel",
-    "Close",
-    "Compare",
-    "Done",
-    "Failed",
-    "Forget",
-    "Lend",
-    "Ready",
-    "Report",
-    "Setup",
-    "Wrote",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:

@@ -9,8 +9,6 @@ from ckptstore.events import Progress
 from ckptstore.model import Receipt, ReceiptState, Version
 from ckptstore.saver.save_state import BackgroundSave
 
-__all__ = ["PendingSave"]
-
 
 class PendingSave:
     """A save in the background, with two moments: staged, and durable. Any thread may use it.

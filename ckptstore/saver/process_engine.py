@@ -42,8 +42,6 @@ from ckptstore.saver.messages import (
 from ckptstore.saver.save_job import Hear, SaveJob
 from ckptstore.saver.staged import Digests
 
-__all__ = ["ProcessEngine", "why_not"]
-
 _log = logging.getLogger("ckptstore")
 # What a send raises when the child is gone, or this end is closed since it is.
 _GONE = (errno.EPIPE, errno.ECONNRESET, errno.EBADF)

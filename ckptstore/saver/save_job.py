@@ -24,8 +24,6 @@ from ckptstore.saver.cancellation import CancellationToken
 from ckptstore.saver.messages import Report
 from ckptstore.saver.staged import Digests, StagedTensor, sources_in
 
-__all__ = ["Hear", "Row", "SaveEngine", "SaveJob", "row_of", "write_job"]
-
 _log = logging.getLogger("ckptstore")
 
 

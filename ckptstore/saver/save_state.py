@@ -19,8 +19,6 @@ from ckptstore.saver.save_job import SaveJob, row_of
 from ckptstore.saver.staged import Digests
 from ckptstore.saver.staging import Staging
 
-__all__ = ["BackgroundSave"]
-
 _log = logging.getLogger("ckptstore")
 
 

@@ -26,8 +26,6 @@ from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.states.save import SaveRequest, draft_of
 from ckptstore.tensors.flatten import flatten
 
-__all__ = ["IfBusy", "Saver", "Stage"]
-
 IfBusy = Literal["wait", "skip", "fail"]
 Stage = Literal["now", "background"]
 

@@ -14,9 +14,6 @@ from ckptstore.errors import TornStateError
 from ckptstore.hashing import xxh3_64
 from ckptstore.objects.sources import Payload, PieceSource
 
-__all__ = ["Digests", "StagedTensor", "sources_in"]
-
-
 Digests = Sequence[Sequence[int]]
 """Per tensor: XXH3-64 of each of its pieces, taken right after it was staged."""
 

@@ -21,8 +21,6 @@ from ckptstore.saver.device import DeviceCopies, on_device
 from ckptstore.saver.staged import Digests, StagedTensor
 from ckptstore.tensors.source import SourceTensor, settle
 
-__all__ = ["ArenaLayout", "Staging", "lay_out"]
-
 # A thread takes about so many bytes at once. Source: many small tensors must not cost a lock
 # each; a thousandth of what a thread copies in a second.
 _BATCH_BYTES: Final = 4 * limits.MIB

@@ -11,8 +11,6 @@ from ckptstore.saver.staged import Digests
 from ckptstore.saver.thread_priority import step_back
 from ckptstore.tensors.bfloat16 import to_bfloat16
 
-__all__ = ["ThreadEngine"]
-
 
 class ThreadEngine:
     """One thread that writes job after job; see :class:`ckptstore.saver.save_job.SaveEngine`.

@@ -9,8 +9,6 @@ from typing import Final
 
 from ckptstore import limits
 
-__all__ = ["step_back"]
-
 _NICE_MAX: Final = 19
 """The niceness above which there is none. Source: setpriority(2)."""
 

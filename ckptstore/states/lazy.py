@@ -35,8 +35,6 @@ from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.destination import Destination
 from ckptstore.tensors.restore import MapLocation
 
-__all__ = ["LazyTensor", "LazyVersion"]
-
 Index: TypeAlias = "int | slice | EllipsisType | torch.Tensor | tuple[Any, ...] | None"
 
 # Leaves that are exactly one stored tensor, so that a slice of them is a range of its bytes.

@@ -16,8 +16,6 @@ from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.restore import MapLocation, Restorer
 
-__all__ = ["LoadRequest", "load_state"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:

@@ -22,8 +22,6 @@ from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.flatten import FlatState, flatten
 from ckptstore.tensors.source import settle
 
-__all__ = ["SaveRequest", "draft_of", "save_version"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest(WriteRequest):

@@ -28,8 +28,6 @@ from ckptstore.tensors.refusals import refusal
 from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
 from ckptstore.tensors.tensor_bytes import dtype_text
 
-__all__ = ["Shard", "is_box", "write_part"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:

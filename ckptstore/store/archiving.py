@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
     from ckptstore.maintenance.cold.thaw import ThawReport
 
-__all__ = ["archive", "thaw"]
-
 
 def archive(
     self: HasRepo,

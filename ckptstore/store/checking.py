@@ -24,8 +24,6 @@ from ckptstore.store.transfers import Place
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.verify import Level, VerifyReport
 
-__all__ = ["second_stores", "verify"]
-
 
 def verify(
     self: HasRepo,

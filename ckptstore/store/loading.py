@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
-__all__ = ["lazy_version", "load", "load_into", "load_state_of", "version"]
-
 
 def version(self: HasSession, ref: str, *, fall_through: bool = True) -> LazyVersion:
     """Return a version to be read lazily; reads its manifest and no data.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.repair.fix_keys import KeysMended
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
 
-__all__ = ["mend_keys", "mend_superblock", "rotate_key"]
-
 
 def mend_superblock(
     url: str | os.PathLike[str],

@@ -14,8 +14,6 @@ from ckptstore.store.store import Store
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
 
-__all__ = ["open_store"]
-
 
 def open_store(
     url: str | os.PathLike[str],

@@ -22,8 +22,6 @@ from ckptstore.replicas.options import HasRepo, ReplicaOptions
 if TYPE_CHECKING:
     from ckptstore.backends.key_sources import KeyInput
 
-__all__ = ["Opening", "pickled", "unpickled"]
-
 _KEY: Final = "encryption_key"
 _KEY_HINT: Final = "open it with the place of the key: file:PATH, env:NAME or command:CMD"
 

@@ -12,8 +12,6 @@ from ckptstore.format.names import check_listed
 from ckptstore.model import Ref, Version
 from ckptstore.repo import Repo
 
-__all__ = ["known", "named_version", "named_versions"]
-
 _log = logging.getLogger("ckptstore")
 
 

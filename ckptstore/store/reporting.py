@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.reports.sharing import SharedUsage, VersionSharing
     from ckptstore.maintenance.reports.usage import StoreStats, VersionUsage
 
-__all__ = ["diff", "log", "prometheus", "sharing", "sharing_of", "stats", "usage"]
-
 
 def log(self: HasRepo, *, first: int = 1) -> list[Commit]:
     """Return the commits from number `first` on, oldest first; reads each of them.

@@ -15,8 +15,6 @@ from ckptstore.errors import VersionNotFoundError
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["chosen", "is_chosen", "saved"]
-
 _log = logging.getLogger("ckptstore")
 
 _chosen: dict[str, set[str]] = {}

@@ -26,18 +26,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.retention.remove import Removal
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
-__all__ = [
-    "age",
-    "gc",
-    "leaving_early",
-    "pin",
-    "remove",
-    "retain",
-    "set_policy",
-    "undelete",
-    "unpin",
-]
-
 
 def pin(self: HasRepo, ref: str) -> Version:
     """Pin a version: nothing deletes it, or a part of it, until it is unpinned."""

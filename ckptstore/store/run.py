@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ckptstore.tensors.adapters import TypeAdapter
     from ckptstore.tensors.restore import MapLocation
 
-__all__ = ["Run"]
-
 _log = logging.getLogger("ckptstore")
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from ckptstore.saver.saver import Saver
     from ckptstore.states.save import SaveRequest
 
-__all__ = ["HasSession", "Session"]
-
 
 class HasSession(Protocol):
     """A facade of an open store, by what its methods need of it."""

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
     from ckptstore.saver.saver import Saver
 
-__all__ = ["Store"]
-
 _log = logging.getLogger("ckptstore")
 
 Source: TypeAlias = "Store | str | os.PathLike[str]"

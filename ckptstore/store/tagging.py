@@ -10,8 +10,6 @@ from ckptstore.replicas.options import HasRepo
 from ckptstore.store import resume_check
 from ckptstore.store.refs import named_version
 
-__all__ = ["annotate", "rollback", "tag", "untag"]
-
 
 def tag(self: HasRepo, ref: str, tag: str) -> Version:
     """Give a version a tag in its run; a tag of this name moves. Return the version.

@@ -11,8 +11,6 @@ from ckptstore.replicas.places import PLACE, name_in
 from ckptstore.replicas.targets import open_target
 from ckptstore.store.store import Store
 
-__all__ = ["check_selection", "open_target_of"]
-
 
 def check_selection(
     source: Store, *, runs: Sequence[str] | None, keep: str | Sequence[str] | None

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.evict import EvictReport
     from ckptstore.replicas.writeback import WriteBack
 
-__all__ = [
-    "add_replica",
-    "evict",
-    "give_options",
-    "remove_replica",
-    "replicas",
-    "unpin_for",
-    "wait_replicated",
-    "write_back",
-]
-
 
 def add_replica(
     self: HasSession,

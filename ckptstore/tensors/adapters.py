@@ -9,8 +9,6 @@ from typing import Any
 from ckptstore.errors import InvalidInputError
 from ckptstore.tensors.classes import converters
 
-__all__ = ["TypeAdapter", "adapters_by_name", "adapters_by_type"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TypeAdapter:

@@ -28,8 +28,6 @@ from ckptstore.format.skeleton import Node
 from ckptstore.tensors.source import SourceTensor, TensorBytes, TensorPayload
 from ckptstore.tensors.tensor_bytes import dtype_text, offset_of, tensor_over
 
-__all__ = ["Occurrence", "Pending", "resolve_storage"]
-
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Occurrence:

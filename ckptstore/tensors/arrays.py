@@ -14,8 +14,6 @@ from ckptstore.errors import CorruptObjectError, StateError
 from ckptstore.format.dtypes import strides_of
 from ckptstore.format.skeleton import Node
 
-__all__ = ["TWINS", "array_over", "build_dtype", "build_scalar", "describe_dtype", "scalar_bytes"]
-
 _TWIN_NAMES: Final = (
     "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 complex64 "
     "complex128"

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["to_bfloat16"]
-
 # Elements that torch gets at once where its own threads cannot be turned off.
 # Source: it starts them from 32,768 on (at::internal::GRAIN_SIZE); a whole number of lines.
 _BLOCK: Final = (1 << 15) - 64

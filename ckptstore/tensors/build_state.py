@@ -29,8 +29,6 @@ from ckptstore.tensors.tensor_bytes import (
 if TYPE_CHECKING:
     from ckptstore.tensors.destination import Record
 
-__all__ = ["MISSING", "Builder", "Missing", "adapter_names"]
-
 
 class Missing:
     """The type of :data:`MISSING`, which stands for a list element that a load left out."""

@@ -17,8 +17,6 @@ from ckptstore.errors import CorruptObjectError, StateError
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.composed import build_sparse, describe_sparse
 
-__all__ = ["BYTES_IO", "SPARSE", "SUBCLASSES", "builtin_for", "builtin_named"]
-
 _QUANTIZE: Final = "torchao.quantization.quantize_"
 SUBCLASSES: Final = frozenset(
     {

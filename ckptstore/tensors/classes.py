@@ -14,8 +14,6 @@ import torch
 from ckptstore.errors import CorruptObjectError, InvalidInputError, StateError
 from ckptstore.tensors.composed import build_subclass, describe_subclass
 
-__all__ = ["converters"]
-
 _HOLD_MORE = (dict, list, set, frozenset, str, bytes, bytearray, int, float, complex)
 
 

@@ -16,16 +16,6 @@ import torch
 from ckptstore.errors import CorruptObjectError, StateError
 from ckptstore.format.skeleton import BUFFER, BUFFER_TRANSIENT, PARAMETER, REQUIRES_GRAD
 
-__all__ = [
-    "SPARSE_LAYOUTS",
-    "build_sparse",
-    "build_subclass",
-    "describe_sparse",
-    "describe_subclass",
-    "dressed",
-    "flags_of",
-]
-
 SPARSE_LAYOUTS: Final[Mapping[torch.layout, str]] = {
     torch.sparse_coo: "coo",
     torch.sparse_csr: "csr",

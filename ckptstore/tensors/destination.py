@@ -12,8 +12,6 @@ from ckptstore.format.blocks import Blocks, gather
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of, strides_of
 from ckptstore.tensors.tensor_bytes import dtype_named, memory_of, offset_of, tensor_over
 
-__all__ = ["Destination", "Record", "check_record"]
-
 _CPU: Final = torch.device("cpu")
 
 

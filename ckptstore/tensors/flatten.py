@@ -41,8 +41,6 @@ from ckptstore.tensors.refusals import refusal
 from ckptstore.tensors.source import ArrayBytes, BlobBytes, SourceTensor
 from ckptstore.tensors.tensor_bytes import dtype_text
 
-__all__ = ["FlatState", "flatten"]
-
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 

@@ -16,8 +16,6 @@ from ckptstore.format.skeleton import Leaf
 from ckptstore.tensors.destination import Record
 from ckptstore.tensors.tensor_bytes import dtype_text
 
-__all__ = ["ON_CPU", "check_apart", "check_target", "decodable", "is_view", "tensors_of"]
-
 ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
 """Kinds of leaves that torch.device does not apply to: they are read back on the CPU."""
 

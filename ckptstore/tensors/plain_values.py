@@ -11,8 +11,6 @@ from ckptstore.errors import StateError
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Node
 
-__all__ = ["datetime_node", "file_path_node", "int_node", "key_node", "str_node"]
-
 
 def int_node(value: int, path: Path) -> Node:
     """Return the node of an integer.

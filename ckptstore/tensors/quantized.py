@@ -22,8 +22,6 @@ from ckptstore.tensors.tensor_bytes import (
     tensor_over,
 )
 
-__all__ = ["Quantized", "build_quantized", "describe_quantized"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Quantized:

@@ -13,8 +13,6 @@ import torch
 from ckptstore.errors import StateError
 from ckptstore.format.paths import Path, path_text
 
-__all__ = ["refusal"]
-
 _ADAPTER = "represent it by plain values, or pass a TypeAdapter for its type"
 _OF = "pass adapters=[TypeAdapter.of(its class)] on save and on load"
 

@@ -33,8 +33,6 @@ from ckptstore.tensors.into import (
 )
 from ckptstore.tensors.tensor_bytes import dtype_named
 
-__all__ = ["MapLocation", "Restorer"]
-
 MapLocation: TypeAlias = (
     "str | torch.device | Mapping[str, str | torch.device] | Callable[..., Any] | None"
 )

@@ -13,8 +13,6 @@ from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
 from ckptstore.format.paths import Path
 from ckptstore.tensors.tensor_bytes import as_integers, memory_of, offset_of, tensor_over
 
-__all__ = ["ArrayBytes", "BlobBytes", "SourceTensor", "TensorBytes", "TensorPayload", "settle"]
-
 _CPU = torch.device("cpu")
 
 

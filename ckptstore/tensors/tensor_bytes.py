@@ -13,16 +13,6 @@ import torch
 from ckptstore.errors import UnsupportedFeatureError
 from ckptstore.format.dtypes import ITEM_BYTES, QUANTIZED_PER_BYTE
 
-__all__ = [
-    "as_elements",
-    "as_integers",
-    "dtype_named",
-    "dtype_text",
-    "memory_of",
-    "offset_of",
-    "tensor_over",
-]
-
 _BY_NAME: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {
         name: dtype

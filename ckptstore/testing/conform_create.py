@@ -13,8 +13,6 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import AmbiguousWriteError, ObjectExistsError, ObjectNotFoundError
 from ckptstore.testing.side_door import SideDoor, pattern
 
-__all__ = ["CreateConformance", "ProcessConformance"]
-
 THREADS = 8
 ROUNDS = 8
 CHILD_S = 60.0

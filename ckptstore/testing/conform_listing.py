@@ -8,8 +8,6 @@ from ckptstore.backends.base import Backend
 from ckptstore.errors import InvalidKeyError
 from ckptstore.testing.side_door import SideDoor
 
-__all__ = ["ListingConformance"]
-
 # Names whose order as folders differs from their order as text: "-" and "." sort before "/".
 KEYS = [
     "a-b/x",

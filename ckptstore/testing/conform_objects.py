@@ -21,8 +21,6 @@ from ckptstore.errors import (
 from ckptstore.limits import MIB
 from ckptstore.testing.side_door import SideDoor, pattern
 
-__all__ = ["ObjectConformance"]
-
 BAD_KEYS = [
     "",
     "/",

@@ -6,8 +6,6 @@ import threading
 
 from ckptstore.hashing import blake3_digest
 
-__all__ = ["SimulatedEnvironment"]
-
 
 class SimulatedEnvironment:
     """An ``Environment`` whose clock moves only by ``sleep``, or by hand.

@@ -142,7 +142,10 @@ def test_rows_are_told_when_all_their_tasks_are_done(
     with filled(tmp_path / "s", steps=1) as store, ThreadPoolExecutor(1) as pool:
         pieces = len(store.repo.manifests.read(store.versions()[0]).pieces)
         assert store.verify(executor=pool, workers=1, resume=tmp_path / "state").ok
-    assert told == [(pieces, set()), (1, set())]  # the chunks, and the tensor that follows from them
+    assert told == [
+        (pieces, set()),
+        (1, set()),
+    ]  # the chunks, and the tensor that follows from them
     assert pieces > 2
 
 

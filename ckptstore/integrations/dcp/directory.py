@@ -41,8 +41,6 @@ from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
 from ckptstore.tensors.tensor_bytes import dtype_text
 
-__all__ = ["METADATA_FILE", "import_directory"]
-
 METADATA_FILE: Final = ".metadata"
 
 

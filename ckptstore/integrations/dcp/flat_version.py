@@ -35,8 +35,6 @@ from ckptstore.tensors.builtin import SPARSE, SUBCLASSES
 from ckptstore.tensors.composed import describe_subclass
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
-__all__ = ["PLANNERS_OWN", "Adapted", "Entry", "entries_of", "metadata_of", "set_version"]
-
 PLANNERS_OWN: Final = "torch.distributed.checkpoint"
 """Key of a version's metadata for a planner's own entries in torch's."""
 

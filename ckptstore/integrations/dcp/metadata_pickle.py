@@ -27,8 +27,6 @@ from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.integrations.dcp.pickle_instructions import check_instructions
 
-__all__ = ["Described", "Place", "StoredTensor", "read_metadata"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:

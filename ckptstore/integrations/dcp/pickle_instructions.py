@@ -10,8 +10,6 @@ from typing import Final
 from ckptstore import limits
 from ckptstore.errors import LimitError
 
-__all__ = ["check_instructions"]
-
 _FLAT: Final = 0
 _NESTED: Final = 1  # a tuple, or the result of a call: may hold others, and hashing visits all
 _MARK: Final = 2

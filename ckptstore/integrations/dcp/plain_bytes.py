@@ -13,8 +13,6 @@ from ckptstore.errors import StateError
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
-__all__ = ["from_planner", "pickled", "unpickled"]
-
 
 def from_planner(planner: SavePlanner, item: WriteItem) -> Any:  # noqa: ANN401 - any value
     """Return a planner's value for an item, itself and not as its pickle.

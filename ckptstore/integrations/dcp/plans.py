@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ckptstore.hashing import blake3_digest
 
-__all__ = ["Offers", "balance", "offers"]
-
 _MARK_BYTES = 8
 
 

@@ -30,8 +30,6 @@ from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.tensor_bytes import as_elements, dtype_named
 
-__all__ = ["CkptStoreReader"]
-
 _log = logging.getLogger("ckptstore")
 
 

@@ -44,8 +44,6 @@ from ckptstore.states.shards import Shard, is_box, write_part
 from ckptstore.store import Run, Store, resume_check
 from ckptstore.tensors.adapters import TypeAdapter
 
-__all__ = ["CkptStoreWriter"]
-
 _PART: Final = "ckptstore.part"
 
 

@@ -24,8 +24,6 @@ from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.check.lost_log import check_log_is_whole
 from ckptstore.model import Version
 
-__all__ = ["Notice", "cut_short", "find_leftovers"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:

@@ -27,8 +27,6 @@ from ckptstore.format.keys import (
 from ckptstore.format.manifest import outline
 from ckptstore.repo import Repo
 
-__all__ = ["check_log_is_whole"]
-
 
 def check_log_is_whole(
     repo: Repo, catalog: Catalog, strays: Collection[str], *, in_flight: bool = False

@@ -14,15 +14,6 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.hashing import xxh3_64
 from ckptstore.objects.pack_index import read_index
 
-__all__ = [
-    "PieceKey",
-    "Sample",
-    "batches",
-    "frame_problem",
-    "piece_key",
-    "why_lost",
-]
-
 PieceKey = tuple[str, int, int, bytes]
 """Pack, offset of the chunk, place in the decoded chunk, id: one piece where it lies."""
 

@@ -14,8 +14,6 @@ from ckptstore.config import Options
 from ckptstore.errors import CorruptTensorError
 from ckptstore.hashing import blake3_of
 
-__all__ = ["problem_with", "problems_of", "recipe_key", "row_of_recipe"]
-
 
 def recipe_key(content: Content, index: int) -> bytes:
     """Return what is equal for tensors that follow in the same way from the same pieces."""

@@ -20,8 +20,6 @@ from ckptstore.errors import InvalidInputError, StorageError
 from ckptstore.maintenance.check.integrity_scan import Sample
 from ckptstore.model import Version
 
-__all__ = ["VerifyState"]
-
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     verify: int

@@ -39,8 +39,6 @@ from ckptstore.model import Version
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
 
-__all__ = ["Held", "LookTask", "Looked", "check_all", "check_content", "look"]
-
 
 class Held:
     """The content of a version, as a task holds it; another process reads its manifest again."""

@@ -45,15 +45,6 @@ from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = [
-    "ArchiveReport",
-    "LeftPack",
-    "SkippedPack",
-    "archivable",
-    "archive",
-    "cold_storage_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeftPack:

@@ -30,8 +30,6 @@ from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["ThawReport", "ThawRequest", "thaw"]
-
 _DAY_S = 86_400.0
 
 

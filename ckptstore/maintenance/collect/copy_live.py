@@ -29,8 +29,6 @@ from ckptstore.objects.packs import PackSink
 from ckptstore.objects.plan import join_chunks
 from ckptstore.objects.threads import in_threads
 
-__all__ = ["Moved", "Recopied", "Recopy", "Victim", "recopy"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Victim:

@@ -11,8 +11,6 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.core.live_set import Reach
 
-__all__ = ["Holder", "holders_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:

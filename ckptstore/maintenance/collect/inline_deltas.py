@@ -28,8 +28,6 @@ from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
 from ckptstore.objects.index import Location
 from ckptstore.repo import Repo
 
-__all__ = ["Rebased", "dead_keys", "rebase"]
-
 # Pieces are written anew only if that takes less than this share of what they and their base take.
 # Source: the estimate is within 3% (docs/design/0012-deltas.md), and a relocation costs a manifest.
 _WORTH = 0.95

@@ -31,8 +31,6 @@ from ckptstore.maintenance.core.task_pool import Tasks, grouped
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Repacked", "choose", "relocate_needing", "repack"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repacked:

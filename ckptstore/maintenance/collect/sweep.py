@@ -18,8 +18,6 @@ from ckptstore.format.keys import commit_key
 from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.repo import Repo
 
-__all__ = ["due", "sweep", "wait_s"]
-
 
 def due(repo: Repo, catalog: Catalog, *, grace_s: float, now_s: float) -> list[str]:
     """Return the condemned objects whose grace is over, by the storage's clock.

@@ -23,13 +23,6 @@ from ckptstore.maintenance.core.live_set import Reach
 from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.repo import Repo
 
-__all__ = [
-    "Candidates",
-    "condemnable",
-    "find_candidates",
-    "storage_now",
-]
-
 
 @dataclass(slots=True, kw_only=True)
 class Candidates:

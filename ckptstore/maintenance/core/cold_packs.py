@@ -18,8 +18,6 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.core.parallel_map import at_once
 
-__all__ = ["cold_packs", "cold_rows", "days_left", "early", "states_of"]
-
 _DAY_S = 86_400.0
 
 

@@ -17,8 +17,6 @@ from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.config import Environment
 from ckptstore.maintenance.core.task_pool import Tasks
 
-__all__ = ["Tally", "list_objects"]
-
 # Folders that one task lists; each by itself where more tasks than this run at once.
 _WIDTH: Final = 4
 _MANY: Final = 16

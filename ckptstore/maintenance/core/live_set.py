@@ -29,15 +29,6 @@ from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = [
-    "ChunkTable",
-    "Footprint",
-    "Reach",
-    "changed",
-    "chunk_keys",
-    "live_versions",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTable:

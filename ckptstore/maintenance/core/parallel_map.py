@@ -10,8 +10,6 @@ from typing import Final, TypeVar
 
 from ckptstore.backends.base import Backend
 
-__all__ = ["at_once"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
 
-__all__ = ["record_move", "relocate", "relocating", "still", "write_move"]
-
 
 def write_move(
     repo: Repo,

@@ -9,8 +9,6 @@ from ckptstore.catalog.policy import Policy
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["select_versions"]
-
 
 def select_versions(
     repo: Repo,

@@ -15,8 +15,6 @@ from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
 from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.repo import Repo
 
-__all__ = ["Step", "Tasks", "grouped", "open_tasks"]
-
 S = TypeVar("S")
 T = TypeVar("T")
 R = TypeVar("R")

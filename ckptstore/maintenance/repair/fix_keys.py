@@ -42,8 +42,6 @@ from ckptstore.keyring import (
 from ckptstore.repo import unsafe
 from ckptstore.superblocks import read_superblock
 
-__all__ = ["KeysMended", "mend_keys"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysMended:

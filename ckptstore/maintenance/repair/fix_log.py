@@ -38,8 +38,6 @@ from ckptstore.format.keys import (
 from ckptstore.maintenance.repair.repair_report import CommitFinding
 from ckptstore.repo import Repo
 
-__all__ = ["mend_log", "mend_snapshots"]
-
 _DIGEST = re.compile(rb'"blake3":"([0-9a-f]{64})"}\n?\Z')
 
 

@@ -47,8 +47,6 @@ from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
 from ckptstore.repo import Finding, Prober, Repo, probe_backend, unsafe
 from ckptstore.superblocks import encrypted_superblock
 
-__all__ = ["SuperblockFinding", "mend_superblock"]
-
 _LOOKED_AT: Final = 20
 """Commits, from either end, and manifests of the newest versions. Source: one that is sound is
 enough, and damage comes in stretches."""

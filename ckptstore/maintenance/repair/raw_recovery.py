@@ -17,8 +17,6 @@ from ckptstore.errors import CorruptObjectError, NotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 
-__all__ = ["decodings", "legible", "read_chunk"]
-
 
 def legible(backend: Backend, key: str, offset: int, size: int) -> bytes:
     """Return a range of a pack; what of an encrypted one does not decrypt reads as zeros.

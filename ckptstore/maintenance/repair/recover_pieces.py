@@ -37,8 +37,6 @@ from ckptstore.objects.piece_writer import write_pieces
 from ckptstore.objects.scan import FoundChunk, scan_chunks
 from ckptstore.repo import Repo
 
-__all__ = ["Need", "Rescue", "replaced", "rows_of"]
-
 _Place = tuple[str, int, int]
 """Pack, offset of the chunk, place in the decoded chunk."""
 

@@ -33,8 +33,6 @@ from ckptstore.maintenance.repair.repair_sources import Sources
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["repair"]
-
 
 def repair(
     repo: Repo,

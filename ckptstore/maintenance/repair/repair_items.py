@@ -12,8 +12,6 @@ from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.maintenance.repair.repair_report import Lost
 from ckptstore.model import Version
 
-__all__ = ["Item", "RowDtype", "is_unlike", "lost_of", "needed"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Item:

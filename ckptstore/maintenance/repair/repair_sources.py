@@ -23,8 +23,6 @@ from ckptstore.model import Version
 from ckptstore.objects.index import location_of
 from ckptstore.repo import Repo
 
-__all__ = ["Sources"]
-
 
 @dataclass(slots=True, kw_only=True)
 class Sources:

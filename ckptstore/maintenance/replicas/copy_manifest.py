@@ -33,17 +33,6 @@ from ckptstore.objects.piece_reader import Want
 from ckptstore.objects.read_back import copy_read_back
 from ckptstore.repo import Repo
 
-__all__ = [
-    "ORIGIN_KEY",
-    "Copier",
-    "Foreseen",
-    "Landed",
-    "chunk_of",
-    "copier_between",
-    "foresee",
-    "transplant",
-]
-
 ORIGIN_KEY: Final = "forked_from"
 """Where the metadata of a version that came from another store says which one it was."""
 

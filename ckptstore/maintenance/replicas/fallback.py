@@ -46,8 +46,6 @@ from ckptstore.objects.piece_reader import read_pieces
 from ckptstore.objects.plan import Want
 from ckptstore.repo import Repo
 
-__all__ = ["FallThrough", "Found", "Tier", "read_lost"]
-
 _log = logging.getLogger("ckptstore")
 
 

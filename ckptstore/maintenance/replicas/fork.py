@@ -29,8 +29,6 @@ from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
 
-__all__ = ["ForkRequest", "fork", "fork_into"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:

@@ -17,8 +17,6 @@ from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.plan import Want
 from ckptstore.repo import Repo
 
-__all__ = ["Meter", "known_here", "nearest", "newest_heads"]
-
 # Versions before and after one in its run that are asked for chunks that it shares, beside its
 # parent and the heads. Source: retention and eviction leave gaps; what is missed costs its bytes.
 _NEIGHBOURS = 8

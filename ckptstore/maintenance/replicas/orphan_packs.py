@@ -24,8 +24,6 @@ from ckptstore.objects.pack_index import read_index
 from ckptstore.objects.packs import Placed
 from ckptstore.repo import Repo
 
-__all__ = ["Orphans"]
-
 Alike = tuple[bytes, int, int]
 """Id, stored and raw bytes of a chunk: a copy has the same."""
 

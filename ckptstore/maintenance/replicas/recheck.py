@@ -24,8 +24,6 @@ from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["SecondLook"]
-
 _log = logging.getLogger("ckptstore")
 
 

@@ -19,8 +19,6 @@ from ckptstore.errors import ReadOnlyError, UnsafeBackendError
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Pins", "release"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pins:

@@ -14,8 +14,6 @@ from ckptstore.maintenance.replicas.remote_pins import Pins
 from ckptstore.maintenance.replicas.replication_context import Sides, read_back
 from ckptstore.model import Version
 
-__all__ = ["begin", "bring_records", "follow", "note"]
-
 _log = logging.getLogger("ckptstore")
 
 # Records whose operations are made at once: a commit takes no more of them.

@@ -8,8 +8,6 @@ from typing import Literal
 from ckptstore.errors import ColdObjectError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 
-__all__ = ["Failure", "LeftOut", "ReplicateReport", "ReplicateRequest", "Why"]
-
 Why = Literal["deleted in the target", "reduced in the target", "deleted in the source"]
 """Why a version does not come: the target's own retention, or somebody there, took it away, in
 whole or in part; or the source has lost it since it was asked for."""

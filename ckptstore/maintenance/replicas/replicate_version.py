@@ -37,8 +37,6 @@ from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.read_back import altered
 from ckptstore.repo import Repo
 
-__all__ = ["Outcome", "bring", "take_back_deletion"]
-
 _log = logging.getLogger("ckptstore")
 
 Fate = Literal["copied", "present", "deleted in the target", "deleted in the source", "failed"]

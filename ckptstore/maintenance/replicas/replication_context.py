@@ -16,8 +16,6 @@ from ckptstore.model import Version
 from ckptstore.objects.copy_tasks import SpreadCopy
 from ckptstore.repo import Repo
 
-__all__ = ["Near", "Sides", "read_back"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sides:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.model import Receipt, Version
 
-__all__ = ["ProcessFigures", "exposition", "metric"]
-
 _STAGES = ("blocked", "staging", "hashing", "encoding", "writing", "committing")
 _KINDS = ("logical", "new", "shared", "stored")
 _Row = tuple[Mapping[str, str], float]

@@ -29,8 +29,6 @@ from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Early", "EarlyClass", "Leaving", "leaving_early"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaving:

@@ -28,8 +28,6 @@ from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
 
-__all__ = ["Lowered", "Target", "lower", "weigh", "weights_part"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:

@@ -34,8 +34,6 @@ from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.objects.sources import Source
 from ckptstore.repo import Repo
 
-__all__ = ["Rewritten", "needs_rewriting", "rewrite"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewritten:

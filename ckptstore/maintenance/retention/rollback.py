@@ -11,8 +11,6 @@ from ckptstore.errors import VersionNotFoundError
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
-__all__ = ["Rolled", "rollback"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rolled:

@@ -26,8 +26,6 @@ from ckptstore.format.paths import Path
 from ckptstore.format.recipes import Recipe
 from ckptstore.objects.sources import Payload, PieceSource, Source
 
-__all__ = ["Coding", "round_tensor", "wanted"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
