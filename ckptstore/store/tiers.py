@@ -154,7 +154,7 @@ def evict(
     here, there = self._session.repo, self._session.replicas.find(replica)
     versions = _evictable(here, refs, runs, keep)
     there.refresh()
-    return evict(here, there, versions, missing=partial(_missing, there), pin=pin, dry_run=dry_run)
+    return evict(here, there, versions, missing=partial(missing, there), pin=pin, dry_run=dry_run)
 
 
 def unpin_for(self: HasRepo, store: str) -> list[Version]:
@@ -280,7 +280,7 @@ def _evictable(
     return [*wanted, *(one for one in named if one.level == "record")]
 
 
-def _missing(there: Repo, versions: Sequence[Version]) -> set[str]:
+def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
     """Return ids of versions that a replica has deleted, or whose objects are not all there."""
     from ckptstore.maintenance.check.verify import verify
 
