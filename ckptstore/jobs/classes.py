@@ -11,7 +11,7 @@ from ckptstore.catalog.retention_rules import parse_duration
 from ckptstore.events import ProgressCallback
 from ckptstore.jobs.job_file import Archive, Prices
 from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
-from ckptstore.maintenance.replicas.replication_context import read_back
+from ckptstore.maintenance.replicas.replicate_version import read_back
 from ckptstore.store import Store
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptstore.jobs.job_file import Job
-from ckptstore.maintenance.replicas.replicate_report import ReplicateReport
+from ckptstore.maintenance.replicas.replicate import ReplicateReport
 
 
 def estimate_of(

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ckptstore.jobs.held import has, is_settled, rests_on
-from ckptstore.maintenance.replicas.evict import evict
-from ckptstore.maintenance.replicas.recheck import SecondLook
+from ckptstore.maintenance.replicas.evict import SecondLook, evict
 from ckptstore.maintenance.retention.retain import AfterCommit, RetainReport, retain
 from ckptstore.model import Version
 from ckptstore.store.store import Store

@@ -26,7 +26,8 @@ from ckptstore.jobs.job_file import Archive, Job
 from ckptstore.jobs.letting_go import evict_source, retain_source, retained
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
 from ckptstore.maintenance.core.select_versions import select_versions
-from ckptstore.maintenance.replicas.replicate import ReplicateReport, ReplicateRequest, replicate
+from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
+from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
