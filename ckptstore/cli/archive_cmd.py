@@ -21,7 +21,7 @@ from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
-    from ckptstore.maintenance.core.listing import Tally
+    from ckptstore.maintenance.core.live_set import Tally
     from ckptstore.store import Store
 
 _LISTED = 10

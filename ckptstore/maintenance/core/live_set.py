@@ -1,6 +1,11 @@
-"""What live versions need: their manifests, and the packs and chunks that those name.
+"""Objects of a store: those that it holds, and those that its live versions need.
 
-A version is live unless it was deleted or only its record is kept. What live versions reach may
+A listing begins as one, page after page. Most stores end there. Where it goes on for longer than
+``GC_LIST_TOGETHER`` objects, the rest is listed by the first two digits of the ids, in tasks of an
+engine; or in threads, if so far it was slow, as the pages of an object store are. A local folder,
+where listing is work and not waiting, is read by one thread as fast as by any.
+
+A version is live unless it was deleted or only its record is kept. What live versions need may
 never be condemned; so a manifest of a live version that cannot be read stops every collection.
 """
 
@@ -10,14 +15,16 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from sys import intern
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend
+from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.storage_classes import class_named
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
@@ -28,6 +35,19 @@ from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+
+# Folders that one task lists; each by itself where more tasks than this run at once.
+_WIDTH: Final = 4
+_MANY: Final = 16
+_DAY_S: Final = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Some objects."""
+
+    count: int = 0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,3 +259,90 @@ def changed(repo: Repo, version: Version) -> bool:
 def live_versions(catalog: Catalog) -> Iterator[Version]:
     """Yield the versions that have content: neither deleted nor kept as a record only."""
     return (version for version in catalog.versions() if version.level != "record")
+
+
+# --- listings ------------------------------------------------------------------------------------
+
+
+def list_objects(tasks: Tasks, prefix: str, *, environment: Environment) -> Iterator[ObjectInfo]:
+    """Yield the objects below ``packs/`` or ``manifests/``, in the order of their keys.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    backend, engine = tasks.storage.value, tasks.engine
+    began = environment.monotonic()
+    count = 0
+    last = ""
+    for info in backend.list(prefix):
+        yield info
+        count += 1
+        last = info.key
+        if count == limits.GC_LIST_TOGETHER:
+            break
+    else:
+        return
+    slow = environment.monotonic() - began > count * limits.GC_LIST_SLOW_S
+    if engine is None and not slow:
+        yield from backend.list(prefix, after=last)
+        return
+    # A task costs milliseconds; a listing of 16 million objects has results of 20 MB then.
+    width = 1 if engine is not None and engine.workers > _MANY else _WIDTH
+    for part in tasks.map(_list_folder, list(_folders(prefix, last)), count=width):
+        yield from part
+
+
+def _list_folder(backend: Backend, folder: tuple[str, str]) -> list[ObjectInfo]:
+    """Return the objects below a prefix, after a key."""
+    prefix, after = folder
+    return list(backend.list(prefix, after=after))
+
+
+def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:
+    """Yield the prefixes that may hold keys after `last`, each with the key to begin after.
+
+    Ids begin with two hex digits, which are their folder; nothing else is an object of the store.
+    """
+    for number in range(256):
+        part = f"{prefix}{number:02x}/"
+        if last < part:
+            yield part, ""
+        elif last.startswith(part):
+            yield part, last
+
+
+def days_left(info: ObjectInfo, *, now_s: float) -> float:
+    """Return for how many days a storage class is charged if an object leaves it now.
+
+    0 or less where the least days of the class have passed, or it has none.
+
+    Parameters
+    ----------
+    now_s
+        The time, in seconds since 1970.
+    """
+    return class_named(info.storage_class).min_days - (now_s - info.modified_at) / _DAY_S
+
+
+def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
+    """Yield a sentence for each class that objects would leave too early to be free of charge.
+
+    Parameters
+    ----------
+    infos
+        Of objects that are to be deleted, or moved to another class.
+    now_s
+        The time, in seconds since 1970.
+    """
+    found: dict[str, list[int]] = {}
+    for info in infos:
+        if days_left(info, now_s=now_s) > 0:
+            found.setdefault(class_named(info.storage_class).name, []).append(info.size_bytes)
+    for name, sizes in sorted(found.items()):
+        days = class_named(name).min_days
+        yield (
+            f"{len(sizes)} packs of {sum(sizes)} bytes leave {name} before {days} days have"
+            " passed, and are charged for all of them"
+        )

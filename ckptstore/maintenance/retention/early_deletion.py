@@ -22,8 +22,7 @@ from ckptstore.catalog.retention import Fate
 from ckptstore.errors import FormatError, IntegrityError, NotFoundError
 from ckptstore.format.keys import PACKS_PREFIX, pack_id
 from ckptstore.format.manifest import Manifest
-from ckptstore.maintenance.core.cold_packs import days_left
-from ckptstore.maintenance.core.live_set import Footprint, live_versions
+from ckptstore.maintenance.core.live_set import Footprint, days_left, live_versions
 from ckptstore.maintenance.retention.reduce import weights_part
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
