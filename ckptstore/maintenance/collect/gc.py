@@ -30,8 +30,7 @@ from ckptstore.maintenance.collect.unreferenced import (
     find_candidates,
     storage_now,
 )
-from ckptstore.maintenance.core.listing import Tally
-from ckptstore.maintenance.core.live_set import Reach
+from ckptstore.maintenance.core.live_set import Reach, Tally
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.repo import Repo
 

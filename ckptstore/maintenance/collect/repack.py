@@ -25,9 +25,8 @@ from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.maintenance.collect.copy_live import Moved, Recopy, Victim, recopy
 from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
-from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
-from ckptstore.maintenance.core.task_pool import Tasks, grouped
+from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 

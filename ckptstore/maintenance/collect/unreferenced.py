@@ -18,8 +18,7 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.format.manifest import outline
-from ckptstore.maintenance.core.listing import list_objects
-from ckptstore.maintenance.core.live_set import Reach
+from ckptstore.maintenance.core.live_set import Reach, list_objects
 from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.repo import Repo
 
