@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.collect.gc import GcReport
-    from ckptstore.maintenance.retention.ageing import Target
+    from ckptstore.maintenance.retention.reduce import Target
     from ckptstore.maintenance.retention.remove import Removal
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
@@ -119,7 +119,7 @@ def age(
     PolicyError
         One is pinned, or needs `force`, or has no tensors of role ``weights``.
     """
-    from ckptstore.maintenance.retention.ageing import age
+    from ckptstore.maintenance.retention.retain import age
 
     target = _lowered(level, lossy)
     ids = age(self.repo, named_versions(self.repo, refs), target, force=force)
@@ -235,7 +235,7 @@ def _lowered(level: LowerLevel, lossy: Encoding | str | None) -> Target:
     """
     from ckptstore.catalog.policy import rounding_of
     from ckptstore.encodings.encoding import Encoding
-    from ckptstore.maintenance.retention.ageing import Target
+    from ckptstore.maintenance.retention.reduce import Target
 
     given = None if lossy is None else Encoding.of(lossy)
     encodings = rounding_of(level, [] if given is None else [given])
@@ -255,7 +255,7 @@ def _part_removed(
     dry_run: bool,
 ) -> list[Removal]:
     """Delete a part of versions; see :meth:`ckptstore.Store.remove` with `keep`."""
-    from ckptstore.maintenance.retention.ageing import age, foresee
+    from ckptstore.maintenance.retention.retain import age, foresee
 
     if reason or not versions:
         msg = "no version to remove a part of" if not versions else "a part goes without reason"

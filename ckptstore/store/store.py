@@ -526,7 +526,7 @@ class Store:
         ReadOnlyError, UnsafeBackendError, StorageError
             The other store cannot be written to, or a storage failed. What was committed stays.
         """
-        from ckptstore.maintenance.replicas.replicate import ReplicateRequest
+        from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
         to_key = hidden(to_key)
         request = ReplicateRequest(

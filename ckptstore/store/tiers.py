@@ -177,7 +177,7 @@ def unpin_for(self: HasRepo, store: str) -> list[Version]:
     ReadOnlyError, UnsafeBackendError, StorageError
         This store cannot be written to.
     """
-    from ckptstore.maintenance.replicas.remote_pins import release
+    from ckptstore.maintenance.replicas.evict import release
 
     pinning = {one for version in self.repo.refresh().pinned() for one in version.pinned_for}
     found = sorted(one for one in pinning if store and one.startswith(store))

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptstore.backends.key_sources import KeyInput, hidden
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.names import check_listed
-from ckptstore.model import Version
 from ckptstore.replicas.options import HasRepo
 from ckptstore.replicas.places import name_in
 from ckptstore.replicas.targets import open_target
@@ -22,9 +21,9 @@ from ckptstore.store.session import Session
 
 if TYPE_CHECKING:
     from ckptstore.engine.engine import EngineSpec
-    from ckptstore.maintenance.replicas.fallback import Found
     from ckptstore.maintenance.replicas.fork import ForkRequest
-    from ckptstore.maintenance.replicas.replicate import ReplicateReport, ReplicateRequest
+    from ckptstore.maintenance.replicas.replicate import ReplicateReport
+    from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
 __all__ = ["Chosen", "Place", "fork", "replicate"]
 
@@ -89,15 +88,10 @@ def _target(
 
 def fork(session: Session, ref: str, request: ForkRequest, target: Repo) -> None:
     """Begin a run at a version, in its own store or another; see :meth:`ckptstore.Store.fork`."""
-    from ckptstore.maintenance.replicas.fork import fork, fork_into
+    from ckptstore.maintenance.replicas.fork import fork
 
-    here = session.repo
-    source = named_version(here, ref)
-
-    def begin(lender: Found | None) -> Version:
-        if target is here:
-            return fork(here, source, request, lender=lender)
-        return fork_into(target, here, source, request, lender=lender)
-
-    session.replicas.lent(source, begin)
+    source = named_version(session.repo, ref)
+    session.replicas.lent(
+        source, lambda lender: fork(target, session.repo, source, request, lender=lender)
+    )
     resume_check.chosen(target, request.run)

@@ -25,7 +25,7 @@ from ckptstore.maintenance.check.piece_checks import (
 )
 from ckptstore.maintenance.check.recipe_checks import recipe_key, row_of_recipe
 from ckptstore.maintenance.core.cold_packs import cold_packs, cold_rows
-from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 

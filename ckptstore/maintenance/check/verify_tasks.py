@@ -32,8 +32,7 @@ from ckptstore.maintenance.check.piece_checks import (
     why_lost,
 )
 from ckptstore.maintenance.check.recipe_checks import problems_of, row_of_recipe
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.task_pool import Tasks
+from ckptstore.maintenance.core.task_pool import Tasks, at_once
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.objects.piece_reader import Want, read_pieces

@@ -201,8 +201,8 @@ class _Repair:
         """Write new manifests and commit them, some versions at a time."""
         if self.rescue.dry_run:
             return
-        for start in range(0, len(items), limits.MOVES_PER_COMMIT):
-            part = items[start : start + limits.MOVES_PER_COMMIT]
+        for start in range(0, len(items), limits.RELOCATES_PER_COMMIT):
+            part = items[start : start + limits.RELOCATES_PER_COMMIT]
             moves = [move for item in part if (move := self._move(item)) is not None]
             if not moves:
                 continue
