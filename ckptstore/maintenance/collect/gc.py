@@ -20,7 +20,7 @@ from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_key, version_id_of
-from ckptstore.maintenance.check.lost_log import check_log_is_whole
+from ckptstore.maintenance.check.leftovers import check_log_is_whole
 from ckptstore.maintenance.collect.copy_live import Victim
 from ckptstore.maintenance.collect.holders import Holder, holders_of
 from ckptstore.maintenance.collect.inline_deltas import Rebased, dead_keys, rebase
@@ -257,7 +257,7 @@ def gc(
     CorruptObjectError, UnsupportedFeatureError
         The manifest of a live version cannot be read, so that nothing is condemned; it is named.
         Or commits seem to be lost, and it is not forced: see
-        :mod:`ckptstore.maintenance.check.lost_log`.
+        :mod:`ckptstore.maintenance.check.leftovers`.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to.
     StorageError

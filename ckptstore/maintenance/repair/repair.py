@@ -21,7 +21,7 @@ from ckptstore.committing import commit_retrying
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.maintenance.check.integrity_scan import Survey
-from ckptstore.maintenance.check.leftovers import cut_short, find_leftovers
+from ckptstore.maintenance.check.leftovers import find_leftovers, report_lost_commits
 from ckptstore.maintenance.check.verify import Level
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
@@ -76,9 +76,7 @@ def repair(
     found = Sources(repo=repo, others=sources, survey=survey, rescue=rescue)
     work = _Repair(repo=repo, sources=found, survey=survey, rescue=rescue)
     work.look()
-    cut = cut_short(survey, find_leftovers(survey))
-    if cut is not None:
-        survey.found(cut, None)
+    cut = report_lost_commits(survey, find_leftovers(survey))
     work.mend()
     quarantined = () if dry_run else work.quarantine()
     catalog = repo.catalog
@@ -157,7 +155,6 @@ class _Repair:
     def look(self) -> None:
         """Survey every version, and collect those that are damaged."""
         versions = [v for v in self.repo.catalog.versions() if v.level != "record"]
-        self.survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
         unread: list[Version] = []
         for version, content in check_all(self.survey, versions):
             if content is None:
