@@ -30,7 +30,7 @@ from ckptstore.maintenance.replicas.replicate import ReplicateReport, ReplicateR
 from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
-from ckptstore.store.targets import open_target_of
+from ckptstore.store.opening import open_target_of
 
 _log = logging.getLogger("ckptstore")
 
