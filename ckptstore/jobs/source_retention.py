@@ -13,7 +13,7 @@ from ckptstore.maintenance.replicas.evict import SecondLook
 from ckptstore.maintenance.retention.retain import AfterCommit, RetainReport, retain
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.store.tiers import missing
+from ckptstore.store.replicating import missing
 
 
 def retain_source(

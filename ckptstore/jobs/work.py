@@ -31,8 +31,8 @@ from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, r
 from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
-from ckptstore.store.targets import open_target_of
-from ckptstore.store.tiers import missing
+from ckptstore.store.opening import open_target_of
+from ckptstore.store.replicating import missing
 
 _log = logging.getLogger("ckptstore")
 
