@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ckptstore import limits
-from ckptstore.backends.base import Buffer, ObjectWriter
+from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 from ckptstore.backends.sealing import Sealer
 from ckptstore.errors import InvalidInputError, StorageError
 
@@ -39,7 +39,7 @@ class EncryptedWriter(ObjectWriter):
         if self._sealed_last:
             msg = "this writer is finished"
             raise ValueError(msg)
-        for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+        for part in parts_of(data):
             self._append(memoryview(part).cast("B"))
 
     def commit(self) -> None:

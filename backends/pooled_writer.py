@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptstore.backends.base import Buffer, ObjectWriter
+from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class PooledWriter(ObjectWriter):
             raise ValueError(msg)
         if self._buffer is None:
             self._buffer = self._pool.take()
-        for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+        for part in parts_of(data):
             view = memoryview(part).cast("B")
             end = self._size + len(view)
             if end > len(self._buffer.memory):

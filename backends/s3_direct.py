@@ -27,6 +27,7 @@ from ckptstore import limits
 from ckptstore.backends.s3_calls import Accept, Foreign, Request
 from ckptstore.backends.s3_connections import acknowledge_at_once
 from ckptstore.backends.s3_settings import Settings
+from ckptstore.backends.scatter import skip_bytes, wanted_bytes
 
 
 class DirectCalls:
@@ -78,14 +79,16 @@ class DirectCalls:
         try:
             accept(answer)
             readinto, at_end = _receiver(body)
-            left = sum(_fill(buffer, readinto) for buffer in buffers)
+            rest = [buffer for buffer in buffers if buffer.nbytes]
+            while rest and (count := readinto(rest[0])):
+                skip_bytes(rest, count)
             whole = at_end()
         finally:
             if whole:  # the connection can serve the next request
                 body._raw_stream.release_conn()
             else:
                 body.close()
-        return left
+        return wanted_bytes(rest)
 
     def close(self) -> None:
         """Close the connections."""
@@ -214,17 +217,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _fill(buffer: memoryview, readinto: Callable[[memoryview], int]) -> int:
-    """Fill one buffer; return the number of bytes missing because the stream ended."""
-    at = 0
-    while at < len(buffer):
-        count = readinto(buffer[at:])
-        if not count:
-            break
-        at += count
-    return len(buffer) - at
 
 
 def _receiver(body: Foreign) -> tuple[Callable[[memoryview], int], Callable[[], bool]]:

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from coldbackend import ColdBackend, Shelf
+from metered import MeteredBackend
 
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend, open_memory
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options, SystemEnvironment
 from ckptstore.format.keys import pack_key
 from ckptstore.jobs import read_job, run_job
