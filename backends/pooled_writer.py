@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 
@@ -62,11 +63,8 @@ class BufferPool:
         self._free.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _new_pool, (self._buffer_bytes, self._kept_max, self._kept_bytes)
-
-
-def _new_pool(buffer_bytes: int, kept_max: int, kept_bytes: int) -> BufferPool:
-    return BufferPool(buffer_bytes=buffer_bytes, kept_max=kept_max, kept_bytes=kept_bytes)
+        limits = {"kept_max": self._kept_max, "kept_bytes": self._kept_bytes}
+        return partial(BufferPool, buffer_bytes=self._buffer_bytes, **limits), ()
 
 
 def _new_memory(size: int) -> mmap.mmap:
