@@ -14,10 +14,10 @@ from metered import MeteredBackend
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.cold import ColdStorage, check_pack_class, cold_storage, is_classed
-from ckptstore.backends.gcs_cold import GcsColdStorage
+from ckptstore.backends.gcs import GcsColdStorage
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.object_url import parse_bucket_url
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.backends.s3_cold import S3ColdStorage
