@@ -28,9 +28,7 @@ pytest.register_assert_rewrite(
     "recipekit",
     "simclients",
     "store_machine",
-    "ckptstore.testing.conform_create",
-    "ckptstore.testing.conform_listing",
-    "ckptstore.testing.conform_objects",
+    "ckptstore.testing.conformance",
 )
 
 # What is tried does not change from run to run, and a slow machine fails nothing. To search on:

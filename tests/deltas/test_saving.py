@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from deltakit import deltas_of, manifest_of, open_store, packs_of, same, state_of
+from metered import Meter, MeteredBackend
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import Meter, MeteredBackend
 from ckptstore.codecs.codec_table import DELTAS
 from ckptstore.errors import NotFoundError, StorageError
 from ckptstore.format.keys import pack_key

@@ -18,8 +18,7 @@ import torch
 from buckets import S3Bucket
 
 import ckptstore
-from ckptstore.backends.encrypted import EncryptedBackend
-from ckptstore.backends.encrypted_writer import EncryptedWriter
+from ckptstore.backends.encrypted import EncryptedBackend, EncryptedWriter
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import open_posix
 from ckptstore.backends.sealing import DataKey

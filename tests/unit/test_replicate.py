@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from metered import MeteredBackend
 from shortening import places
 
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.catalog import content_ops
 from ckptstore.errors import CkptStoreError, ConflictError, InvalidInputError, ReadOnlyError
 from ckptstore.limits import KIB

@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from metered import MeteredBackend
 
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
 from ckptstore.errors import (
