@@ -31,6 +31,7 @@ from benchmarks import (  # noqa: E402 - after the path
     keepers,
     link,
     local,
+    measure,
     memory,
     page,
     replicate,
@@ -61,6 +62,13 @@ def space(tmp_path: Path) -> Iterator[Workspace]:
     with warnings.catch_warnings(), workspace(tmp_path) as space:
         warnings.simplefilter("ignore")  # the peers warn about themselves
         yield space
+
+
+@pytest.fixture(autouse=True)
+def _unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no care of the figures between cases: nothing is measured here."""
+    for module in (measure, trajectory, workloads):
+        monkeypatch.setattr(module, "settle", lambda **_: None)
 
 
 def _check(result: Result, tmp_path: Path) -> None:
