@@ -85,11 +85,6 @@ class Processes:
         self._orders.put((future, data))
         return future
 
-    def pids(self) -> list[int]:
-        """Return the process ids of the workers that are there."""
-        with self._lock:
-            return [worker.process.pid for worker in self._running]
-
     def close(self, *, cancel: bool) -> None:
         """End all workers; with `cancel`, without waiting for their tasks."""
         if cancel:
