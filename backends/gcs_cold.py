@@ -7,14 +7,12 @@ restore, so a request for one does nothing.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, Protocol
+from typing import Any, Protocol
 
 from ckptstore.backends.base import ObjectInfo
 from ckptstore.backends.cold import ObjectState
 from ckptstore.backends.storage_classes import STANDARD
 from ckptstore.errors import StorageError
-
-_CLASSES: Final = (STANDARD, "NEARLINE", "COLDLINE", "ARCHIVE")
 
 
 class Stat(Protocol):
@@ -46,15 +44,6 @@ class GcsColdStorage:
         self._stat = stat
         self._rewrite = rewrite
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the four classes of GCS."""
-        return _CLASSES
-
-    def class_of(self, key: str) -> str:
-        """Return the class of an object."""
-        return self.restore_state(key).storage_class
-
     def restore_state(self, key: str) -> ObjectState:
         """Return the class; it can be read at any time."""
         info = self._stat(key)
@@ -67,7 +56,7 @@ class GcsColdStorage:
 
     def set_class(self, key: str, name: str) -> bool:
         """Rewrite an object in place; a large one takes several requests."""
-        if self.class_of(key) == name:
+        if self.restore_state(key).storage_class == name:
             return False
         token = ""
         while True:
@@ -75,7 +64,7 @@ class GcsColdStorage:
             token = answer.get("rewriteToken", "")
             if answer.get("done", True) or not token:
                 break
-        after = self.class_of(key)
+        after = self.restore_state(key).storage_class
         if after != name:
             msg = f"move {key} to {name}: the object is in {after} afterwards"
             raise StorageError(msg, hint="does this storage have the class?")

@@ -45,13 +45,6 @@ class _ReadOnlyCold:
     def __init__(self, inner: ColdStorage) -> None:
         self._inner = inner
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._inner.classes
-
-    def class_of(self, key: str) -> str:
-        return self._inner.class_of(key)
-
     def restore_state(self, key: str) -> ObjectState:
         return self._inner.restore_state(key)
 

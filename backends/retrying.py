@@ -159,13 +159,6 @@ class _RetryingCold:
         self._inner = inner
         self._retries = retries
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._inner.classes
-
-    def class_of(self, key: str) -> str:
-        return self._retries.call(lambda: self._inner.class_of(key))
-
     def set_class(self, key: str, name: str) -> bool:
         return self._retries.call(lambda: self._inner.set_class(key, name))
 

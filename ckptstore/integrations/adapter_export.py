@@ -6,11 +6,13 @@ import json
 import tempfile
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.integrations.pretrained_models import (
+    SavedModel,
     check_names,
     class_named,
     empty_model,
@@ -38,23 +40,14 @@ def adapter_configs(model: Any) -> dict[str, Any]:  # noqa: ANN401 - a PeftModel
 
 
 def write_adapter(
-    about: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
+    saved: SavedModel,
     folder: Path,
     *,
-    ref: str,
     model: Any,  # noqa: ANN401 - a base model, a PeftModel, or None
     merge: bool,
     options: Mapping[str, Any],
 ) -> None:
     """Write the adapters of a version, or its base model with the adapters merged.
-
-    Parameters
-    ----------
-    about
-        The version's description of its model.
-    state
-        The state dict of a ``PeftModel``, or of one adapter alone.
 
     Raises
     ------
@@ -66,7 +59,7 @@ def write_adapter(
         PEFT or transformers is not installed.
     """
     peft = needed("peft", "peft")
-    configs = about["adapter_config"]
+    ref, configs = saved.ref, saved.adapters
     for name, config in configs.items():
         if not isinstance(name, str) or name == ".." or Path(name).name != name or "\0" in name:
             raise InvalidInputError(f"the version has an adapter of the name {name!r}")
@@ -79,12 +72,11 @@ def write_adapter(
     if isinstance(model, peft.PeftModel):
         model = model.unload()
     if not merge:
-        _write_alone(about, state, folder, model, ref, options)
+        _write_alone(saved, folder, model, options)
         return
-    adapted = _with_own_base(about, state, ref) if model is None else None
+    adapted = _with_own_base(saved) if model is None else None
     if adapted is None:
-        base = _base_model(about, ref) if model is None else model
-        adapted = _filled(_adapted(base, about, ref), about, state, ref)
+        adapted = _filled(_adapted(_base_model(saved) if model is None else model, saved), saved)
     if not hasattr(adapted.base_model, "merge_and_unload"):
         kind = next(iter(configs.values())).get("peft_type")
         msg = f"the adapter of {ref!r} cannot be merged: it is of the kind {kind}"
@@ -92,39 +84,35 @@ def write_adapter(
     adapted.merge_and_unload().save_pretrained(folder, **options)
 
 
-def _with_own_base(about: Mapping[str, Any], state: Mapping[str, torch.Tensor], ref: str) -> Any:  # noqa: ANN401
+def _with_own_base(saved: SavedModel) -> Any:  # noqa: ANN401 - a PeftModel, or None
     """Return the adapted model of a version that also has the weights of its base, else None."""
-    if "config" not in about:
+    if "config" not in saved.about:
         return None
-    adapted = _adapted(empty_model(about, ref), about, ref)
-    if not state.keys() <= adapted.state_dict().keys():
+    adapted = _adapted(empty_model(saved), saved)
+    if not saved.state.keys() <= adapted.state_dict().keys():
         return None
-    _filled(adapted, about, state, ref)
+    _filled(adapted, saved)
     whole = not any(tensor.is_meta for tensor in adapted.state_dict().values())
     return adapted if whole else None
 
 
 def _write_alone(
-    about: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
+    saved: SavedModel,
     folder: Path,
     model: Any,  # noqa: ANN401 - a base model, or None
-    ref: str,
     options: Mapping[str, Any],
 ) -> None:
     """Write each adapter to the folder that PEFT reads it from."""
-    adapted = _adapted(model or empty_model(about, ref), about, ref)
-    places = {
-        name: folder if name == "default" else folder / name for name in about["adapter_config"]
-    }
+    adapted = _adapted(model or empty_model(saved), saved)
+    places = {name: folder if name == "default" else folder / name for name in saved.adapters}
     first = next(iter(places))
-    if state.keys() == _own(adapted, first).keys():
-        only = {first: about["adapter_config"][first]}
-        write_as_read({"adapter_config": only}, state, places[first], options)
+    if saved.state.keys() == _own(adapted, first).keys():
+        only = {"adapter_config": {first: saved.adapters[first]}}
+        write_as_read(replace(saved, about=only), places[first], options)
         return
-    _filled(adapted, about, state, ref).save_pretrained(str(folder), **options)
+    _filled(adapted, saved).save_pretrained(str(folder), **options)
     for name, place in places.items():
-        write_json(place / _CONFIG, about["adapter_config"][name])
+        write_json(place / _CONFIG, saved.adapters[name])
 
 
 def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - a PeftModel
@@ -135,17 +123,17 @@ def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401
     return found
 
 
-def _base_model(about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401 - a PreTrainedModel
+def _base_model(saved: SavedModel) -> Any:  # noqa: ANN401 - a PreTrainedModel
     """Return the base model that an adapter names, from a folder or the hub."""
     from transformers import AutoConfig
 
-    name = next(iter(about["adapter_config"].values())).get("base_model_name_or_path")
-    msg = f"{ref!r} holds an adapter without the weights of its base model"
+    name = next(iter(saved.adapters.values())).get("base_model_name_or_path")
+    msg = f"{saved.ref!r} holds an adapter without the weights of its base model"
     hint = "give it: export_pretrained(..., merge=True, model=base_model)"
     if not name:
         raise InvalidInputError(f"{msg}, and does not name it", hint=hint)
     try:
-        config = about.get("config") or AutoConfig.from_pretrained(name).to_dict()
+        config = saved.about.get("config") or AutoConfig.from_pretrained(name).to_dict()
         return class_named(config).from_pretrained(name)
     except (OSError, ValueError) as error:
         why = str(error).strip().partition("\n")[0]
@@ -154,7 +142,7 @@ def _base_model(about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401 - a 
         ) from error
 
 
-def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN401
+def _adapted(base: Any, saved: SavedModel) -> Any:  # noqa: ANN401
     """Return a base model with the adapters of a version, still without their weights.
 
     Raises
@@ -165,7 +153,7 @@ def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN
     peft = needed("peft", "peft")
     adapted: Any = None
     try:
-        for name, values in about["adapter_config"].items():
+        for name, values in saved.adapters.items():
             config = peft.PeftConfig.from_peft_type(**values)
             if not getattr(base, "name_or_path", None):
                 base.name_or_path = config.base_model_name_or_path
@@ -177,17 +165,12 @@ def _adapted(base: Any, about: Mapping[str, Any], ref: str) -> Any:  # noqa: ANN
             else:
                 adapted.add_adapter(name, config, low_cpu_mem_usage=True)
     except Exception as error:  # any error of PEFT on a hostile configuration
-        msg = f"PEFT makes no adapter of the configuration of {ref!r}: {error}"
+        msg = f"PEFT makes no adapter of the configuration of {saved.ref!r}: {error}"
         raise InvalidInputError(msg, hint="see pretrained.adapter_config of the version") from error
     return adapted
 
 
-def _filled(
-    adapted: Any,  # noqa: ANN401 - a PeftModel
-    about: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    ref: str,
-) -> Any:  # noqa: ANN401 - the same
+def _filled(adapted: Any, saved: SavedModel) -> Any:  # noqa: ANN401 - a PeftModel
     """Load the weights of the adapters, and the base model's weights that the version has.
 
     Raises
@@ -195,13 +178,13 @@ def _filled(
     StateError
         A weight of an adapter is missing, or a weight belongs to none.
     """
-    names = list(about["adapter_config"])
-    if state.keys() <= adapted.state_dict().keys():
-        fill(adapted, state, ref, assign=True, partly=True)
+    names, ref = list(saved.adapters), saved.ref
+    if saved.state.keys() <= adapted.state_dict().keys():
+        fill(adapted, saved, assign=True, partly=True)
     else:
         try:
             loaded = needed("peft").set_peft_model_state_dict(
-                adapted, dict(state), names[0], low_cpu_mem_usage=True
+                adapted, dict(saved.state), names[0], low_cpu_mem_usage=True
             )
         except (RuntimeError, LookupError) as error:  # wrong shapes, or a missing part
             raise StateError(f"the weights of {ref!r} do not fit: {error}") from error

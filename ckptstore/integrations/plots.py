@@ -17,7 +17,7 @@ from ckptstore.catalog import retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.history import History, Point, history
 from ckptstore.errors import VersionNotFoundError
-from ckptstore.integrations.figures import check_picture, draw_picture, write_picture
+from ckptstore.integrations.figures import check_picture, dress, save_picture
 from ckptstore.maintenance.retention.retain import AnyPolicy, check_policy
 from ckptstore.store import Store
 
@@ -66,8 +66,7 @@ def plot_history(
     """
     target = check_picture(path)
     picture = _picture(store, run, metric, policy)
-    form = target.suffix.lower()[1:]
-    write_picture(target, draw_picture(form, _SIZE_INCHES, lambda figure: _draw(figure, picture)))
+    save_picture(target, _SIZE_INCHES, lambda figure: _draw(figure, picture))
     return target
 
 
@@ -312,9 +311,5 @@ def _dress(axes: Axes, picture: _Picture) -> None:
     if picture.policy:
         title += f"\nretention {picture.policy}"
     axes.set_title(title.replace("$", r"\$"), fontsize=10, loc="left")
-    axes.grid(visible=True, color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     axes.margins(x=0.03, y=0.12)
-    axes.legend(fontsize=8, framealpha=0.9, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    dress(axes, grid="both")

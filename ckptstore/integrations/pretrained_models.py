@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,27 @@ if TYPE_CHECKING:
 _GIVE_MODEL = "give the model: export_pretrained(..., model=model)"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedModel:
+    """The model of a version."""
+
+    ref: str
+    """As the caller named the version."""
+    about: Mapping[str, Any]
+    """Configurations and other files, as saved at ``pretrained``."""
+    state: Mapping[str, torch.Tensor]
+    """Its state dict; for adapters, that of a ``PeftModel`` or of one adapter alone."""
+
+    @property
+    def adapters(self) -> Mapping[Any, Any]:
+        """Configurations of its adapters, by name."""
+        found: Mapping[Any, Any] = self.about.get("adapter_config") or {}
+        return found
+
+
 def fill(
     model: Any,  # noqa: ANN401 - a PreTrainedModel or PeftModel
-    state: Mapping[str, torch.Tensor],
-    ref: str,
+    saved: SavedModel,
     *,
     assign: bool,
     partly: bool = False,
@@ -40,17 +58,17 @@ def fill(
         Weights are missing or left over, or have another shape; names the first.
     """
     try:
-        missing, unexpected = model.load_state_dict(state, strict=False, assign=assign)
+        missing, unexpected = model.load_state_dict(saved.state, strict=False, assign=assign)
     except RuntimeError as error:  # wrong shapes
-        raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
+        raise StateError(f"the weights of {saved.ref!r} do not fit: {error}") from error
     if missing and not unexpected:
         tie = getattr(model, "tie_weights", None)
         if tie is not None:
             tie()
         own = model.state_dict(keep_vars=True)
-        filled = {id(own[name]) for name in state}
+        filled = {id(own[name]) for name in saved.state}
         missing = [name for name in missing if id(own[name]) not in filled]
-    check_names(ref, model, [] if partly else missing, unexpected)
+    check_names(saved.ref, model, [] if partly else missing, unexpected)
 
 
 def check_names(ref: str, model: object, missing: list[str], unexpected: list[str]) -> None:
@@ -69,12 +87,7 @@ def check_names(ref: str, model: object, missing: list[str], unexpected: list[st
         raise StateError(msg)
 
 
-def write_as_read(
-    about: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    folder: Path,
-    options: Mapping[str, Any],
-) -> None:
+def write_as_read(saved: SavedModel, folder: Path, options: Mapping[str, Any]) -> None:
     """Write weights under the names of an imported folder, or of an adapter's; makes no model.
 
     Raises
@@ -84,10 +97,10 @@ def write_as_read(
     """
     hub = needed("huggingface_hub")
     folder.mkdir(parents=True, exist_ok=True)
-    adapter = next(iter(about.get("adapter_config", {}).values()), None)
+    adapter = next(iter(saved.adapters.values()), None)
     pattern = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
-    hub.save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})
-    for part, config in {**about, "adapter_config": adapter}.items():
+    hub.save_torch_state_dict(dict(saved.state), folder, **{"filename_pattern": pattern, **options})
+    for part, config in {**saved.about, "adapter_config": adapter}.items():
         if part in CONFIGS and config is not None:
             write_json(folder / f"{part}.json", config)
 
@@ -142,7 +155,7 @@ def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of 
     return kind
 
 
-def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
+def empty_model(saved: SavedModel) -> torch.nn.Module:
     """Return a model without weights, of the class that a configuration names.
 
     Raises
@@ -154,22 +167,24 @@ def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
     """
     import torch
 
-    config = about.get("config")
+    config = saved.about.get("config")
     if config is None:
-        raise InvalidInputError(f"{ref!r} has no configuration of a model", hint=_GIVE_MODEL)
+        raise InvalidInputError(f"{saved.ref!r} has no configuration of a model", hint=_GIVE_MODEL)
     kind = class_named(config)
     try:
         wanted = kind.config_class.from_dict(dict(config))
         wanted._attn_implementation = "eager"  # other values may load code of the hub
         with torch.device("meta"):
             made = kind(wanted)
-        generation = about.get("generation_config")
+        generation = saved.about.get("generation_config")
         if generation is not None:
             made.generation_config = needed("transformers").GenerationConfig.from_dict(
                 dict(generation)
             )
     except Exception as error:  # any error of transformers on a hostile configuration
-        msg = f"transformers makes no {kind.__name__} of the configuration of {ref!r}: {error}"
+        msg = (
+            f"transformers makes no {kind.__name__} of the configuration of {saved.ref!r}: {error}"
+        )
         raise InvalidInputError(msg, hint=_GIVE_MODEL) from error
     model: torch.nn.Module = made
     return model
