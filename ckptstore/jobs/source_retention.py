@@ -9,11 +9,11 @@ from typing import Any
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVELS
 from ckptstore.catalog.replica_ops import had_content
-from ckptstore.maintenance.replicas.recheck import SecondLook
+from ckptstore.maintenance.replicas.evict import SecondLook
 from ckptstore.maintenance.retention.retain import AfterCommit, RetainReport, retain
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.store.tiers import missing
+from ckptstore.store.replicating import missing
 
 
 def retain_source(

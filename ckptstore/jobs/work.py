@@ -26,13 +26,13 @@ from ckptstore.jobs.source_retention import is_settled, retain_source, retained
 from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
 from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.maintenance.replicas.evict import evict
-from ckptstore.maintenance.replicas.replicate import ReplicateReport, ReplicateRequest, replicate
-from ckptstore.maintenance.replicas.replication_context import read_back
+from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
+from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, read_back
 from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
-from ckptstore.store.targets import open_target_of
-from ckptstore.store.tiers import missing
+from ckptstore.store.opening import open_target_of
+from ckptstore.store.replicating import missing
 
 _log = logging.getLogger("ckptstore")
 
