@@ -15,9 +15,15 @@ from ckptstore.errors import (
     NotFoundError,
     TensorNotFoundError,
 )
-from ckptstore.integrations.adapter_export import adapter_configs, write_adapter
 from ckptstore.integrations.pretrained_files import CONFIGS, names_digest
-from ckptstore.integrations.pretrained_models import SavedModel, empty_model, fill, write_as_read
+from ckptstore.integrations.pretrained_models import (
+    SavedModel,
+    adapter_configs,
+    empty_model,
+    fill,
+    write_adapter,
+    write_as_read,
+)
 from ckptstore.store import Store
 
 if TYPE_CHECKING:

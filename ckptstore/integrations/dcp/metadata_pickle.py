@@ -86,14 +86,6 @@ class _Bytes(_Kept):
     pass
 
 
-class _Chunk(_Kept):
-    pass
-
-
-class _Properties(_Kept):
-    pass
-
-
 class _Index(_Kept):
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -147,14 +139,14 @@ _NAMES: Final[Mapping[tuple[str, str], Callable[..., object]]] = {
     (f"{_CHECKPOINT}.metadata", "Metadata"): _Metadata,
     (f"{_CHECKPOINT}.metadata", "TensorStorageMetadata"): _Tensor,
     (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"): _Bytes,
-    (f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata"): _Chunk,
-    (f"{_CHECKPOINT}.metadata", "TensorProperties"): _Properties,
+    (f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata"): _Kept,
+    (f"{_CHECKPOINT}.metadata", "TensorProperties"): _Kept,
     (f"{_CHECKPOINT}.metadata", "MetadataIndex"): _Index,
     (f"{_CHECKPOINT}.metadata", "StorageMeta"): _Kept,
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"): _Call(_nothing),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): _Info,
     # Names of torch before 2.3.
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Kept,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Call(_nothing),
     ("torch", "Size"): _Call(_size),
     ("torch.serialization", "_get_layout"): _Call(_nothing),
