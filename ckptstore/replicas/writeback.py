@@ -11,25 +11,29 @@ once, and loud for who waits or closes.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from ckptstore import limits
 from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_ops import had_content
-from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidInputError,
+    NotReplicatedError,
+    OperationCancelledError,
+)
 from ckptstore.events import Events, SaveEvent
-from ckptstore.maintenance.replicas.replicate import replicate
-from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
+from ckptstore.format.names import check_listed
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.replicas.pool import beside
-from ckptstore.repo import Repo
+from ckptstore.replicas.named import Replicas
+from ckptstore.repo import Finding, Repo
 from ckptstore.saver.thread_priority import step_back
 
 __all__ = ["WriteBack"]
@@ -57,7 +61,7 @@ class WriteBack:
         """Where to."""
         self.close_timeout_s = close_timeout_s
         """How long closing the store waits, in seconds; None for as long as it goes on."""
-        self._request = ReplicateRequest(bytes_per_s=bytes_per_s)
+        self._bytes_per_s = bytes_per_s
         self._events = events
         self._environment = repo.environment
         self._here = beside(repo)
@@ -108,6 +112,10 @@ class WriteBack:
             self._asked = self._all = True
             self._start()
             self._changed.notify_all()
+
+    def _hear(self, event: SaveEvent) -> None:
+        if event.kind == "durable":
+            self.saved(event.run, event.version)
 
     def saved(self, run: str, version: str) -> None:
         """Hear of a version that became durable; returns at once, whatever happens."""
@@ -283,6 +291,9 @@ class WriteBack:
 
     def _round(self) -> None:
         """Replicate what is missing, the newest first, until nothing is."""
+        from ckptstore.maintenance.replicas.replicate import replicate
+        from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
+
         if self._there is None:
             self._there = self._opened()
         everything, self._all = self._all, False
@@ -290,7 +301,7 @@ class WriteBack:
             while batch := self._next(everything=everything):
                 # Behind a round that went well there is nothing to go on with.
                 resume = not self._attempts or self._failures > 0
-                wish = dataclasses.replace(self._request, resume=resume)
+                wish = ReplicateRequest(bytes_per_s=self._bytes_per_s, resume=resume)
                 report = replicate(self._here, self._there, batch, wish)
                 self._settle(batch, {one.version: one.message for one in report.failures})
                 if report.note_failure:
@@ -385,6 +396,112 @@ class WriteBack:
             at_ms=self._environment.now_ms(),
             replica=self.replica.name,
         )
+
+
+class WriteBacks:
+    """What one open store writes back. Any thread may use it; a forked child begins its own.
+
+    Parameters
+    ----------
+    events
+        Of the store: what becomes durable is heard of by them.
+    """
+
+    def __init__(self, repo: Repo, replicas: Replicas, events: Events) -> None:
+        self._repo = repo
+        self._replicas = replicas
+        self._events = events
+        self._begun: dict[tuple[int, str], WriteBack] = {}
+        """By process and name of the replica."""
+
+    def begin(
+        self,
+        name: str,
+        *,
+        runs: Sequence[str] | None = None,
+        bytes_per_s: float = 0.0,
+        close_timeout_s: float | None = None,
+    ) -> WriteBack:
+        """Write back to a replica from now on; see :meth:`ckptstore.Store.write_back`."""
+        if bytes_per_s < 0 or (close_timeout_s is not None and close_timeout_s < 0):
+            msg = f"bytes_per_s={bytes_per_s}, close_timeout_s={close_timeout_s}: not below 0"
+            raise InvalidInputError(msg)
+        wanted = None if runs is None else check_listed(runs, "runs")
+        info = self._replicas.info(name)
+        self._repo.check_writable()
+        key = (os.getpid(), name)
+        found = self._begun.get(key)
+        if found is None:
+            made = WriteBack(
+                self._repo,
+                self._events,
+                info,
+                lambda: self._replicas.pool.get(self._now_at(info)),
+                bytes_per_s=bytes_per_s,
+                close_timeout_s=close_timeout_s,
+            )
+            found = self._begun.setdefault(key, made)
+            if found is made:
+                self._events.observe(made._hear)
+        found.cover(wanted)
+        return found
+
+    def _now_at(self, info: ReplicaInfo) -> ReplicaInfo:
+        """Return a replica as it is named now: it may have moved."""
+        return self._repo.log.catalog.replicas.get(info.name, info)
+
+    def wait(self, version: Version, timeout_s: float | None, replica: str | None) -> Version:
+        """Wait until a version is where it is written back to; return it as it is then.
+
+        See :meth:`ckptstore.Store.wait_replicated`.
+        """
+        chosen = [one for one in self.own() if replica in (None, one.replica.name)]
+        if not chosen:
+            msg = "nothing is written back" + ("" if replica is None else f" to {replica!r}")
+            raise InvalidInputError(msg, hint="store.write_back('cold'), or run(write_back='cold')")
+        for one in chosen:
+            one.wait(version.id, timeout_s)
+        return self._repo.refresh().version(version.id)
+
+    def own(self) -> list[WriteBack]:
+        """Return what this very process writes back."""
+        return [one for (pid, _), one in self._begun.items() if pid == os.getpid()]
+
+    def committed(self, version: Version) -> None:
+        """Hear of a version that was saved another way than by a run of this object."""
+        for one in self.own():
+            one.saved(version.run, version.id)
+
+    def close(self, *, at_once: bool = False) -> NotReplicatedError | None:
+        """End them; return the first failure."""
+        first: NotReplicatedError | None = None
+        for one in self.own():
+            try:
+                one.close(0.0 if at_once else one.close_timeout_s)
+            except NotReplicatedError as error:
+                first = first or error
+        self._begun.clear()
+        return first
+
+
+def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
+    """Return a store over the same connections, with a log and limits of its own.
+
+    So that no save ever waits for a lock that a replication holds.
+    """
+    backend = StoppableBackend(repo.backend) if stoppable else repo.backend
+    options = replace(
+        repo.options,
+        workers=min(repo.options.workers, limits.WRITE_BACK_WORKERS),
+        host_bytes=min(repo.options.host_bytes, limits.WRITE_BACK_HOST_BYTES),
+    )
+
+    def known(*_: object) -> Finding:
+        return Finding(put_if_absent=repo.put_if_absent(), report={})  # probed once for both
+
+    return Repo(
+        backend, repo.superblock, environment=repo.environment, options=options, prober=known
+    )
 
 
 _all: weakref.WeakSet[WriteBack] = weakref.WeakSet()

@@ -12,7 +12,7 @@ from ckptstore.events import Events, SaveEvent
 from ckptstore.model import Version
 from ckptstore.replicas.named import Replicas
 from ckptstore.replicas.options import ReplicaOptions
-from ckptstore.replicas.write_backs import WriteBacks
+from ckptstore.replicas.writeback import WriteBacks
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.pickling import Opening, pickled, unpickled

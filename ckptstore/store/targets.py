@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from ckptstore.errors import InvalidInputError
+from ckptstore.replicas.options import open_target
 from ckptstore.replicas.places import PLACE, name_in
-from ckptstore.replicas.targets import open_target
 from ckptstore.store.store import Store
 
 

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 from ckptstore.backends.key_sources import KeyInput, hidden
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.names import check_listed
-from ckptstore.replicas.options import HasRepo
+from ckptstore.replicas.options import HasRepo, open_target
 from ckptstore.replicas.places import name_in
-from ckptstore.replicas.targets import open_target
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.refs import named_version, named_versions

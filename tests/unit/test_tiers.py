@@ -592,7 +592,7 @@ def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None
 def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
     """Of threads that wait for a replica that cannot be opened only one tries."""
     from ckptstore.model import ReplicaInfo
-    from ckptstore.replicas.pool import OpenedReplicas
+    from ckptstore.replicas.named import OpenedReplicas
 
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
         opened = OpenedReplicas(hot.repo)
