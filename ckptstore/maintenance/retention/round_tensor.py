@@ -1,4 +1,4 @@
-"""Rounding: what one tensor of a version becomes in fewer bits, and how far that is from it.
+"""Rounding: one tensor of a version in fewer bits, and how far that is from what was saved.
 
 Errors add up over the steps of ageing. What is recorded is a bound of the distance to what was
 *saved*: by the triangle inequality the largest difference is at most the sum of those of the steps,
@@ -14,22 +14,23 @@ from dataclasses import dataclass, replace
 
 from ckptstore import limits
 from ckptstore.checkpoint.encoded_sources import Codes, Elements, Scales, grid_of
-from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
-from ckptstore.checkpoint.stored_sources import StoredSource, row_bytes_of
+from ckptstore.checkpoint.encoding_trial import look, measure
+from ckptstore.checkpoint.lossy_plan import hidden_records, over, recipe_of, shells
+from ckptstore.checkpoint.stored_sources import StoredSource
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import is_second_moment, loses_small
-from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
+from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.sources import Payload, PieceSource, Source
+from ckptstore.objects.sources import Payload, Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
-    """A tensor in fewer bits: what is to be written, and what the manifest is to say."""
+    """A tensor in fewer bits: its sources to be written, and its records in the manifest."""
 
     recipe: Recipe
     """Its sources are not placed yet: they are those of `records`, in this order."""
@@ -93,93 +94,51 @@ def round_tensor(
         form = Form.of(encoding, signed=looked.seen.negative)
         problem = form.problem(looked.seen)
         if not problem:
-            records = _records(record, form)
-            grids = [grid_of(r.nbytes, row_bytes_of(r), ITEM_BYTES[r.dtype], chunk_bytes)
-                     for r in records]  # fmt: skip
+            made = shells(source, record, form)
+            grids = [grid_of(one.nbytes, one.row_bytes, one.itemsize, chunk_bytes) for one in made]
             measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
-            recipe = _recipe(record.recipe, form, looked, encoding, measured.digest,
-                             measured.difference.max_abs, measured.difference.rel_l2)  # fmt: skip
+            recipe = recipe_of(encoding, form, looked, measured)
+            if record.recipe is not None and not record.recipe.exact:
+                recipe = _since_saved(record.recipe, recipe, encoding)
             problem = measured.difference.problem or _over(recipe, encoding)
             if not problem:
-                return _coding(elements, form, records, recipe, encoding), problems
+                payloads: tuple[Payload, ...] = (Codes(elements, form), Scales(elements, form))
+                parts = zip(made, payloads, strict=False)
+                blocks = f", blocks of {form.block}" if form.block else ""
+                coding = Coding(
+                    recipe=recipe,
+                    records=tuple(hidden_records(record, form)),
+                    sources=tuple(replace(one, payload=payload) for one, payload in parts),
+                    form=encoding.name + blocks,
+                )
+                return coding, problems
         problems.append(f"{encoding.name}: {problem}")
     return None, problems
 
 
-def _records(record: TensorRecord, form: Form) -> tuple[TensorRecord, ...]:
-    """Return what the manifest is to say of the codes, and of the scales."""
-    codes = replace(
-        record, dtype=form.dtype, nbytes=bytes_of(form.dtype, record.shape), recipe=None
-    )
-    if not form.block:
-        return (codes,)
-    blocks = -(-math.prod(record.shape) // form.block)
-    scales = TensorRecord(
-        dtype="float32", shape=(blocks,), order=None, role=record.role, nbytes=4 * blocks
-    )
-    return codes, scales
+def _since_saved(before: Recipe, step: Recipe, encoding: Encoding) -> Recipe:
+    """Return the recipe of a step with errors against what was saved: those of the steps, added up.
 
-
-def _recipe(
-    before: Recipe | None,
-    form: Form,
-    looked: TensorFacts,
-    encoding: Encoding,
-    digest: bytes,
-    max_abs: float,
-    rel_l2: float,
-) -> Recipe:
-    """Return the recipe with errors against what was saved: those of the steps, added up."""
-    given = looked.given
-    if before is not None and not before.exact:
-        given = before.given
-        max_abs = math.nextafter(before.max_abs + max_abs, math.inf)
-        rel_l2 = math.nextafter(before.rel_l2 + rel_l2 + before.rel_l2 * rel_l2, math.inf)
-    exact = digest == given
-    return Recipe(
-        kind=form.kind,
-        sources=(),
-        code=form.code,
-        block=form.block,
+    Parameters
+    ----------
+    before
+        Of the steps up to now, which is not exact.
+    """
+    rel_l2 = before.rel_l2 + step.rel_l2 + before.rel_l2 * step.rel_l2
+    exact = step.digest == before.given
+    return replace(
+        step,
         exact=exact,
-        digest=digest,
-        given=given,
-        max_abs=0.0 if exact else max_abs,
-        rel_l2=0.0 if exact else rel_l2,
+        given=before.given,
+        max_abs=0.0 if exact else math.nextafter(before.max_abs + step.max_abs, math.inf),
+        rel_l2=0.0 if exact else math.nextafter(rel_l2, math.inf),
         max_abs_bound=None if exact else encoding.max_abs,
         rel_l2_bound=None if exact else encoding.rel_l2,
     )
 
 
 def _over(recipe: Recipe, encoding: Encoding) -> str:
-    """Return which bound is passed; empty if none is."""
-    rel_l2 = limits.ENCODING_REL_L2_MAX if encoding.rel_l2 is None else encoding.rel_l2
-    if recipe.rel_l2 > rel_l2:
-        return f"rel_l2 {recipe.rel_l2:g} is over {rel_l2:g}"
-    if encoding.max_abs is not None and recipe.max_abs > encoding.max_abs:
-        return f"max_abs {recipe.max_abs:g} is over {encoding.max_abs:g}"
+    """Return why errors against what was saved are too large; empty if they are not."""
     if not (math.isfinite(recipe.max_abs) and math.isfinite(recipe.rel_l2)):
         return "its error is not finite"
-    return ""
-
-
-def _coding(
-    elements: Elements,
-    form: Form,
-    records: tuple[TensorRecord, ...],
-    recipe: Recipe,
-    encoding: Encoding,
-) -> Coding:
-    payloads: tuple[Payload, ...] = (Codes(elements, form), Scales(elements, form))
-    sources = tuple(
-        PieceSource(
-            nbytes=one.nbytes,
-            dtype=one.dtype,
-            itemsize=ITEM_BYTES[one.dtype],
-            row_bytes=row_bytes_of(one),
-            payload=payload,
-        )
-        for one, payload in zip(records, payloads, strict=False)
-    )
-    blocks = f", blocks of {form.block}" if form.block else ""
-    return Coding(recipe=recipe, records=records, sources=sources, form=encoding.name + blocks)
+    return over(encoding, recipe.max_abs, recipe.rel_l2)
