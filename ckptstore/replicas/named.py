@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -40,13 +40,8 @@ from ckptstore.replicas.places import PLACE, PREFIX, is_local
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
-    from ckptstore.backends.base import Backend
     from ckptstore.checkpoint.content import Content
-    from ckptstore.config import Options
-    from ckptstore.events import ProgressCallback
-    from ckptstore.format.manifest import PieceTable
     from ckptstore.maintenance.replicas.fallback import FallThrough, Found, Tier
-    from ckptstore.objects.plan import Want
 
 _log = logging.getLogger("ckptstore")
 
@@ -277,7 +272,9 @@ class Replicas:
             return asked.content()
         if not (self._repo.log.catalog.replicas and fall_through):
             return content
-        return replace(content, read=partial(self._read, version))
+        from ckptstore.maintenance.replicas.fallback import read_falling
+
+        return replace(content, read=partial(read_falling, partial(self._fall_through, version)))
 
     def lent(self, version: Version, work: Callable[[Found | None], T]) -> T:
         """Return what some work gives: None where the content is here, else a replica's version.
@@ -323,42 +320,6 @@ class Replicas:
         msg = f"{error.message}: only the {version.level} of {version.label} are kept here"
         found = type(error)(msg, hint=error.hint)
         return self._fall_through(version, found, whole=True).content()
-
-    def _read(
-        self,
-        version: Version,
-        table: PieceTable,
-        wants: Sequence[Want],
-        *,
-        backend: Backend,
-        options: Options,
-        progress: ProgressCallback,
-    ) -> None:
-        """Read pieces of a version that is here; those that are lost or cold, from a replica."""
-        from ckptstore.objects.piece_reader import read_pieces
-
-        failed: list[tuple[Want, CkptStoreError]] = []
-        try:
-            read_pieces(
-                table,
-                wants,
-                backend=backend,
-                options=options,
-                progress=progress,
-                on_failure=lambda want, error: failed.append((want, error)),
-            )
-        except ColdObjectError as cold:
-            failed = [(want, cold) for want in wants]
-        if not failed:
-            return
-        from ckptstore.maintenance.replicas.fallback import read_lost
-
-        first = failed[0][1]
-        what = f"{len(failed)} pieces are lost here, the first: {first.message}"
-        damage = "" if isinstance(first, ColdObjectError) else what
-        owner = self._fall_through(version, first, told=damage)
-        lost = [want for want, _ in failed]
-        read_lost(owner, table, wants, lost, options=options, progress=progress)
 
     def _fall_through(
         self, version: Version, error: CkptStoreError, *, whole: bool = False, told: str = ""

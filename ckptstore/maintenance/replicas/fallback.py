@@ -273,19 +273,57 @@ class FallThrough:
         yield from replace(self, tiers=rest).candidates()
 
 
-def read_lost(
-    owner: FallThrough,
+def read_falling(
+    fall_through: Callable[..., FallThrough],
     table: PieceTable,
     wants: Sequence[Want],
-    failed: Sequence[Want],
     *,
+    backend: Backend,
     options: Options,
     progress: ProgressCallback,
 ) -> None:
-    """Read the pieces that this store has lost, after all others of `wants` were read here."""
+    """Read pieces of a version that is here; those that are lost or cold, from its replicas.
+
+    As :func:`ckptstore.objects.piece_reader.read_pieces`.
+
+    Parameters
+    ----------
+    fall_through
+        Given an error and, as `told`, the damage, gives the replicas to turn to.
+    """
+    failed = _read_here(table, wants, backend, options, progress)
+    if not failed:
+        return
+    why = failed[0][1]
+    what = f"{len(failed)} pieces are lost here, the first: {why.message}"
+    owner = fall_through(why, told="" if isinstance(why, ColdObjectError) else what)
+    lost = [want for want, _ in failed]
     meter = _Meter(table, wants, progress)
-    meter.done = meter.total - meter.size_of(failed)
-    owner.read(failed, first=None, options=options, progress=meter.part(), stop=[])
+    meter.done = meter.total - meter.size_of(lost)
+    owner.read(lost, first=None, options=options, progress=meter.part(), stop=[])
+
+
+def _read_here(
+    table: PieceTable,
+    wants: Sequence[Want],
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback,
+) -> list[tuple[Want, CkptStoreError]]:
+    """Read pieces from this store; return those that it cannot give, all if any is cold."""
+    failed: list[tuple[Want, CkptStoreError]] = []
+    try:
+        read_pieces(
+            table,
+            wants,
+            backend=backend,
+            options=options,
+            progress=progress,
+            on_failure=lambda want, error: failed.append((want, error)),
+        )
+    except ColdObjectError as cold:  # here, and maybe not in a replica
+        return [(want, cold) for want in wants]
+    return failed
 
 
 class _Meter:
@@ -340,7 +378,6 @@ class _Split:
         """Read from both at once; as :func:`ckptstore.objects.piece_reader.read_pieces`."""
         near, mapped, away = self._split(table, wants)
         meter = _Meter(table, wants, progress)
-        failed: list[Want] = []
         stop: list[StoppableBackend] = []
 
         def from_replicas(part: Sequence[Want], share: Options) -> None:
@@ -354,23 +391,15 @@ class _Split:
         with ThreadPoolExecutor(1, "ckptstore-replica") as pool:
             there = pool.submit(from_replicas, away, share) if away else None
             try:
-                try:
-                    read_pieces(
-                        near,
-                        [new for new, _ in mapped],
-                        backend=backend,
-                        options=share,
-                        progress=meter.part(),
-                        on_failure=lambda want, _: failed.append(back[id(want)]),
-                    )
-                except ColdObjectError:  # here, and maybe not there
-                    failed[:] = [old for _, old in mapped]
+                wanted = [new for new, _ in mapped]
+                lost = _read_here(near, wanted, backend, share, meter.part())
                 if there is not None:
                     there.result()
             except BaseException:  # the other ends after its piece
                 for each in stop:
                     each.stop()
                 raise
+        failed = [back[id(new)] for new, _ in lost]
         if failed:
             meter.done -= meter.size_of(failed)
             from_replicas(failed, options)
