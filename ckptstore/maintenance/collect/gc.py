@@ -31,7 +31,7 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.format.manifest import outline
-from ckptstore.maintenance.check.lost_log import check_log_is_whole
+from ckptstore.maintenance.check.leftovers import check_log_is_whole
 from ckptstore.maintenance.collect.inline_deltas import Rebased, rebase
 from ckptstore.maintenance.collect.repack import Repacked, Victim, choose, repack
 from ckptstore.maintenance.core.live_set import Reach, Tally, list_objects
@@ -135,7 +135,7 @@ def gc(
     CorruptObjectError, UnsupportedFeatureError
         The manifest of a live version cannot be read, so that nothing is condemned; it is named.
         Or commits seem to be lost, and it is not forced: see
-        :mod:`ckptstore.maintenance.check.lost_log`.
+        :mod:`ckptstore.maintenance.check.leftovers`.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to.
     StorageError

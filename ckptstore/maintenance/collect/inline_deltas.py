@@ -121,7 +121,7 @@ def rebase(
         )
     rescue = Rescue(repo=repo, dry_run=False, codec="auto")
     for child in chosen.values():
-        rescue.need(child.manifest.pieces, child.row, _dtype(child))
+        rescue.need(child.manifest, child.row)
     for manifest, rows in _by_manifest(chosen.values()):
         with contextlib.suppress(ColdObjectError):  # what is in an archive class stays there
             rescue.fetch(manifest.pieces, rows, repo, "moved")
@@ -196,11 +196,6 @@ def _collect(manifest: Manifest, families: dict[_Chunk, _Family]) -> None:
 
 def _chunk(table: PieceTable, row: int) -> _Chunk:
     return table.packs[int(table.pack[row])], int(table.offset[row])
-
-
-def _dtype(child: _Child) -> str:
-    first = np.asarray(child.manifest.first)
-    return child.manifest.tensors[int(np.searchsorted(first, child.row, "right")) - 1].dtype
 
 
 def _by_manifest(children: Iterable[_Child]) -> list[tuple[Manifest, list[int]]]:

@@ -6,7 +6,7 @@ Small requests run in as many threads as the storage likes; their results come i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ for their reader. Source: enough that one slow request does not leave the other 
 
 def at_once(
     backend: Backend, work: Callable[[S], T], items: Sequence[S], *, most: int | None = None
-) -> Iterator[T]:
+) -> Generator[T, None, None]:
     """Yield ``work(item)`` for each item, in their order; `work` is called from several threads.
 
     What `work` raises comes in its turn; then, and when the caller stops taking, nothing more is

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ckptstore import limits
-from ckptstore.checkpoint.encoded_sources import Codes, Elements, Scales, grid_of
-from ckptstore.checkpoint.encoding_trial import look, measure
-from ckptstore.checkpoint.lossy_plan import hidden_records, over, recipe_of, shells
+from ckptstore.checkpoint.encoded_sources import Elements, coded_sources, grid_of
+from ckptstore.checkpoint.encoding_trial import look, measure, over, recipe_of
 from ckptstore.checkpoint.stored_sources import StoredSource
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
@@ -25,7 +24,7 @@ from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.sources import Payload, Source
+from ckptstore.objects.sources import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +93,8 @@ def round_tensor(
         form = Form.of(encoding, signed=looked.seen.negative)
         problem = form.problem(looked.seen)
         if not problem:
-            made = shells(source, record, form)
+            coded = coded_sources(record, elements, form)
+            made = [one.source for one in coded]
             grids = [grid_of(one.nbytes, one.row_bytes, one.itemsize, chunk_bytes) for one in made]
             measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
             recipe = recipe_of(encoding, form, looked, measured)
@@ -102,13 +102,11 @@ def round_tensor(
                 recipe = _since_saved(record.recipe, recipe, encoding)
             problem = measured.difference.problem or _over(recipe, encoding)
             if not problem:
-                payloads: tuple[Payload, ...] = (Codes(elements, form), Scales(elements, form))
-                parts = zip(made, payloads, strict=False)
                 blocks = f", blocks of {form.block}" if form.block else ""
                 coding = Coding(
                     recipe=recipe,
-                    records=tuple(hidden_records(record, form)),
-                    sources=tuple(replace(one, payload=payload) for one, payload in parts),
+                    records=tuple(one.record for one in coded),
+                    sources=tuple(made),
                     form=encoding.name + blocks,
                 )
                 return coding, problems
