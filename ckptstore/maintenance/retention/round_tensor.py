@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from ckptstore import limits
 from ckptstore.checkpoint.encoded_sources import Elements, coded_sources, grid_of
 from ckptstore.checkpoint.encoding_trial import look, measure, over, recipe_of
-from ckptstore.checkpoint.stored_sources import StoredSource
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.encoding import Encoding
@@ -63,7 +62,7 @@ def wanted(
 
 def round_tensor(
     record: TensorRecord,
-    source: StoredSource,
+    source: Source,
     encodings: Sequence[Encoding],
     *,
     name: str,
