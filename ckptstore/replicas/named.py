@@ -1,4 +1,4 @@
-"""The named replicas of one store: found by name, and turned to by loads of what is not here.
+"""The named replicas of one store: opened once, and turned to by loads of what is not here.
 
 What is not here (any more), or is damaged, is read from the nearest replica that has the version.
 """
@@ -69,13 +69,16 @@ class _Slot:
     failed_at: float = 0.0
 
 
-class OpenedReplicas:
-    """Opens replicas. Any thread may use it; a forked child opens its own.
+class Replicas:
+    """The replicas that one open store has names for. Any thread may use it.
 
     Parameters
     ----------
+    repo
+        The store.
     given
-        Options, or open stores, which stay their owner's. Never stored, never shown.
+        Options, or open stores, which stay their owner's, by the name of a replica. Never stored,
+        never shown.
     """
 
     def __init__(self, repo: Repo, given: ReplicaOptions | None = None) -> None:
@@ -91,6 +94,7 @@ class OpenedReplicas:
                 check_bound(name, options)
         self._slots: dict[str, _Slot] = {}
         self._pid = os.getpid()
+        self._told: set[tuple[str, str]] = set()
 
     def give(self, name: str, options: Mapping[str, Any]) -> None:
         """Remember options of a replica, for this process.
@@ -182,36 +186,6 @@ class OpenedReplicas:
                 if slot.repo is not None and slot.own:
                     closing.callback(close, slot.repo)
 
-
-def check_same(repo: Repo, info: ReplicaInfo) -> None:
-    """Raise ReplicaChangedError unless a store is the one that was named."""
-    found = repo.superblock.store_id
-    if found != info.store:
-        msg = (
-            f"at {repo.url} there is the store {found[:8]}, "
-            f"and the replica {info.name!r} is the store {info.store[:8]}"
-        )
-        hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
-        raise ReplicaChangedError(msg, hint=hint)
-
-
-class Replicas:
-    """The replicas that one open store has names for. Any thread may use it.
-
-    Parameters
-    ----------
-    repo
-        The store.
-    given
-        Options, or open stores, by the name of a replica.
-    """
-
-    def __init__(self, repo: Repo, given: ReplicaOptions | None = None) -> None:
-        self._repo = repo
-        self.pool = OpenedReplicas(repo, given)
-        """What is open of them."""
-        self._told: set[tuple[str, str]] = set()
-
     def add(
         self,
         name: str,
@@ -229,7 +203,7 @@ class Replicas:
                 made = open_target(self._repo, url, dry_run=False, **storage_options)
                 store = stack.enter_context(made)
             else:
-                opened = open_place(url, self.pool.options(storage_options))
+                opened = open_place(url, self.options(storage_options))
                 store = stack.enter_context(opened)
             found, store_id = store.url, store.superblock.store_id
         if store_id == self._repo.superblock.store_id:
@@ -239,7 +213,7 @@ class Replicas:
             lambda now: name_replica(now, name=name, url=found, store=store_id)
         )
         if storage_options:
-            self.pool.give(name, {**storage_options, PLACE: found})
+            self.give(name, {**storage_options, PLACE: found})
         return self._repo.catalog.replicas[name]
 
     def info(self, name: str) -> ReplicaInfo:
@@ -251,7 +225,7 @@ class Replicas:
     def find(self, name: str) -> Repo:
         """Return a replica, opened; see :meth:`ckptstore.Store.replica`."""
         try:
-            return self.pool.get(self.info(name))
+            return self.get(self.info(name))
         except StoreNotFoundError as error:
             # A new store there would be another one, and be refused.
             hint = f"is it mounted? Where it is now: ckptstore replica add {name} URL"
@@ -331,7 +305,7 @@ class Replicas:
         return FallThrough(
             repo=self._repo,
             version=version,
-            tiers=[Tier(info=info, open=partial(self.pool.get, info)) for info in named],
+            tiers=[Tier(info=info, open=partial(self.get, info)) for info in named],
             why=error,
             whole=whole,
             tell=partial(self._tell, version, told),
@@ -380,6 +354,18 @@ class Replicas:
             hint = f"mend this store first: ckptstore repair --from {PREFIX}{found.tier.info.name}"
             asked.note(found.tier, CorruptObjectError(message, hint=hint))
         raise asked.failure(asked.why)
+
+
+def check_same(repo: Repo, info: ReplicaInfo) -> None:
+    """Raise ReplicaChangedError unless a store is the one that was named."""
+    found = repo.superblock.store_id
+    if found != info.store:
+        msg = (
+            f"at {repo.url} there is the store {found[:8]}, "
+            f"and the replica {info.name!r} is the store {info.store[:8]}"
+        )
+        hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
+        raise ReplicaChangedError(msg, hint=hint)
 
 
 def _elsewhere(error: CkptStoreError, version: Version) -> CkptStoreError:

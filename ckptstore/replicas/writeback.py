@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -110,7 +110,10 @@ class WriteBack:
         with self._changed:
             self._runs = None if runs is None or self._runs is None else {*self._runs, *runs}
             self._asked = self._all = True
-            self._start()
+            if self._thread is None:
+                name = f"ckptstore-write-back-{self.replica.name}"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._thread.start()
             self._changed.notify_all()
 
     def _hear(self, event: SaveEvent) -> None:
@@ -137,7 +140,9 @@ class WriteBack:
             It will not come; or the time is over; or, without a limit of time, an attempt failed.
         """
         end = None if timeout_s is None else self._environment.monotonic() + timeout_s
-        self._check_own()
+        if self._pid != os.getpid():
+            msg = "this write-back is of the process that this one was forked from"
+            raise NotReplicatedError(msg, hint="open the store in this process")
         with self._changed:
             failed = self._failures and self._attempts
             while self._waits_for(version):
@@ -147,7 +152,8 @@ class WriteBack:
                 over = left is not None and left <= 0
                 new = self._failures and self._attempts != failed
                 idle = not (self._asked or self._busy)
-                if over or idle or (end is None and new) or not self._is_alive():
+                ended = self._thread is None or not self._thread.is_alive()
+                if over or idle or (end is None and new) or ended:
                     raise self._late(version)
                 self._changed.wait(left)
             if version is not None and version in self._unable:
@@ -211,20 +217,6 @@ class WriteBack:
             self._changed.notify_all()
 
     # --- the thread ---------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        if self._thread is None:
-            name = f"ckptstore-write-back-{self.replica.name}"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
-
-    def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _check_own(self) -> None:
-        if self._pid != os.getpid():
-            msg = "this write-back is of the process that this one was forked from"
-            raise NotReplicatedError(msg, hint="open the store in this process")
 
     def _work(self) -> None:
         step_back()
@@ -326,7 +318,7 @@ class WriteBack:
         with self._changed:
             closing, mine = self._closing, set(self._mine)
             fresh, self._fresh = self._fresh, False
-        missing = list(self._missing(catalog, everything=everything))
+        missing = self._missing(catalog, everything=everything)
         with self._changed:  # what is gone since then, or there, is waited for by nobody
             for one in mine:
                 if not catalog.has_version(one):
@@ -339,20 +331,19 @@ class WriteBack:
             missing = [version for version in missing if version.id in mine]
         return missing[: 1 if fresh else limits.WRITE_BACK_BATCH]
 
-    def _missing(self, catalog: Catalog, *, everything: bool) -> Iterator[Version]:
-        """Yield what the replica is not noted to have, newest first."""
-        runs = self._runs
-        names = [info.name for info in catalog.runs() if runs is None or info.name in runs]
-        found: list[Version] = []
-        for name in names:
-            newest = catalog.versions(name, newest_first=True)
-            looked = newest if everything else islice(newest, limits.WRITE_BACK_LOOK)
-            found += [version for version in looked if self._lacks(version)]
+    def _missing(self, catalog: Catalog, *, everything: bool) -> list[Version]:
+        """Return the versions that the replica is not noted to have, newest first."""
+        runs, found = self._runs, list[Version]()
+        for info in catalog.runs():
+            if runs is None or info.name in runs:
+                newest = catalog.versions(info.name, newest_first=True)
+                looked = newest if everything else islice(newest, limits.WRITE_BACK_LOOK)
+                found += filter(self._lacks, looked)
         with self._changed:
             seen = {version.id for version in found}
             rest = [one for one in self._mine if one not in seen and catalog.has_version(one)]
         found += filter(self._lacks, map(catalog.version, rest))
-        yield from sorted(found, key=lambda version: version.commit, reverse=True)
+        return sorted(found, key=lambda version: version.commit, reverse=True)
 
     def _lacks(self, version: Version) -> bool:
         if version.deleted or version.damaged or version.level == "record":
@@ -384,18 +375,17 @@ class WriteBack:
                 self._mine.pop(version.id, None)
             self._changed.notify_all()
         for version in done:
-            self._events.emit(self._event(version))
-
-    def _event(self, version: Version) -> SaveEvent:
-        return SaveEvent(
-            kind="replicated",
-            store=self._here.url,
-            run=version.run,
-            step=version.step,
-            version=version.id,
-            at_ms=self._environment.now_ms(),
-            replica=self.replica.name,
-        )
+            self._events.emit(
+                SaveEvent(
+                    kind="replicated",
+                    store=self._here.url,
+                    run=version.run,
+                    step=version.step,
+                    version=version.id,
+                    at_ms=self._environment.now_ms(),
+                    replica=self.replica.name,
+                )
+            )
 
 
 class WriteBacks:
@@ -436,7 +426,7 @@ class WriteBacks:
                 self._repo,
                 self._events,
                 info,
-                lambda: self._replicas.pool.get(self._now_at(info)),
+                lambda: self._replicas.get(self._now_at(info)),
                 bytes_per_s=bytes_per_s,
                 close_timeout_s=close_timeout_s,
             )

@@ -104,7 +104,7 @@ def give_options(self: HasSession, name: str, options: Mapping[str, Any]) -> Non
     InvalidInputError
         They do not say for which place they are.
     """
-    self._session.replicas.pool.give(check_replica_name(name), options)
+    self._session.replicas.give(check_replica_name(name), options)
 
 
 def replicate(

@@ -447,7 +447,7 @@ def _known_here(repo: Repo, version: Version) -> KnownPieces:
     tables: list[PieceTable] = []
     for one in near:
         try:
-            tables.append(read_manifest(repo.backend, catalog.version(one)).pieces)
+            tables.append(read_manifest(repo.backend, one).pieces)
         except IntegrityError:  # that one is damaged: nothing is known of it
             continue
     gone = {pack for table in tables for pack in table.packs if catalog.gone([pack_key(pack)])}

@@ -22,7 +22,12 @@ from ckptstore.errors import ConflictError, CorruptObjectError, InvalidInputErro
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest
-from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY, Landed, transplant
+from ckptstore.maintenance.replicas.copy_manifest import (
+    ORIGIN_KEY,
+    Landed,
+    likely_versions,
+    transplant,
+)
 from ckptstore.maintenance.replicas.fallback import Found
 from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
@@ -186,7 +191,7 @@ def _bring(
             wanted,
             source=there,
             target=target,
-            source_id=source.id,
+            candidates=likely_versions(target.catalog, source.id),
             without=without,
             progress=progress,
         )

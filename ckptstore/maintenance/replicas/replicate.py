@@ -4,7 +4,7 @@ Chunks that the other store has are shared with it (see
 :mod:`ckptstore.maintenance.replicas.copy_manifest`), the others travel as they are stored, each
 checked on the way and read back there. Then the manifest is written, then one commit makes the
 version visible: at any moment the target shows whole versions and no others; the next run finishes
-an interrupted one, within its version too (:mod:`ckptstore.maintenance.replicas.orphan_packs`).
+an interrupted one, within its version too (:mod:`ckptstore.maintenance.replicas.copy_manifest`).
 Ancestors that are not copied come along as records, so that lineage and the
 history of metrics are whole.
 
@@ -28,9 +28,13 @@ from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import CkptStoreError, ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
-from ckptstore.maintenance.replicas.copy_manifest import foresee, near_versions, newest_heads
+from ckptstore.maintenance.replicas.copy_manifest import (
+    Orphans,
+    foresee,
+    near_versions,
+    newest_heads,
+)
 from ckptstore.maintenance.replicas.evict import Pins
-from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.maintenance.replicas.replicate_version import (
     Failure,
     ReplicateRequest,
@@ -239,8 +243,8 @@ class _Replication:
         left = LeftOut(version=version.id, run=version.run, step=version.step, why=why)
         self.left.append(left)
 
-    def _near(self, version: Version) -> list[str]:
-        """Return ids of the target's versions that are likely to have chunks of one.
+    def _near(self, version: Version) -> list[Version]:
+        """Return the target's versions that are likely to have chunks of one.
 
         With what is to be checked, none that was not: what they hold may be anything.
         """
@@ -280,8 +284,7 @@ class _Replication:
             count, size = foresee(
                 manifest,
                 target=self.sides.target,
-                source_id=version.id,
-                only=self._near(version),
+                candidates=self._near(version),
                 planned=planned,
             )
             self.chunks_count += count
