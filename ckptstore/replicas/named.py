@@ -1,4 +1,4 @@
-"""The named replicas of one store: opened once, and turned to by loads of what is not here.
+"""The named replicas of one store: opened once, and turned to by loads of content that is not here.
 
 What is not here (any more), or is damaged, is read from the nearest replica that has the version.
 """
@@ -54,7 +54,7 @@ _MAY_BE_ELSEWHERE = (
     TransientStorageError,
 )
 """Of what one replica does not give another may have it."""
-# Versions and replicas of which it is remembered that it was told. Source: 100 bytes each.
+# Pairs of version and replica that were told already. Source: 100 bytes each.
 _TOLD_MAX = 10_000
 
 
@@ -160,7 +160,7 @@ class Replicas:
         return repo, True
 
     def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a replica is opened with: the limits of this store unless options say else.
+        """Return the options of a replica: the limits of this store unless its own say else.
 
         Parameters
         ----------
@@ -232,7 +232,7 @@ class Replicas:
             raise StoreNotFoundError(error.message, hint=hint) from error
 
     def content(self, version: Version, *, fall_through: bool = True) -> Content:
-        """Return what a version holds; where something is missing here, from a replica."""
+        """Return the content of a version; where something is missing here, from a replica."""
         from ckptstore.checkpoint.content import read_content
 
         try:
@@ -251,7 +251,7 @@ class Replicas:
         return replace(content, read=partial(read_falling, partial(self._fall_through, version)))
 
     def lent(self, version: Version, work: Callable[[Found | None], T]) -> T:
-        """Return what some work gives: None where the content is here, else a replica's version.
+        """Return the result of some work, given None where the content is here, else a replica's.
 
         Replicas are tried in their order until the work succeeds.
         """
@@ -290,7 +290,7 @@ class Replicas:
         raise _elsewhere(error, version) from error
 
     def whole(self, version: Version, error: CkptStoreError) -> Content:
-        """Return all of a version of which a part is kept here."""
+        """Return the whole content of a version that is kept here in part."""
         msg = f"{error.message}: only the {version.level} of {version.label} are kept here"
         found = type(error)(msg, hint=error.hint)
         return self._fall_through(version, found, whole=True).content()

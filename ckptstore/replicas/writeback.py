@@ -1,7 +1,7 @@
-"""Write-back: what is saved here is replicated behind the training, by one patient thread.
+"""Write-back: new versions are replicated behind the training, by one patient thread.
 
 A save is durable here, and done, before this thread hears of it; nothing here ever blocks or fails
-a save. What is to be replicated is not a queue that could overflow but a question to the catalog:
+a save. The work is not a queue that could overflow but a question to the catalog:
 which versions of these runs does the replica not have yet? So a burst of saves is one answer, a
 killed process forgets nothing, and the next one that is asked to write back catches up. The newest
 version goes first. A replica that is down is tried again, less and less often; that is logged at
@@ -42,7 +42,7 @@ _log = logging.getLogger("ckptstore")
 
 
 class WriteBack:
-    """Replicates what is saved in some runs to one replica; made by :meth:`Store.write_back`.
+    """Replicates new versions of some runs to one replica; made by :meth:`Store.write_back`.
 
     Any thread may use it. A forked child has none of it: it begins its own.
     """
@@ -58,9 +58,9 @@ class WriteBack:
         close_timeout_s: float | None = None,
     ) -> None:
         self.replica = replica
-        """Where to."""
+        """The replica that versions go to."""
         self.close_timeout_s = close_timeout_s
-        """How long closing the store waits, in seconds; None for as long as it goes on."""
+        """Seconds that closing the store waits; None for as long as it goes on."""
         self._bytes_per_s = bytes_per_s
         self._events = events
         self._environment = repo.environment
@@ -84,9 +84,9 @@ class WriteBack:
         self._stopped = False
         self._failure: CkptStoreError | None = None
         self._attempts = 0
-        """How many ended, well or not."""
+        """Number of attempts that ended, well or not."""
         self._failures = 0
-        """How many of the last ones failed."""
+        """Number of the last ones that failed."""
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         _all.add(self)
@@ -97,7 +97,7 @@ class WriteBack:
 
     @property
     def pending(self) -> int:
-        """How many versions that were saved through this store object are not there yet."""
+        """Number of versions saved through this store object that are not there yet."""
         return len(self._mine)
 
     @property
@@ -106,7 +106,7 @@ class WriteBack:
         return self._failure
 
     def cover(self, runs: Collection[str] | None) -> None:
-        """Write back these runs too; None for all of the store. Begins with what is missing."""
+        """Write back these runs too; None for all of the store. Begins with missing versions."""
         with self._changed:
             self._runs = None if runs is None or self._runs is None else {*self._runs, *runs}
             self._asked = self._all = True
@@ -282,7 +282,7 @@ class WriteBack:
             self._changed.wait_for(lambda: self._closing, pause)
 
     def _round(self) -> None:
-        """Replicate what is missing, the newest first, until nothing is."""
+        """Replicate missing versions, the newest first, until there are none."""
         from ckptstore.maintenance.replicas.replicate import replicate
         from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
@@ -313,13 +313,13 @@ class WriteBack:
         return there
 
     def _next(self, *, everything: bool) -> list[Version]:
-        """Return what is to come next: the newest alone, then several at once."""
+        """Return the next versions to replicate: the newest alone, then several at once."""
         catalog = self._here.refresh()
         with self._changed:
             closing, mine = self._closing, set(self._mine)
             fresh, self._fresh = self._fresh, False
         missing = self._missing(catalog, everything=everything)
-        with self._changed:  # what is gone since then, or there, is waited for by nobody
+        with self._changed:  # nobody waits for versions that are gone since then, or there
             for one in mine:
                 if not catalog.has_version(one):
                     continue
@@ -358,7 +358,7 @@ class WriteBack:
         return there.has_version(version.id) and had_content(there.version(version.id))
 
     def _settle(self, batch: Sequence[Version], failures: dict[str, str]) -> None:
-        """Note what became of some versions, and tell."""
+        """Note the fate of some versions, and tell."""
         catalog = self._here.catalog
         done: list[Version] = []
         with self._changed:
@@ -389,7 +389,7 @@ class WriteBack:
 
 
 class WriteBacks:
-    """What one open store writes back. Any thread may use it; a forked child begins its own.
+    """The write-backs of one open store. Any thread may use it; a forked child begins its own.
 
     Parameters
     ----------

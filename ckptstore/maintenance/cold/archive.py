@@ -74,7 +74,7 @@ class ArchiveReport:
     dry_run: bool
     storage_class: str
     versions: tuple[str, ...] = ()
-    """Ids of the versions that were named, without those of which there is a record only."""
+    """Ids of the versions that were named, without those kept as a record only."""
     moved: Tally = field(default_factory=Tally)
     """With `dry_run`, the packs that would be."""
     there: Tally = field(default_factory=Tally)

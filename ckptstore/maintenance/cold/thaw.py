@@ -39,13 +39,13 @@ class ThawRequest:
     selection: Selection = field(default_factory=Selection)
     """The part of it that is to be loaded."""
     days: int = limits.THAW_DAYS
-    """How long it is to be readable."""
+    """Days for which it is to be readable."""
     tier: str = "Standard"
-    """How fast and how dear: what the storage calls ``Expedited``, ``Standard`` or ``Bulk``."""
+    """Speed and price by the storage's names: ``Expedited``, ``Standard`` or ``Bulk``."""
     wait: bool = False
     """Return when everything can be read."""
     poll_s: float | None = None
-    """How often to look meanwhile, in seconds; None for what fits the tier."""
+    """Seconds between two looks while waiting; None for the tier's own."""
     dry_run: bool = False
     """Ask for nothing."""
     progress: ProgressCallback = silent
@@ -70,7 +70,7 @@ class ThawReport:
     tier: str
     days: int
     expected_s: tuple[float, float] | None = None
-    """What the tier usually takes from the request on, in seconds, from and to; None if nothing
+    """Usual duration in the tier from the request on, in seconds, from and to; None if nothing
     was asked for, or it is not known."""
     restored_until: float | None = None
     """When the first of the restored packs is cold again, in seconds since 1970."""
@@ -136,7 +136,7 @@ class _Thawing:
     states: dict[str, ObjectState] = field(default_factory=dict)
     """By pack."""
     asked: dict[str, int] = field(default_factory=dict)
-    """How often this call asked for a pack."""
+    """Number of requests of this call for a pack."""
     expected_s: tuple[float, float] | None = None
 
     def look(self, packs: Sequence[str]) -> None:
@@ -159,7 +159,7 @@ class _Thawing:
             self.states[pack] = state
 
     def ask(self) -> None:
-        """Ask for what is cold, and for more days of what is restored for fewer than wanted."""
+        """Ask for cold packs, and for more days of those restored for fewer than wanted."""
         if self.cold is None:
             return
         enough = self.repo.environment.now_ms() / 1000 + (self.request.days - 1) * _DAY_S
@@ -188,7 +188,7 @@ class _Thawing:
             self.expected_s = (max(low, before[0]), max(high, before[1]))
 
     def _ask(self, packs: Sequence[str]) -> None:
-        """Request restores; what is not asked for when this is interrupted, the next call does."""
+        """Request restores; if this is interrupted, the next call asks for the rest."""
         days, tier, cold = self.request.days, self.request.tier, self.cold
         if cold is None:
             return
@@ -235,7 +235,7 @@ class _Thawing:
         self.request.progress(Progress(stage="thaw", done=done, total=total, detail=detail))
 
     def report(self, seconds: float) -> ThawReport:
-        """Return how far it is."""
+        """Return the state of all packs."""
         until = [s.restored_until for s in self.states.values() if s.restored_until is not None]
         return ThawReport(
             version=self.version.id,
@@ -257,7 +257,7 @@ class _Thawing:
 
 
 def _elsewhere(repo: Repo, version: Version) -> str:
-    """Return what to do about a version of which this store keeps the record alone."""
+    """Return a hint for a version that this store keeps as a record alone."""
     for replica in repo.catalog.replicas.values():
         if replica.store in version.replicas:
             return thaw_command(version.id, replica.url)

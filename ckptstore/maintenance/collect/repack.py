@@ -104,7 +104,7 @@ class Repacked:
 def choose(
     chunks: Iterable[tuple[str, ChunkTable]], objects: Mapping[str, ObjectInfo], *, below: float
 ) -> tuple[list[Victim], int]:
-    """Return the packs of which less than the share `below` is live; those wholly dead not.
+    """Return the packs that are live to less than the share `below`; those wholly dead not.
 
     With them the bytes of all live chunks.
     """

@@ -1,4 +1,4 @@
-"""Loads that fall through: what a store does not have (any more) is read from its replicas.
+"""Loads that fall through: content that a store does not have is read from its replicas.
 
 Two ways lead here. A version's content is not here: only its record is, or a part, or its manifest
 is damaged; then the manifest comes from a replica, and of its pieces those that other versions of
@@ -77,12 +77,12 @@ class Found:
 
 @dataclass(slots=True, kw_only=True)
 class FallThrough:
-    """What a load of one version turns to. Any thread may use it.
+    """Replicas that a load of one version turns to. Any thread may use it.
 
     Parameters
     ----------
     why
-        What is wrong here.
+        The error here.
     """
 
     repo: Repo
@@ -102,7 +102,7 @@ class FallThrough:
         Raises
         ------
         CkptStoreError
-            Of the kind of what is wrong here: no replica can help either; has all reasons.
+            Of the kind of the error here: no replica can help either; has all reasons.
         """
         for found in self.candidates():
             reading = _Split(owner=self, found=found)
@@ -120,7 +120,7 @@ class FallThrough:
                 yield found
 
     def note(self, tier: Tier, error: CkptStoreError) -> None:
-        """Note why a replica does not help; what another store in its place is, loudly."""
+        """Note why a replica does not help; loudly if another store is in its place."""
         if isinstance(error, ReplicaChangedError):
             _log.warning("%s is left out: %s", tier, error)
         self.reasons.append((tier, error))
@@ -327,7 +327,7 @@ def _read_here(
 
 
 class _Meter:
-    """Adds up what several readings tell; any thread."""
+    """Adds up the progress of several readings; any thread."""
 
     def __init__(
         self, table: PieceTable, wants: Iterable[Want], progress: ProgressCallback
@@ -343,11 +343,11 @@ class _Meter:
         return int(sum(int(self._table.raw[want.row]) for want in wants))
 
     def part(self) -> ProgressCallback:
-        """Return what one reading tells; it counts from 0."""
+        """Return the callback of one reading; it counts from 0."""
         last = 0
 
         def tell(step: Progress) -> None:
-            """Add what is new of this reading to what all have done."""
+            """Add the progress of this reading to that of all."""
             nonlocal last
             with self._lock:
                 self.done += step.done - last
@@ -430,7 +430,7 @@ def _known_here(repo: Repo, version: Version) -> KnownPieces:
     ids = catalog.ids(version.run)
 
     def is_at_hand(version_id: str) -> bool:
-        """Say whether a version is here with some of its content."""
+        """Return whether a version is here with some of its content."""
         if not catalog.has_version(version_id):
             return False
         found = catalog.version(version_id)

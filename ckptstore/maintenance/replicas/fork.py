@@ -72,8 +72,8 @@ def fork(
     repo
         The store that has the version; `target` itself for a fork within it.
     lender
-        A replica that has the content where `repo` does not: what is missing in `target` travels
-        from there, as far as the request takes it over.
+        A replica that has the content where `repo` does not: chunks that `target` lacks travel
+        from there, as far as the request takes them over.
 
     Raises
     ------
@@ -184,7 +184,7 @@ def _bring(
     without: Collection[str],
     progress: ProgressCallback,
 ) -> Landed:
-    """Bring what a fork needs, and `target` does not have, from where it is."""
+    """Bring the chunks of a fork that `target` does not have."""
     there, source = place
     with naming_cold(source.id, there.url, shown=f"{source.run}@{source.step}"):
         return transplant(

@@ -209,7 +209,7 @@ def _land(
         return unread
     try:
         _read_deltas(sides, landed)
-    except ColdObjectError:  # it refers to what is cold there: it came, and does not count as read
+    except ColdObjectError:  # its base is cold there: it came, and does not count as read
         return unread
     seconds = landed.read_back_s + sides.target.environment.monotonic() - began
     return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})
