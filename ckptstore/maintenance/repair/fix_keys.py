@@ -99,11 +99,9 @@ def mend_keys(
     numbers = _numbers(backend)
     good = _opened(backend, superblock, user_key, numbers)
     sound = [record for record, _ in good if record.seal]
-    if sound and sound[-1].number < limits.COMMIT_NUMBER_MAX:
-        kept, number = True, sound[-1].number
-    else:
-        taken = set(numbers)
-        kept, number = False, next(number for number in count(1) if number not in taken)
+    kept = bool(sound) and sound[-1].number < limits.COMMIT_NUMBER_MAX
+    taken = set(numbers)
+    number = sound[-1].number if kept else next(free for free in count(1) if free not in taken)
     gone = [other for other in numbers if other != number]
     if not dry_run:
         verdict = PutIfAbsent(superblock.put_if_absent)

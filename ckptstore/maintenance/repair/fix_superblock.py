@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal
 
@@ -44,7 +44,7 @@ from ckptstore.format.segments import MAGIC
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
 from ckptstore.keyring import missing_key, open_keys
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
-from ckptstore.repo import Finding, Prober, Repo, probe_backend, unsafe
+from ckptstore.repo import Prober, Repo, probe_backend, unsafe
 from ckptstore.superblocks import encrypted_superblock
 
 _LOOKED_AT: Final = 20
@@ -119,24 +119,23 @@ def mend_superblock(
     found, new, doubt = (copied, (), "") if copied else _rebuilt(reading, commits, environment)
     if keys is not None:
         found, new, doubt = encrypted_superblock(found, keys[0]), ("by",), ""
-    finding = SuperblockFinding(
+    why = (damage or f"{STORE_KEY} is missing") + doubt
+    taken = bool(damage) and not options.single_writer
+    if taken:
+        why += (
+            ": its name is taken by the damaged object: open the store as a single writer "
+            "(ckptstore repair --single-writer) to have it replaced, or move it away"
+        )
+    elif not dry_run:
+        _write(backend, found, options, prober, environment, replaces=bool(damage))
+    return SuperblockFinding(
         key=STORE_KEY,
         what="damaged" if damage else "missing",
-        mended=True,
-        why=(damage or f"{STORE_KEY} is missing") + doubt,
+        mended=not taken,
+        why=why,
         source="keys" if keys else "copy" if copied else "rebuilt",
         new=new,
     )
-    if damage and not options.single_writer:
-        why = (
-            f"{damage}{doubt}: its name is taken by the damaged object: open the store as a "
-            "single writer (ckptstore repair --single-writer) to have it replaced, or move it away"
-        )
-        return replace(finding, mended=False, why=why)
-    if not dry_run:
-        probed = _probed(backend, options, prober, environment)
-        _put(backend, _with(found, backend, probed), anew=bool(damage))
-    return finding
 
 
 def _damage(backend: Backend) -> str | None:
@@ -277,37 +276,35 @@ def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
     return own, foreign
 
 
-def _probed(
-    backend: Backend, options: Options, prober: Prober, environment: Environment
-) -> Finding:
-    """Return what the probe finds; refuse to write where that is not wished, or not safe."""
+def _write(
+    backend: Backend,
+    found: Superblock,
+    options: Options,
+    prober: Prober,
+    environment: Environment,
+    *,
+    replaces: bool,
+) -> None:
+    """Probe the storage, and write a superblock with the result, if that is wished and safe."""
     if options.read_only:
         msg = f"{backend.url} was opened read-only"
         raise ReadOnlyError(msg)
     probed = prober(backend, environment)
-    if probed.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
+    conditional = probed.put_if_absent is PutIfAbsent.ATOMIC
+    if not conditional and not options.single_writer:
         raise unsafe(backend.url, probed.put_if_absent)
-    return probed
-
-
-def _with(found: Superblock, backend: Backend, probed: Finding) -> Superblock:
-    """Return a superblock that says what the probe found here and now."""
-    return msgspec.structs.replace(
+    superblock = msgspec.structs.replace(
         found,
         backend=backend.name,
         put_if_absent=probed.put_if_absent.value,
-        single_writer=probed.put_if_absent is not PutIfAbsent.ATOMIC,
+        single_writer=not conditional,
         probe=dict(probed.report),
     )
-
-
-def _put(backend: Backend, superblock: Superblock, *, anew: bool) -> None:
-    data = encode_superblock(superblock)
-    if anew:
+    if replaces:
         backend.delete(STORE_KEY)
     try:
-        (backend.put if superblock.single_writer else backend.put_if_absent)(STORE_KEY, data)
-    except ObjectExistsError:
-        # Another repair was faster; what it wrote must be one that opens.
-        found = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
-        decode_superblock(found, where=STORE_KEY)
+        write = backend.put_if_absent if conditional else backend.put
+        write(STORE_KEY, encode_superblock(superblock))
+    except ObjectExistsError:  # another repair was faster; what it wrote must be one that opens
+        other = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
+        decode_superblock(other, where=STORE_KEY)
