@@ -8,16 +8,18 @@ once. Damage to one object never stops the check of the others. Nothing is chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ckptstore import limits
+from ckptstore.backends.base import Backend
 from ckptstore.catalog import content_ops, snapshots
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import (
+    CkptStoreError,
     CorruptObjectError,
     FormatError,
     IntegrityError,
@@ -226,17 +228,34 @@ def _record(repo: Repo, sound: Mapping[str, str]) -> set[str]:
 
 def _check_log(survey: Survey) -> None:
     """Read every commit again, not only those since the last snapshot; and the snapshots."""
-    backend = survey.repo.backend
-    infos = backend.list(SNAPSHOTS_PREFIX)
-    numbers = {number for info in infos if (number := snapshot_number(info.key)) is not None}
-    commits = survey.repo.log.commits()
-    digests = {c.number: c.digest for c in commits if c.number in numbers}
+    repo = survey.repo
+    numbers = snapshot_numbers(repo.backend)
+    digests = {c.number: c.digest for c in repo.log.commits() if c.number in numbers}
+    for _, error in wrong_snapshots(repo.backend, numbers, digests):
+        survey.found(error, None)
+
+
+def snapshot_numbers(backend: Backend) -> set[int]:
+    """Return the numbers of the commits that a snapshot folds to."""
+    numbers = (snapshot_number(info.key) for info in backend.list(SNAPSHOTS_PREFIX))
+    return {number for number in numbers if number is not None}
+
+
+def wrong_snapshots(
+    backend: Backend, numbers: Collection[int], digests: Mapping[int, str]
+) -> Iterator[tuple[int, CkptStoreError]]:
+    """Yield the snapshots that are gone, damaged or of another log, each with its damage.
+
+    Parameters
+    ----------
+    digests
+        Of the commits that they fold to, by number.
+    """
     for number in sorted(numbers):
         try:
-            catalog = snapshots.read_one(backend, number)
-            if catalog.digest != digests.get(number):
+            if snapshots.read_one(backend, number).digest != digests.get(number):
                 what = "is not of this log" if number in digests else "is of a commit that is gone"
                 msg = f"the catalog snapshot {number} {what}"
-                raise CorruptObjectError(msg, hint="ckptstore repair writes it anew")
+                raise CorruptObjectError(msg, hint="ckptstore repair writes it again")
         except (IntegrityError, FormatError, NotFoundError) as error:
-            survey.found(error, None)
+            yield number, error

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptstore import limits
@@ -30,11 +31,11 @@ from ckptstore.errors import (
 )
 from ckptstore.format.keys import (
     COMMITS_PREFIX,
-    SNAPSHOTS_PREFIX,
     commit_key,
     commit_number,
-    snapshot_number,
+    snapshot_key,
 )
+from ckptstore.maintenance.check.verify import snapshot_numbers, wrong_snapshots
 from ckptstore.maintenance.repair.repair_report import CommitFinding
 from ckptstore.repo import Repo
 
@@ -128,13 +129,9 @@ def _entries(repo: Repo, last: int) -> dict[int, _Entry]:
 def _snapshot_digests(backend: Backend) -> dict[int, str]:
     """Return the digest of each commit that a sound snapshot was folded to."""
     digests = {}
-    for info in backend.list(SNAPSHOTS_PREFIX):
-        number = snapshot_number(info.key)
-        if number:
-            try:
-                digests[number] = snapshots.read_one(backend, number).digest
-            except (IntegrityError, FormatError, NotFoundError):
-                continue  # it proves nothing; it is mended later
+    for number in snapshot_numbers(backend):
+        with suppress(IntegrityError, FormatError, NotFoundError):  # it proves nothing
+            digests[number] = snapshots.read_one(backend, number).digest
     return digests
 
 
@@ -213,29 +210,23 @@ def mend_snapshots(repo: Repo, *, dry_run: bool) -> tuple[str, ...]:
     CorruptObjectError
         The log is damaged.
     """
-    infos = repo.backend.list(SNAPSHOTS_PREFIX)
-    numbers = {number: info.key for info in infos if (number := snapshot_number(info.key))}
+    numbers = snapshot_numbers(repo.backend)
     if not numbers:
         return ()
     commits = list(repo.log.commits())
     digests = {commit.number: commit.digest for commit in commits}
-    broken = []
-    for number, key in numbers.items():
-        try:
-            sound = snapshots.read_one(repo.backend, number).digest == digests.get(number)
-        except NotFoundError:
-            continue  # pruned meanwhile
-        except (IntegrityError, FormatError):
-            sound = False
-        # One of a commit that came after this read the log is not known to be wrong.
-        if not sound and number <= max(digests, default=0):
-            broken.append(key)
+    broken = [
+        snapshot_key(number)
+        for number, error in wrong_snapshots(repo.backend, numbers, digests)
+        # Pruned since; or of a commit that came after this read the log.
+        if not isinstance(error, NotFoundError) and number <= max(digests, default=0)
+    ]
     if broken and not dry_run:
         for key in broken:
             repo.backend.delete(key)
         catalog, error = extended(Catalog(), commits)
         if error is not None:
             raise error
-        atomic = repo.put_if_absent() is PutIfAbsent.ATOMIC
-        snapshots.write(repo.backend, catalog, single_writer=not atomic)
+        conditional = repo.put_if_absent() is PutIfAbsent.ATOMIC
+        snapshots.write(repo.backend, catalog, single_writer=not conditional)
     return tuple(broken)
