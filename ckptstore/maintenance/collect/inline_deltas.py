@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from ckptstore.errors import ColdObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.maintenance.collect.repack import relocate_needing
@@ -225,8 +224,3 @@ def _change(
         return replaced(table, manifest.first[-1], places) if places else None
 
     return change
-
-
-def dead_keys(rebased: Rebased) -> set[str]:
-    """Return the keys of the packs that may be needed no more."""
-    return {pack_key(pack) for pack in rebased.packs}

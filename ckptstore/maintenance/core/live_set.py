@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.storage_classes import class_named
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
@@ -39,7 +38,6 @@ from ckptstore.repo import Repo
 # Folders that one task lists; each by itself where more tasks than this run at once.
 _WIDTH: Final = 4
 _MANY: Final = 16
-_DAY_S: Final = 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,38 +309,3 @@ def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:
             yield part, ""
         elif last.startswith(part):
             yield part, last
-
-
-def days_left(info: ObjectInfo, *, now_s: float) -> float:
-    """Return for how many days a storage class is charged if an object leaves it now.
-
-    0 or less where the least days of the class have passed, or it has none.
-
-    Parameters
-    ----------
-    now_s
-        The time, in seconds since 1970.
-    """
-    return class_named(info.storage_class).min_days - (now_s - info.modified_at) / _DAY_S
-
-
-def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
-    """Yield a sentence for each class that objects would leave too early to be free of charge.
-
-    Parameters
-    ----------
-    infos
-        Of objects that are to be deleted, or moved to another class.
-    now_s
-        The time, in seconds since 1970.
-    """
-    found: dict[str, list[int]] = {}
-    for info in infos:
-        if days_left(info, now_s=now_s) > 0:
-            found.setdefault(class_named(info.storage_class).name, []).append(info.size_bytes)
-    for name, sizes in sorted(found.items()):
-        days = class_named(name).min_days
-        yield (
-            f"{len(sizes)} packs of {sum(sizes)} bytes leave {name} before {days} days have"
-            " passed, and are charged for all of them"
-        )

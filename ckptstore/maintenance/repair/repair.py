@@ -359,8 +359,8 @@ class _Repair:
 
     def _relocate(self, items: list[_Item]) -> None:
         """Write new manifests and commit them, some versions at a time."""
-        for start in range(0, len(items), limits.MOVES_PER_COMMIT):
-            part = items[start : start + limits.MOVES_PER_COMMIT]
+        for start in range(0, len(items), limits.RELOCATES_PER_COMMIT):
+            part = items[start : start + limits.RELOCATES_PER_COMMIT]
             moves = [move for item in part if (move := self._move(item)) is not None]
             if moves:  # a version that changed since the survey is left as it is now
                 done = relocate(self.repo, partial(_standing, moves))
