@@ -1,6 +1,6 @@
 """Mends the log and the catalog's snapshots: from a copy of the same log, and only with proof.
 
-Commit n may be put back if it is known to be the one that was there: its digest stands in commit
+Commit n may be put back if it is proven to be the lost one: its digest stands in commit
 n+1 (which is sound, or was put back by the same proof), in a sound catalog snapshot of number n,
 or still in the damaged object itself. A commit that is missing is put if absent. A damaged one
 occupies its name: it is only replaced for a caller who vouches that no one else writes, since

@@ -2,8 +2,8 @@
 
 Little in it is needed to read a store, and most of that can be found again: the log says that there
 is a store and since when, manifests of versions that were saved here say the size of chunks, and
-the storage is probed anew. A copy of the same log in a second store brings all of it back, with the
-store's own id.
+the storage is probed again. A copy of the same log in a second store brings all of it back, with
+the store's own id.
 
 A ``store.json`` that is missing is put if absent. A damaged one occupies its name: as a damaged
 commit, it is only replaced for a caller who vouches that no one else writes.
@@ -32,7 +32,6 @@ from ckptstore.errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
-    ObjectExistsError,
     ObjectNotFoundError,
     ReadOnlyError,
     StoreNotFoundError,
@@ -41,11 +40,11 @@ from ckptstore.errors import (
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import COMMITS_PREFIX, OBJECT_PREFIXES, STORE_KEY, commit_number
 from ckptstore.format.segments import MAGIC
-from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import missing_key, open_keys
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
 from ckptstore.repo import Prober, Repo, probe_backend, unsafe
-from ckptstore.superblocks import encrypted_superblock
+from ckptstore.superblocks import encrypted_superblock, read_superblock, write_superblock
 
 _LOOKED_AT: Final = 20
 """Commits, from either end, and manifests of the newest versions. Source: one that is sound is
@@ -54,20 +53,20 @@ enough, and damage comes in stretches."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuperblockFinding:
-    """What was wrong with ``store.json``."""
+    """Damage of ``store.json``, and the result of mending it."""
 
     key: str
     what: Literal["missing", "damaged"]
     mended: bool
     """It is right again; in a dry run, it can be made so."""
     why: str
-    """What is wrong, and what stands in the way of mending it."""
+    """The damage, and the obstacle to mending it."""
     source: Literal["copy", "rebuilt", "keys"]
-    """From a copy of the same log, from what this store's objects say, or, of an encrypted store,
-    from its record of keys."""
+    """A copy of the same log, the objects of this store, or, of an encrypted store, its record of
+    keys."""
     new: tuple[str, ...] = ()
     """Fields that could not be had, and are new: ``store_id``, say. ``chunk_bytes`` is one of
-    them if no version was saved here or those that were disagree; `why` says what they say."""
+    them if no version was saved here or those that were disagree; `why` has their sizes."""
 
 
 def mend_superblock(
@@ -87,16 +86,16 @@ def mend_superblock(
     source
         A second store; used if it has the same log.
     dry_run
-        Say what would be done; write nothing, and do not probe.
+        Report the damage; write nothing, and do not probe.
     key
-        Of an encrypted store: the newest record of keys says all that must be known.
+        Of an encrypted store: the newest record of keys holds all that is needed.
 
     Raises
     ------
     StoreNotFoundError
         It is missing, and no commit says that there is a store.
     CorruptObjectError
-        It is damaged, and no commit says what it was of.
+        It is damaged, and no commit can be read.
     UnsupportedFeatureError
         A newer ckptstore made the store.
     ReadOnlyError, UnsafeBackendError, StorageError
@@ -139,27 +138,17 @@ def mend_superblock(
 
 
 def _damage(backend: Backend) -> str | None:
-    """Return what is wrong with the superblock: nothing (None), that it is missing (""), or what.
-
-    Listed, not probed: on NFS a failed lookup is remembered.
-    """
-    if not any(info.key == STORE_KEY for info in backend.list(STORE_KEY)):
-        return ""
+    """Return the damage of the superblock: None for none, an empty text if it is missing."""
     try:
-        decode_superblock(
-            backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX), where=STORE_KEY
-        )
+        return "" if read_superblock(backend) is None else None
     except UnsupportedFeatureError:
         raise
-    except ObjectNotFoundError:
-        return ""
     except (IntegrityError, FormatError) as error:
         return error.message
-    return None
 
 
 def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | None:
-    """Return what opens the objects of a store, None if they are not encrypted.
+    """Return the record and key that open the objects of a store; None without encryption.
 
     Its first commit decides: a record of keys may be left from a creator that did not get far.
     """
@@ -222,7 +211,7 @@ def _copy(source: Repo, commits: list[Commit], environment: Environment) -> Supe
 def _rebuilt(
     backend: Backend, commits: list[Commit], environment: Environment
 ) -> tuple[Superblock, tuple[str, ...], str]:
-    """Return a superblock from what the store's objects say, the fields that are new, a doubt."""
+    """Return a superblock made from the store's objects, the fields that are new, a doubt."""
     new = ["store_id", "by"]
     first = commits[0]
     if first.number != 1:
@@ -252,10 +241,10 @@ def _rebuilt(
 
 
 def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
-    """Return which sizes of chunks the newest manifests name, and how many each, newest first.
+    """Count the sizes of chunks in the newest manifests, newest first.
 
-    Those of versions that were saved here, and of those that came from other stores: a fork keeps
-    the size that its own store had.
+    Of versions that were saved here, and of those that came from other stores: a fork keeps the
+    size that its own store had.
     """
     try:
         catalog = repo.refresh()
@@ -302,9 +291,4 @@ def _write(
     )
     if replaces:
         backend.delete(STORE_KEY)
-    try:
-        write = backend.put_if_absent if conditional else backend.put
-        write(STORE_KEY, encode_superblock(superblock))
-    except ObjectExistsError:  # another repair was faster; what it wrote must be one that opens
-        other = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
-        decode_superblock(other, where=STORE_KEY)
+    write_superblock(backend, superblock, environment)  # another repair may be faster

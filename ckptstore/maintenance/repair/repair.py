@@ -1,4 +1,4 @@
-"""Repair: bring back what is damaged, from the store itself or from other ones.
+"""Repair: brings back damaged objects, from the store itself or from other ones.
 
 Nothing is deleted, and no object is changed (catalog snapshots, which are caches, are written
 again). Pieces that are brought back go into new packs and new manifests under new names, and a
@@ -58,7 +58,7 @@ def repair(
     dry_run: bool = False,
     progress: ProgressCallback = silent,
 ) -> RepairReport:
-    """Bring back what is damaged as far as it can be had, and say exactly what is lost.
+    """Bring back damaged objects as far as possible, and report exactly the lost tensors.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def repair(
         ``full`` reads every byte of this store to find the damage; ``records`` finds objects that
         are missing, short, or damaged records.
     dry_run
-        Find out what would be done; write nothing.
+        Find out the result of a repair; write nothing.
 
     Raises
     ------
@@ -79,13 +79,19 @@ def repair(
     CorruptObjectError
         The log of one of the other stores is damaged.
     StorageError
-        One of the storages failed; what was committed before stands.
+        One of the storages failed; earlier commits stand.
     """
     if not dry_run:
         repo.check_writable()
     commits = _mend_log(repo, sources, dry_run=dry_run)
     if not _log_is_whole(repo, commits, dry_run=dry_run):
-        return _unreadable(repo, commits, dry_run=dry_run)
+        catalog = repo.log.catalog  # as far as the log can be read
+        return RepairReport(
+            dry_run=dry_run,
+            commits=commits,
+            commits_readable=catalog.number,
+            versions_readable=catalog.versions_count,
+        )
     snapshots = mend_snapshots(repo, dry_run=dry_run)
     survey = Survey(repo=repo, full=level == "full", progress=progress)
     rescue = Rescue(repo=repo, dry_run=dry_run, progress=progress)
@@ -124,31 +130,14 @@ def _mend_log(repo: Repo, sources: Sequence[Repo], *, dry_run: bool) -> tuple[Co
 
 
 def _log_is_whole(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> bool:
-    """Say whether the log can be read to its end: that its last commits are gone is no gap."""
-    if not commits:
-        repo.refresh()
-        return True
-    if dry_run and any(commit.mended for commit in commits):
-        return False
+    """Return whether the log can be read to its end: lost commits at the end are no gap."""
     try:
         repo.refresh()
     except (IntegrityError, FormatError):
+        if not commits:
+            raise
         return False
-    return True
-
-
-def _unreadable(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> RepairReport:
-    """Report a log that stays damaged: nothing can be committed after that."""
-    try:
-        catalog = repo.refresh()
-    except (IntegrityError, FormatError):
-        catalog = repo.log.catalog
-    return RepairReport(
-        dry_run=dry_run,
-        commits=commits,
-        commits_readable=catalog.number,
-        versions_readable=catalog.versions_count,
-    )
+    return not (dry_run and any(commit.mended for commit in commits))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -339,7 +328,7 @@ class _Repair:
     def mend(self) -> None:
         """Bring back the missing pieces and relocate the versions.
 
-        Pieces in packs that a collection condemns meanwhile are written again, as a save does.
+        Pieces in packs that a collection condemns are written again, as a save does.
         """
         commit_retrying(self._try)
         for item in self.items:

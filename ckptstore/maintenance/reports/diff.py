@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 import numpy as np
@@ -45,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """What became of one leaf."""
+    """One leaf in both versions, and how it changed."""
 
     status: Status
     before: Side | None
@@ -142,7 +142,7 @@ class DiffReport:
 
         Returns
         -------
-        By path. None for what has no values to subtract: bytes, generators.
+        By path. None for leaves without values to subtract: bytes, generators.
 
         Raises
         ------
@@ -180,7 +180,7 @@ def diff(
     Parameters
     ----------
     content_of
-        Gives what a version holds, from wherever it is.
+        Gives the content of a version, here or in a replica.
 
     Raises
     ------
@@ -243,20 +243,18 @@ def _ids(content: Content, index: int) -> npt.NDArray[np.uint8]:
     return content.manifest.pieces.ids[first[index] : first[index + 1]]
 
 
+_CONTENT: Final = {"T": slice(0), "V": slice(2, 6), "N": slice(2, None), "B": slice(2, None)}
+"""Parts of a leaf's node, by its tag, that say more of its content than its tensor does."""
+
+
 def _plain(node: Node) -> Node:
     """Return a leaf's node without the place and the object that it is loaded to."""
     if not isinstance(node, list):
         return node
-    tag = node[0]
-    if tag == "T":
-        return ["T"]
-    if tag == "V":
-        return ["V", *node[2:6]]
-    if tag in ("N", "B"):
-        return [tag, *node[2:]]
-    if tag in ("Q", "G"):
-        return [tag, *(_plain(item) for item in node[1:])]
-    return node
+    tag = str(node[0])
+    if tag in _CONTENT:
+        return [tag, *node[_CONTENT[tag]]]
+    return [tag, *map(_plain, node[1:])] if tag in ("Q", "G") else node
 
 
 def _change(

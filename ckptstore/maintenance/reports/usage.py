@@ -1,4 +1,4 @@
-"""How many bytes a store takes, and what for: by run, version and role."""
+"""Bytes that a store takes, by run, version and role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ObjectTotals", "StoreStats", "VersionUsage", "store_stats", "sum_rol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionUsage:
-    """What one version took when it was saved."""
+    """Bytes that one version took when it was saved."""
 
     version: Version
     total: RoleBytes
@@ -38,7 +38,7 @@ class StoreStats:
     versions_count: int
     commits_count: int
     total: RoleBytes
-    """Over all versions: what they hold, what was new, what that took."""
+    """Over all versions: bytes in memory, new ones, and these as stored."""
     roles: dict[str, RoleBytes] = field(default_factory=dict)
     objects: dict[str, ObjectTotals] = field(default_factory=dict)
     """By kind (``packs``, ``manifests``, ``commits``, ``snapshots``, ``store.json``), as listed."""
@@ -58,7 +58,7 @@ def sum_roles(parts: Iterable[RoleBytes]) -> RoleBytes:
 
 
 def usage(catalog: Catalog, run: str | None = None) -> list[VersionUsage]:
-    """Return what each version took, oldest first; reads nothing but the catalog."""
+    """Return the bytes of each version, oldest first; reads nothing but the catalog."""
     return [
         VersionUsage(version=version, total=sum_roles(version.roles.values()))
         for version in catalog.versions(run)
