@@ -32,6 +32,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.check.integrity_scan import Survey, piece_key, row_of_recipe
+from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
@@ -307,8 +308,8 @@ class _Scan:
         fresh = survey.check_sizes(content)
         if not survey.full:
             return
-        for start in range(0, len(fresh), limits.VERIFY_TASK_PACKS):
-            yield self._task(frames=fresh[start : start + limits.VERIFY_TASK_PACKS]), range(0)
+        for part in batches(fresh, limits.VERIFY_TASK_PACKS):
+            yield self._task(frames=part), range(0)
         for rows in _batches(table):
             chosen = survey.choose(stage.version, table, rows)
             if chosen is None:

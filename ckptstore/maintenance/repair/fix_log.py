@@ -10,7 +10,6 @@ between the two steps a writer that looked long ago could take the number.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -35,6 +34,7 @@ from ckptstore.format.keys import (
     snapshot_key,
 )
 from ckptstore.maintenance.check.verify import snapshot_numbers, wrong_snapshots
+from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.repair.repair_report import CommitFinding
 from ckptstore.repo import Repo
 
@@ -107,8 +107,7 @@ def _entries(repo: Repo, last: int) -> dict[int, _Entry]:
     listed = [number for number in keys if number is not None]
     entries = {number: _Entry(number) for number in range(1, max(last, *listed, 0) + 1)}
     reader = LogReader(repo.backend, repo.environment)
-    for start in range(0, len(listed), limits.COMMIT_READ_BATCH):
-        todo: Sequence[int] = listed[start : start + limits.COMMIT_READ_BATCH]
+    for todo in batches(listed, limits.COMMIT_READ_BATCH):
         while todo:
             commits, error = reader.read_many(todo)
             for commit in commits:

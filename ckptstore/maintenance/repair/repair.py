@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.catalog import content_ops
-from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
@@ -35,7 +33,7 @@ from ckptstore.maintenance.check.leftovers import find_leftovers, report_lost_co
 from ckptstore.maintenance.check.verify import Level
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
 from ckptstore.maintenance.core.live_set import live_versions
-from ckptstore.maintenance.core.relocate import relocate, still, write_move
+from ckptstore.maintenance.core.relocate import batches, relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced, rows_of
 from ckptstore.maintenance.repair.repair_report import (
@@ -343,17 +341,15 @@ class _Repair:
             for row in self._needed(item.content):
                 self.rescue.need(item.content.manifest, row)
         self._obtain()
-        if not self.rescue.dry_run:
-            self._relocate([item for item in self.items if item.version.id not in self.relocated])
+        left = [item for item in self.items if item.version.id not in self.relocated]
+        for part in () if self.rescue.dry_run else batches(left, limits.RELOCATES_PER_COMMIT):
+            self._relocate(part)
 
-    def _relocate(self, items: list[_Item]) -> None:
-        """Write new manifests and commit them, some versions at a time."""
-        for start in range(0, len(items), limits.RELOCATES_PER_COMMIT):
-            part = items[start : start + limits.RELOCATES_PER_COMMIT]
-            moves = [move for item in part if (move := self._move(item)) is not None]
-            if moves:  # a version that changed since the survey is left as it is now
-                done = relocate(self.repo, partial(_standing, moves))
-                self.relocated += [move.version for move in done]
+    def _relocate(self, items: Sequence[_Item]) -> None:
+        """Write and commit new manifests; versions that changed since the survey stay as is."""
+        moves = [move for item in items if (move := self._move(item)) is not None]
+        done = relocate(self.repo, lambda now: [move for move in moves if still(now, move)])
+        self.relocated += [move.version for move in done]
 
     def _move(self, item: _Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""
@@ -439,8 +435,3 @@ def _manifests(repo: Repo, first: Sequence[Version] = ()) -> Iterator[tuple[Vers
             except (IntegrityError, FormatError):
                 continue  # it holds nothing; of this store it is reported already
             yield version, manifest
-
-
-def _standing(moves: Sequence[Move], now: Catalog) -> list[Move]:
-    """Return the moves of versions that are still as they were at the survey."""
-    return [move for move in moves if still(now, move)]

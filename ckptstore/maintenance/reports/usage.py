@@ -57,6 +57,15 @@ def sum_roles(parts: Iterable[RoleBytes]) -> RoleBytes:
     return RoleBytes(logical=logical, new=new, stored=stored)
 
 
+def by_role(versions: Iterable[Version]) -> dict[str, RoleBytes]:
+    """Return the sum of the byte counts of each role over some versions."""
+    found: dict[str, list[RoleBytes]] = {}
+    for version in versions:
+        for role, part in version.roles.items():
+            found.setdefault(role, []).append(part)
+    return {role: sum_roles(parts) for role, parts in found.items()}
+
+
 def usage(catalog: Catalog, run: str | None = None) -> list[VersionUsage]:
     """Return the bytes of each version, oldest first; reads nothing but the catalog."""
     return [
@@ -75,10 +84,7 @@ def store_stats(repo: Repo) -> StoreStats:
     """
     catalog = repo.refresh()
     versions = list(catalog.versions())
-    roles: dict[str, list[RoleBytes]] = {}
-    for version in versions:
-        for role, part in version.roles.items():
-            roles.setdefault(role, []).append(part)
+    roles = by_role(versions)
     objects = {}
     keys = () if repo.superblock.encryption is None else (KEYS_PREFIX,)
     for prefix in (STORE_KEY, *OBJECT_PREFIXES, *keys):
@@ -88,7 +94,7 @@ def store_stats(repo: Repo) -> StoreStats:
         runs_count=len(catalog.runs()),
         versions_count=len(versions),
         commits_count=catalog.number,
-        total=sum_roles(part for version in versions for part in version.roles.values()),
-        roles={role: sum_roles(parts) for role, parts in roles.items()},
+        total=sum_roles(roles.values()),
+        roles=roles,
         objects=objects,
     )
