@@ -37,8 +37,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
-from ckptstore.maintenance.core.cold_packs import states_of
-from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally
+from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally, states_of
 from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.maintenance.core.task_pool import at_once

@@ -23,8 +23,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
-from ckptstore.maintenance.core.cold_packs import states_of
-from ckptstore.maintenance.core.live_set import Footprint, Tally
+from ckptstore.maintenance.core.live_set import Footprint, Tally, states_of
 from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
