@@ -23,6 +23,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.sealing import DataKey, UserKey, unwrap, wrap
 from ckptstore.catalog.reading import wait_until
+from ckptstore.committing import put_once
 from ckptstore.config import SYSTEM, Environment, writer_identity
 from ckptstore.errors import (
     AmbiguousWriteError,
@@ -31,9 +32,7 @@ from ckptstore.errors import (
     FormatError,
     LimitError,
     MissingKeyError,
-    ObjectExistsError,
     ObjectNotFoundError,
-    TransientStorageError,
     UnsupportedFeatureError,
     WrongKeyError,
 )
@@ -358,27 +357,13 @@ def delete_records(
 
 def _put(backend: Backend, record: KeyRecord, environment: Environment, conditional: bool) -> bool:
     """Write a record; return whether it is the one now stored under its number."""
-    key, data = key_record_key(record.number), encode_key_record(record)
-    write = backend.put_if_absent if conditional else backend.put
-    for sent in range(limits.COMMIT_SENDS_MAX):
-        cause: Exception
-        try:
-            write(key, data)
-        except ObjectExistsError as error:
-            cause = error
-        except (AmbiguousWriteError, TransientStorageError) as error:
-            cause = error
-        else:
-            return True
-        # A lost reply: the stored record is this one, another's, or none.
-        listed = wait_until(
-            backend, environment, lambda: any(info.key == key for info in backend.list(key))
-        )
-        if listed:
-            return secrets.compare_digest(
-                backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX), data
-            )
-        if isinstance(cause, ObjectExistsError) or sent + 1 == limits.COMMIT_SENDS_MAX:
-            msg = f"it is not known whether {key} was written at {backend.url}"
-            raise AmbiguousWriteError(msg, hint="do it again") from cause
-    raise AssertionError  # pragma: no cover - the loop has no other end
+    data = encode_key_record(record)
+    stored = put_once(
+        backend,
+        key_record_key(record.number),
+        data,
+        environment,
+        bytes_max=limits.KEY_RECORD_BYTES_MAX,
+        conditional=conditional,
+    )
+    return secrets.compare_digest(stored, data)

@@ -186,7 +186,8 @@ def replicate(
     from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
 
     here = self._session.repo
-    target = _target(self._session, to, hidden(to_key), dry_run=dry_run)
+    to_key = hidden(to_key)  # in place, so that no frame shows the key
+    target = _target(self._session, to, to_key, dry_run=dry_run)
     if bytes_per_s < 0:
         msg = f"bytes_per_s={bytes_per_s} must not be negative"
         raise InvalidInputError(msg)
