@@ -24,7 +24,6 @@ from ckptstore.store.version_lookup import named_version, named_versions
 if TYPE_CHECKING:
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.replicas.evict import EvictReport
-    from ckptstore.maintenance.replicas.fallback import Found
     from ckptstore.maintenance.replicas.fork import ForkRequest
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
     from ckptstore.replicas.writeback import WriteBack
@@ -264,7 +263,7 @@ def evict(
     here, there = self._session.repo, self._session.replicas.find(replica)
     versions = _evictable(here, refs, runs, keep)
     there.refresh()
-    return evict(here, there, versions, missing=partial(_missing, there), pin=pin, dry_run=dry_run)
+    return evict(here, there, versions, missing=partial(missing, there), pin=pin, dry_run=dry_run)
 
 
 def unpin_for(self: HasRepo, store: str) -> list[Version]:
@@ -287,7 +286,7 @@ def unpin_for(self: HasRepo, store: str) -> list[Version]:
     ReadOnlyError, UnsafeBackendError, StorageError
         This store cannot be written to.
     """
-    from ckptstore.maintenance.replicas.remote_pins import release
+    from ckptstore.maintenance.replicas.evict import release
 
     pinning = {one for version in self.repo.refresh().pinned() for one in version.pinned_for}
     found = sorted(one for one in pinning if store and one.startswith(store))
@@ -390,7 +389,7 @@ def _evictable(
     return [*wanted, *(one for one in named if one.level == "record")]
 
 
-def _missing(there: Repo, versions: Sequence[Version]) -> set[str]:
+def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
     """Return ids of versions that a replica has deleted, or whose objects are not all there."""
     from ckptstore.maintenance.check.verify import verify
 
@@ -417,15 +416,10 @@ def _target(
 
 def fork(session: Session, ref: str, request: ForkRequest, target: Repo) -> None:
     """Begin a run at a version, in its own store or another; see :meth:`ckptstore.Store.fork`."""
-    from ckptstore.maintenance.replicas.fork import fork, fork_into
+    from ckptstore.maintenance.replicas.fork import fork
 
-    here = session.repo
-    source = named_version(here, ref)
-
-    def begin(lender: Found | None) -> Version:
-        if target is here:
-            return fork(here, source, request, lender=lender)
-        return fork_into(target, here, source, request, lender=lender)
-
-    session.replicas.lent(source, begin)
+    source = named_version(session.repo, ref)
+    session.replicas.lent(
+        source, lambda lender: fork(target, session.repo, source, request, lender=lender)
+    )
     resume_check.chosen(target, request.run)

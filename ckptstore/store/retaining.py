@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.collect.gc import GcReport
-    from ckptstore.maintenance.retention.ageing import Target
-    from ckptstore.maintenance.retention.early_deletion import Early
+    from ckptstore.maintenance.retention.reduce import Target
     from ckptstore.maintenance.retention.remove import Removal
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
@@ -175,7 +174,7 @@ def age(
     PolicyError
         One is pinned, or needs `force`, or has no tensors of role ``weights``.
     """
-    from ckptstore.maintenance.retention.ageing import age
+    from ckptstore.maintenance.retention.retain import age
 
     target = _lowered(level, lossy)
     ids = age(self.repo, named_versions(self.repo, refs), target, force=force)
@@ -226,33 +225,6 @@ def remove(
     return _part_removed(self.repo, versions, target, reason=reason, force=force, dry_run=dry_run)
 
 
-def leaving_early(self: HasRepo, refs: Sequence[str], *, keep: LowerLevel | None = None) -> Early:
-    """Return what it costs that versions go, where storage classes have a least of days.
-
-    Packs in `GLACIER`, say, are charged for 90 days, whenever they are deleted. Nothing on
-    storage without classes. What was not looked at, since the store is too large, is said.
-
-    Parameters
-    ----------
-    refs
-        The versions that would go.
-    keep
-        What would stay of each, as in :meth:`remove`.
-
-    Raises
-    ------
-    VersionNotFoundError
-        A ref names nothing.
-    StorageError
-        The storage failed.
-    """
-    from ckptstore.maintenance.retention.early_deletion import Leaving, leaving_early
-
-    versions = named_versions(self.repo, refs)
-    leaving = [Leaving(version=version, fate=keep or "gone") for version in versions]
-    return leaving_early(self.repo, self.repo.catalog, leaving)
-
-
 def undelete(self: HasRepo, refs: Sequence[str]) -> list[Version]:
     """Make deleted versions be there again, all or none; return them.
 
@@ -284,7 +256,6 @@ def gc(
     orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
     repack_below: float | None = limits.GC_REPACK_BELOW,
     dry_run: bool = False,
-    holders: bool = False,
     force: bool = False,
     executor: EngineSpec | None = None,
     workers: int | None = None,
@@ -302,7 +273,6 @@ def gc(
         orphan_age_s=orphan_age_s,
         repack_below=repack_below,
         dry_run=dry_run,
-        holders=holders,
         force=force,
         executor=executor,
         workers=workers,
@@ -320,7 +290,7 @@ def _lowered(level: LowerLevel, lossy: Encoding | str | None) -> Target:
     """
     from ckptstore.catalog.policy import rounding_of
     from ckptstore.encodings.encoding import Encoding
-    from ckptstore.maintenance.retention.ageing import Target
+    from ckptstore.maintenance.retention.reduce import Target
 
     given = None if lossy is None else Encoding.of(lossy)
     encodings = rounding_of(level, [] if given is None else [given])
@@ -340,7 +310,7 @@ def _part_removed(
     dry_run: bool,
 ) -> list[Removal]:
     """Delete a part of versions; see :meth:`ckptstore.Store.remove` with `keep`."""
-    from ckptstore.maintenance.retention.ageing import age, foresee
+    from ckptstore.maintenance.retention.retain import age, foresee
 
     if reason or not versions:
         msg = "no version to remove a part of" if not versions else "a part goes without reason"
