@@ -24,8 +24,7 @@ from ckptstore.catalog.levels import (
     level_of,
     parts_of_level,
 )
-from ckptstore.catalog.lifecycle_ops import Ids, parts
-from ckptstore.catalog.pin_ops import pinned_error
+from ckptstore.catalog.lifecycle_ops import Ids, parts, pinned_error
 from ckptstore.catalog.run_ops import check_not_condemned, pack_roles, sizes
 from ckptstore.catalog.state import Fold, Op
 from ckptstore.errors import CommitConflictError

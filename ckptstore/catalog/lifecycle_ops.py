@@ -1,7 +1,10 @@
-"""Operations on runs and versions that are there: fork, rollback, delete, undelete, policy.
+"""Operations on runs and versions that are there: fork, rollback, delete, undelete, pin, policy.
 
 No operation forgets a version: deleted ones stay as records, so that lineage, the audit trail and
 ids remain, and so that they can come back until their objects are condemned.
+
+A version is pinned for this store, by a person, or for another store that let its own content of
+it go: for each on its own, and it may be deleted when no pin is left.
 
 As in :mod:`ckptstore.catalog.run_ops`: the method ``apply`` of a record changes the catalog, and
 functions return the operations for what a caller wants.
@@ -17,20 +20,30 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions
-from ckptstore.catalog.pin_ops import pinned_error
+from ckptstore.catalog.rows import pins_of
 from ckptstore.catalog.run_ops import IdOrEmpty, Save, check_not_condemned, sizes, there
 from ckptstore.catalog.state import Fold, Op, RunState
-from ckptstore.errors import ConflictError, InvalidInputError, PolicyError
+from ckptstore.errors import ConflictError, InvalidInputError, LimitError, PolicyError
 from ckptstore.format.fields import Directions, Id, ManifestPointer
 from ckptstore.format.names import (
     check_metadata_json,
     check_run_name,
     encode_metadata,
 )
-from ckptstore.format.snapshot import ABANDONED, DELETED, PINNED, RECORD_ONLY, decode_details
-from ckptstore.model import RoleBytes
+from ckptstore.format.snapshot import (
+    ABANDONED,
+    DELETED,
+    PINNED,
+    RECORD_ONLY,
+    VersionRow,
+    decode_details,
+)
+from ckptstore.model import RoleBytes, Version
 
 T = TypeVar("T")
+
+_SHOWN: Final = 8
+"""Characters of the id of a store in messages."""
 
 Ids = Annotated[Sequence[Id], msgspec.Meta(min_length=1, max_length=limits.VERSIONS_PER_OP_MAX)]
 HINT_REDUCED: Final = (
@@ -134,6 +147,51 @@ class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
             run = fold.run(row.run)
             if not run.head:
                 run.head = _newest(fold, run.versions)
+
+
+class Pin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="pin"):
+    """A version may not be deleted, by anyone, until it is unpinned."""
+
+    version: Id
+    store: IdOrEmpty = ""
+    """Id of the store that it is kept for, since only its record is there; empty: somebody wants
+    it here."""
+
+    def apply(self, fold: Fold) -> None:
+        """Add the store to those that the version is pinned for."""
+        row = fold.version(self.version)
+        if row.flags & DELETED:
+            raise fold.broken(f"the deleted version {row.id} is pinned")
+        stores = dict.fromkeys((*pins_of(row), self.store))
+        if len(stores) > limits.REPLICAS_MAX + 1:
+            raise fold.broken(f"version {row.id} is pinned for too many stores")
+        _set_pins(fold, row, stores)
+
+
+class Unpin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="unpin"):
+    """A version may be deleted again, unless pins of others are left."""
+
+    version: Id
+    store: IdOrEmpty = ""
+    """Whose pin goes; empty: all of them."""
+
+    def apply(self, fold: Fold) -> None:
+        """Remove the pin of one store, or all."""
+        row = fold.version(self.version)
+        # One without a store ends them all: so do readers that do not know the field.
+        _set_pins(
+            fold, row, [store for store in pins_of(row) if self.store and store != self.store]
+        )
+
+
+def _set_pins(fold: Fold, row: VersionRow, stores: Iterable[str]) -> None:
+    pinned_by = tuple(stores)
+    flags = row.flags | PINNED if pinned_by else row.flags & ~PINNED
+    if pinned_by == ("",):
+        pinned_by = ()
+    details = msgspec.structs.replace(decode_details(row), pinned_by=pinned_by)
+    packed = msgspec.msgpack.encode(details)
+    fold.versions[row.id] = msgspec.structs.replace(row, flags=flags, details=packed)
 
 
 class SetPolicy(Op, frozen=True, kw_only=True, tag="set-policy"):
@@ -335,3 +393,70 @@ def parts(items: Sequence[T], size: int = limits.VERSIONS_PER_OP_MAX) -> Iterato
     """Yield items in the parts that one operation takes."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def pin(catalog: Catalog, version: str) -> list[Op]:
+    """Return what pins a version for this store; nothing if it is pinned for this one alone."""
+    found = there(catalog, version)
+    return [] if found.pinned and not found.pinned_for else [Pin(version=version)]
+
+
+def unpin(catalog: Catalog, version: str) -> list[Op]:
+    """Return what takes all pins of a version away, of whomever; nothing if it has none."""
+    return [Unpin(version=version)] if catalog.version(version).pinned else []
+
+
+def pin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
+    """Return what pins versions for another store; those that are deleted are left out.
+
+    Raises
+    ------
+    LimitError
+        One is pinned for ``REPLICAS_MAX`` others.
+    """
+    found = [catalog.version(one) for one in versions if catalog.has_version(one)]
+    for version in found:
+        if len(version.pinned_for) >= limits.REPLICAS_MAX and store not in version.pinned_for:
+            msg = f"#{version.id[:8]} is pinned for {limits.REPLICAS_MAX} stores"
+            raise LimitError(
+                msg, hint="take those of stores that are gone away: pin --delete --for"
+            )
+    return [
+        Pin(version=version.id, store=store)
+        for version in found
+        if not version.deleted and store not in version.pinned_for
+    ]
+
+
+def unpin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
+    """Return what takes the pins of another store away, no others.
+
+    Where others are left, one of them is said once more, which changes nothing: readers that do not
+    know for whom a pin is see it go, and come back.
+    """
+    ops: list[Op] = []
+    for version_id in versions:
+        pins = catalog.pins(version_id) if catalog.has_version(version_id) else ()
+        if store not in pins:
+            continue
+        ops.append(Unpin(version=version_id, store=store))
+        left = [one for one in pins if one != store]
+        ops += [Pin(version=version_id, store=one) for one in left[:1]]
+    return ops
+
+
+def pinned_text(version: Version) -> str:
+    """Return for whom a version is pinned, as a reason."""
+    if not version.pinned_for:
+        return "pinned"
+    stores = " and ".join(one[:_SHOWN] for one in version.pinned_for)
+    return f"pinned for the store {stores}, which evicted it"
+
+
+def pinned_error(version: Version) -> PolicyError:
+    """Return what refuses to delete a pinned version, or a part of it."""
+    named = f"{version.run}@{version.step} (#{version.id[:8]})"
+    hint = f"unpin it first: ckptstore pin --delete {version.id[:12]}"
+    if version.pinned_for:
+        hint += "; this may be the only copy: there, load with refill=True brings it back"
+    return PolicyError(f"{named} is {pinned_text(version)}", hint=hint)

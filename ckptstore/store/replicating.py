@@ -80,7 +80,7 @@ def remove_replica(self: HasRepo, name: str) -> None:
     NotFoundError
         No replica has it.
     """
-    from ckptstore.catalog.tier_ops import unname_replica
+    from ckptstore.catalog.replica_ops import unname_replica
 
     self.repo.log.append_any(lambda now: unname_replica(now, name))
 
@@ -182,7 +182,8 @@ def replicate(
         The other store cannot be written to, or a storage failed. What was committed stays.
     """
     from ckptstore.maintenance.core.select_versions import select_versions
-    from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
+    from ckptstore.maintenance.replicas.replicate import replicate
+    from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
     here = self._session.repo
     to_key = hidden(to_key)  # in place, so that no frame shows the key

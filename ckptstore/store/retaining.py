@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptstore import limits
-from ckptstore.catalog import pin_ops, run_ops
+from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.levels import LowerLevel
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.errors import InvalidInputError
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def pin(self: HasRepo, ref: str) -> Version:
     """Pin a version: nothing deletes it, or a part of it, until it is unpinned."""
     version = named_version(self.repo, ref)
-    self.repo.log.append_any(lambda now: pin_ops.pin(now, version.id))
+    self.repo.log.append_any(lambda now: lifecycle_ops.pin(now, version.id))
     return self.repo.catalog.version(version.id)
 
 
 def unpin(self: HasRepo, ref: str) -> Version:
     """Take a pin away."""
     version = named_version(self.repo, ref)
-    self.repo.log.append_any(lambda now: pin_ops.unpin(now, version.id))
+    self.repo.log.append_any(lambda now: lifecycle_ops.unpin(now, version.id))
     return self.repo.catalog.version(version.id)
 
 
