@@ -378,6 +378,4 @@ class OperationCancelledError(CkptStoreError):
     exit_code = 130
 
 
-__all__ = sorted(  # noqa: PLE0605 - each class of the module, and nothing else
-    name for name, value in list(globals().items()) if isinstance(value, type)
-)
+__all__ = sorted(name for name, value in list(globals().items()) if isinstance(value, type))
