@@ -48,28 +48,10 @@ MAGIC: Final = "ckptstore-commit"
 FORMAT: Final = 1
 
 OPS: Final = (
-    CreateRun,
-    Declare,
-    Save,
-    Annotate,
-    Tag,
-    Untag,
-    Fork,
-    Rollback,
-    Delete,
-    Undelete,
-    Pin,
-    Unpin,
-    SetPolicy,
-    Verified,
-    Quarantine,
-    Relocate,
-    Condemn,
-    Swept,
-    Replicate,
-    Replicated,
-    NameReplica,
-    UnnameReplica,
+    *(CreateRun, Declare, Save, Annotate, Tag, Untag),
+    *(Fork, Rollback, Delete, Undelete, Pin, Unpin, SetPolicy),
+    *(Verified, Quarantine, Relocate, Condemn, Swept),
+    *(Replicate, Replicated, NameReplica, UnnameReplica),
 )
 """Every operation of this format."""
 

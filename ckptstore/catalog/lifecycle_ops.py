@@ -21,24 +21,17 @@ from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions
 from ckptstore.catalog.rows import pins_of
-from ckptstore.catalog.run_ops import IdOrEmpty, Save, check_not_condemned, sizes, there
+from ckptstore.catalog.run_ops import IdOrEmpty, Save, check_not_condemned, there
 from ckptstore.catalog.state import Fold, Op, RunState
 from ckptstore.errors import ConflictError, InvalidInputError, LimitError, PolicyError
-from ckptstore.format.fields import Directions, Id, ManifestPointer
+from ckptstore.format.fields import Directions, Id
 from ckptstore.format.names import (
     check_metadata_json,
     check_run_name,
     encode_metadata,
 )
-from ckptstore.format.snapshot import (
-    ABANDONED,
-    DELETED,
-    PINNED,
-    RECORD_ONLY,
-    VersionRow,
-    decode_details,
-)
-from ckptstore.model import RoleBytes, Version
+from ckptstore.format.snapshot import Flag, VersionRow, decode_details
+from ckptstore.model import Version
 
 T = TypeVar("T")
 
@@ -63,7 +56,7 @@ class Fork(Op, frozen=True, kw_only=True, tag="fork"):
     def apply(self, fold: Fold) -> None:
         """Add the run, with the version as its origin."""
         source = fold.version(self.source)
-        if source.flags & DELETED:
+        if source.flags & Flag.DELETED:
             raise fold.broken(f"run {self.run!r} is forked from the deleted version {source.id}")
         fold.add_run(RunState.begin(self.run, fold.at_ms, self.metrics, origin=source.id))
 
@@ -81,11 +74,11 @@ class Rollback(Op, frozen=True, kw_only=True, tag="rollback"):
         """Move the head, and mark the versions that it leaves."""
         run = fold.run(self.run)
         target = fold.version(self.version)
-        if target.run != self.run or target.flags & DELETED:
+        if target.run != self.run or target.flags & Flag.DELETED:
             raise fold.broken(f"run {self.run!r} cannot go back to {target.id}")
         kept = _line(fold, target.id, self.run)
-        fold.mark(set(_line(fold, run.head, self.run)) - set(kept), add=ABANDONED)
-        fold.mark(kept, remove=ABANDONED)
+        fold.mark(set(_line(fold, run.head, self.run)) - set(kept), add=Flag.ABANDONED)
+        fold.mark(kept, remove=Flag.ABANDONED)
         run.head = target.id
         run.held = not self.store
 
@@ -109,10 +102,10 @@ class Delete(Op, frozen=True, kw_only=True, tag="delete"):
         """Mark the versions; heads move to what is left."""
         for version_id in self.versions:
             row = fold.version(version_id)
-            if row.flags & (DELETED | PINNED):
-                what = "deleted already" if row.flags & DELETED else "pinned"
+            if row.flags & (Flag.DELETED | Flag.PINNED):
+                what = "deleted already" if row.flags & Flag.DELETED else "pinned"
                 raise fold.broken(f"version {row.id} is {what}")
-            fold.mark([row.id], add=DELETED)
+            fold.mark([row.id], add=Flag.DELETED)
         for version_id in self.versions:
             row = fold.versions[version_id]
             run = fold.run(row.run)
@@ -123,11 +116,11 @@ class Delete(Op, frozen=True, kw_only=True, tag="delete"):
 def _newest(fold: Fold, ids: Iterable[str]) -> str:
     """Return the newest version that is there, abandoned ones last; empty if none is."""
     left = [fold.versions[version_id] for version_id in ids]
-    left = [row for row in left if not row.flags & DELETED][::-1]
+    left = [row for row in left if not row.flags & Flag.DELETED][::-1]
     if not left:
         return ""
     # Of records that came in one commit the last is the newest, which is the first found here.
-    return max(left, key=lambda row: (not row.flags & ABANDONED, row.commit)).id
+    return max(left, key=lambda row: (not row.flags & Flag.ABANDONED, row.commit)).id
 
 
 class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
@@ -139,11 +132,11 @@ class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
         """Take the marks away where nothing was condemned."""
         for version_id in self.versions:
             row = fold.version(version_id)
-            if not row.flags & DELETED:
+            if not row.flags & Flag.DELETED:
                 raise fold.broken(f"version {row.id} is not deleted")
-            if not row.flags & RECORD_ONLY and decode_details(row).manifest_key in fold.gone:
+            if not row.flags & Flag.RECORD_ONLY and decode_details(row).manifest_key in fold.gone:
                 raise fold.broken(f"the manifest of version {row.id} was condemned")
-            fold.mark([row.id], remove=DELETED)
+            fold.mark([row.id], remove=Flag.DELETED)
             run = fold.run(row.run)
             if not run.head:
                 run.head = _newest(fold, run.versions)
@@ -160,7 +153,7 @@ class Pin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="pin"):
     def apply(self, fold: Fold) -> None:
         """Add the store to those that the version is pinned for."""
         row = fold.version(self.version)
-        if row.flags & DELETED:
+        if row.flags & Flag.DELETED:
             raise fold.broken(f"the deleted version {row.id} is pinned")
         stores = dict.fromkeys((*pins_of(row), self.store))
         if len(stores) > limits.REPLICAS_MAX + 1:
@@ -186,7 +179,7 @@ class Unpin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="unpin"):
 
 def _set_pins(fold: Fold, row: VersionRow, stores: Iterable[str]) -> None:
     pinned_by = tuple(stores)
-    flags = row.flags | PINNED if pinned_by else row.flags & ~PINNED
+    flags = row.flags | Flag.PINNED if pinned_by else row.flags & ~Flag.PINNED
     if pinned_by == ("",):
         pinned_by = ()
     details = msgspec.structs.replace(decode_details(row), pinned_by=pinned_by)
@@ -218,21 +211,18 @@ class SetPolicy(Op, frozen=True, kw_only=True, tag="set-policy"):
 
 
 def fork(
-    catalog: Catalog,
-    *,
-    run: str,
-    source: str,
-    version: str,
-    step: int,
-    manifest: ManifestPointer,
-    content: str,
-    roles: Mapping[str, RoleBytes],
-    metrics: Mapping[str, float],
-    metadata: Mapping[str, object],
-    directions: Mapping[str, str],
-    relies_on: Iterable[str],
+    catalog: Catalog, first: Save, *, directions: Mapping[str, str], relies_on: Iterable[str]
 ) -> list[Op]:
-    """Return what begins a run at a version of another: a fork and its first version.
+    """Return the operations that begin a run at a version of another.
+
+    Parameters
+    ----------
+    first
+        The first version of the run; its parent is the version that it begins at.
+    directions
+        Which way metrics get better, besides those that the other run has declared.
+    relies_on
+        Keys of the manifest of `first` and of all packs that it names.
 
     Raises
     ------
@@ -245,35 +235,18 @@ def fork(
     InvalidInputError
         If the name or a direction is not accepted.
     """
-    if catalog.has_run(run):
-        msg = f"there is a run {run!r} already"
+    if catalog.has_run(first.run):
+        msg = f"there is a run {first.run!r} already"
         hint = "fork to another name"
-        deleted = list(catalog.versions(run, deleted=True))
-        if deleted and not catalog.run(run).versions_count:
+        deleted = list(catalog.versions(first.run, deleted=True))
+        if deleted and not catalog.run(first.run).versions_count:
             msg += ", whose versions were all deleted"
             hint += f", or bring them back: ckptstore undelete #{deleted[-1].id[:12]}"
         raise ConflictError(msg, hint=hint)
-    origin = there(catalog, source)
+    inherited = catalog.run(there(catalog, first.parent).run).metrics
     check_not_condemned(catalog, relies_on)
-    inherited = catalog.run(origin.run).metrics
-    return [
-        Fork(
-            run=check_run_name(run),
-            source=source,
-            metrics={**inherited, **check_directions(directions)},
-        ),
-        Save(
-            version=version,
-            run=run,
-            step=step,
-            parent=source,
-            manifest=manifest,
-            content=content,
-            metrics=dict(metrics),
-            metadata=msgspec.Raw(encode_metadata(metadata)),
-            roles=sizes(roles),
-        ),
-    ]
+    metrics = {**inherited, **check_directions(directions)}
+    return [Fork(run=first.run, source=first.parent, metrics=metrics), first]
 
 
 def rollback(
@@ -323,16 +296,15 @@ def delete(
     chosen = set(wanted)
     for version_id in wanted:
         version = there(catalog, version_id)
-        named = f"{version.run}@{version.step} (#{version.id[:8]})"
         if version.pinned:
             raise pinned_error(version)
         if version.tags and not force:
-            msg = f"{named} is tagged {', '.join(version.tags)}"
+            msg = f"{version.label} is tagged {', '.join(version.tags)}"
             raise PolicyError(msg, hint="take the tags away, or force it")
         if catalog.head_id(version.run) == version_id and not force:
             others = any(v.id not in chosen for v in catalog.versions(version.run))
             if others:
-                msg = f"{named} is the head of its run: the next save continues it"
+                msg = f"{version.label} is the head of its run: the next save continues it"
                 raise PolicyError(msg, hint="roll back to another version first, or force it")
     return [Delete(versions=part, reason=_reason(reason)) for part in parts(wanted)]
 
@@ -360,11 +332,10 @@ def undelete(
     for version_id in wanted:
         version = catalog.version(version_id)
         if not version.deleted:
-            named = f"{version.run}@{version.step} (#{version.id[:8]})"
             if version.level != "full":
-                msg = f"{named} was reduced to {version.level}, which is for good"
+                msg = f"{version.label} was reduced to {version.level}, which is for good"
                 raise InvalidInputError(msg, hint=HINT_REDUCED)
-            msg = f"{named} is not deleted"
+            msg = f"{version.label} is not deleted"
             raise InvalidInputError(msg)
         check_not_condemned(catalog, needs[version_id])
     return [Undelete(versions=part) for part in parts(wanted)]
@@ -455,8 +426,7 @@ def pinned_text(version: Version) -> str:
 
 def pinned_error(version: Version) -> PolicyError:
     """Return what refuses to delete a pinned version, or a part of it."""
-    named = f"{version.run}@{version.step} (#{version.id[:8]})"
     hint = f"unpin it first: ckptstore pin --delete {version.id[:12]}"
     if version.pinned_for:
         hint += "; this may be the only copy: there, load with refill=True brings it back"
-    return PolicyError(f"{named} is {pinned_text(version)}", hint=hint)
+    return PolicyError(f"{version.label} is {pinned_text(version)}", hint=hint)

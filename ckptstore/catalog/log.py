@@ -20,7 +20,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Final
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
@@ -46,8 +45,6 @@ from ckptstore.errors import (
 Build = Callable[[Catalog], Sequence[Op]]
 """Makes the operations of a commit from the catalog that it will follow. Called again for every
 number that is tried; raises when a precondition does not hold; has no effect of its own."""
-
-_TWO_WRITERS: Final = "two writers are at work in a store that was opened for a single one"
 
 
 def _always() -> None:
@@ -87,32 +84,20 @@ class Log:
         self._check_writable = check_writable
         self._reader = LogReader(backend, environment)
         self._others = Interleaving(self._reader.read, by=self._by)
-        self._catalog = Catalog()
-        self._opened = False
-        self._snapshot = 0
-        self._began = 0
-        self._own: Commit | None = None
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-
-    @property
-    def catalog(self) -> Catalog:
+        self.catalog = Catalog()
         """The catalog as last folded, without looking at the storage; empty before a refresh."""
-        return self._catalog
-
-    @property
-    def opened(self) -> bool:
+        self.opened = False
         """Whether the log has been looked at."""
-        return self._opened
-
-    @property
-    def began(self) -> int:
+        self.began = 0
         """The commit of the snapshot that this process began with; 0 for the empty catalog.
 
         What was condemned and deleted before is unknown here: see
         :attr:`ckptstore.catalog.state.State.gone`.
         """
-        return self._began
+        self._snapshot = 0
+        self._own: Commit | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
 
     def befriend(self, pid: int) -> None:
         """Take the saves of another process of this host for this one's own, in warnings."""
@@ -137,12 +122,12 @@ class Log:
             The storage failed; :attr:`catalog` is an older state, whole in itself.
         """
         with self._guard():
-            if self._opened:
-                known = self._catalog
+            if self.opened:
+                known = self.catalog
                 self._catch_up(*self._reader.since(known.number, known.digest))
             else:
                 self._open()
-            return self._catalog
+            return self.catalog
 
     def commits(self, first: int = 1) -> Iterator[Commit]:
         """Yield the commits from number `first` on, as they are stored, checked as a chain.
@@ -174,12 +159,12 @@ class Log:
         for catalog in snapshots.read_newest_first(self._backend):
             numbers, gap = self._reader.tail(catalog.number - 1)
             if self._confirmed(catalog, numbers):
-                self._catalog = catalog
-                self._snapshot = self._began = catalog.number
+                self.catalog = catalog
+                self._snapshot = self.began = catalog.number
                 break
         else:
             numbers, gap = self._reader.tail(0)
-        self._opened = True
+        self.opened = True
         self._catch_up(numbers, gap)
 
     def _confirmed(self, catalog: Catalog, numbers: list[int]) -> bool:
@@ -199,7 +184,7 @@ class Log:
         for start in range(0, len(numbers), limits.COMMIT_READ_BATCH):
             batch = numbers[start : start + limits.COMMIT_READ_BATCH]
             commits, unread = self._reader.read_many(batch)
-            self._catalog, broken = extended(self._catalog, commits)
+            self.catalog, broken = extended(self.catalog, commits)
             error = broken or unread
             if error is not None:
                 raise error
@@ -250,7 +235,7 @@ class Log:
                 data, commit, after = self._prepare(catalog, ops)
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
-                    self._catalog, self._own = after, commit
+                    self.catalog, self._own = after, commit
                     self._reader.wrote(commit.number, len(data))
                     self._others.note(commit, after)
                     self._snapshot_if_due(after)
@@ -320,14 +305,13 @@ class Log:
         """
         own = self._own
         if own is not None and own.number != commit.number - 1:
-            msg = f"{_TWO_WRITERS}: commit {commit.number - 1} is not by this one"
-            raise CommitConflictError(msg, hint="stop the other writer")
+            raise _two_writers(f"commit {commit.number - 1} is not by this one")
         if own is not None and self._reader.read(own.number).digest != own.digest:
-            msg = f"{_TWO_WRITERS}: {own.key} was replaced"
-            raise CommitConflictError(msg, hint="stop the other writer; run ckptstore verify")
+            raise _two_writers(
+                f"{own.key} was replaced", "stop the other writer; run ckptstore verify"
+            )
         if self._reader.find(commit.number, wait=False) is not None:
-            msg = f"{_TWO_WRITERS}: {commit.key} appeared meanwhile"
-            raise CommitConflictError(msg, hint="stop the other writer")
+            raise _two_writers(f"{commit.key} appeared meanwhile")
         failure: StorageError | None = None
         try:
             self._backend.put(commit.key, data)
@@ -337,8 +321,7 @@ class Log:
         if found is None:
             raise _unclear(commit, failure.message if failure else "not listed") from failure
         if not _is_mine(commit, found):
-            msg = f"{_TWO_WRITERS}: {commit.key} is another's"
-            raise CommitConflictError(msg, hint="stop the other writer")
+            raise _two_writers(f"{commit.key} is another's")
         return True
 
     def _snapshot_if_due(self, catalog: Catalog) -> None:
@@ -360,7 +343,7 @@ class Log:
         raises: a snapshot is a cache.
         """
         with self._guard():
-            catalog = self._catalog
+            catalog = self.catalog
             bound = max(limits.SNAPSHOT_LEFT_COMMITS, catalog.versions_count // 1000)
             if catalog.number - self._snapshot < bound:
                 return
@@ -387,6 +370,11 @@ def _check_chain(commit: Commit, previous: str) -> None:
     if commit.body.previous != previous:
         msg = f"the history was changed: {commit.key} does not follow the commit before it"
         raise CorruptObjectError(msg, hint="restore the log from a replica or a backup")
+
+
+def _two_writers(why: str, hint: str = "stop the other writer") -> CommitConflictError:
+    msg = f"two writers are at work in a store that was opened for a single one: {why}"
+    return CommitConflictError(msg, hint=hint)
 
 
 def _unclear(commit: Commit, why: str) -> AmbiguousWriteError:

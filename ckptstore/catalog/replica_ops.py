@@ -29,16 +29,7 @@ from ckptstore.format.names import (
     check_run_name,
     encode_metadata,
 )
-from ckptstore.format.snapshot import (
-    ABANDONED,
-    DAMAGED,
-    DELETED,
-    RECORD_ONLY,
-    VERIFIED,
-    WEIGHTS_ONLY,
-    VersionRow,
-    decode_details,
-)
+from ckptstore.format.snapshot import Flag, VersionRow, decode_details
 from ckptstore.model import ReplicaInfo, RoleBytes, Version
 
 CHECKED_KEY: Final = "read_back_s"
@@ -49,7 +40,7 @@ _NOWHERE: Final = ManifestPointer(
     key=f"manifests/00/{'0' * 32}.manifest", stored_bytes=0, digest="0" * 64
 )
 """In the place of a manifest of a version that never had one here; no object has this name."""
-_CONTENT: Final = DELETED | WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED
+_CONTENT: Final = Flag.DELETED | Flag.WEIGHTS_ONLY | Flag.RECORD_ONLY | Flag.VERIFIED | Flag.DAMAGED
 """Flags that are about content that was here before."""
 # Operations of one commit that brings records, or metrics and tags. Source: as for relocations.
 _OPS_PER_COMMIT: Final = 256
@@ -93,7 +84,7 @@ class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
         known = fold.versions.get(self.version)
         row = msgspec.structs.replace(
             row,
-            flags=LEVEL_FLAGS[self.level] | (ABANDONED if self.abandoned else 0),
+            flags=LEVEL_FLAGS[self.level] | (Flag.ABANDONED if self.abandoned else 0),
             encoding=intern(self.encoding),
         )
         if known is None:
@@ -103,14 +94,14 @@ class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
         fold.versions[row.id] = row
         if self.head:
             run.head, run.held = row.id, False
-        elif not run.head and known is not None and known.flags & DELETED:
+        elif not run.head and known is not None and known.flags & Flag.DELETED:
             run.head = row.id
 
     def _completed(self, fold: Fold, known: VersionRow, row: VersionRow) -> VersionRow:
         """Return the row of a version that is known, with the content that arrives."""
         same = (known.run, known.step, known.parent) == (row.run, row.step, row.parent)
         less = LEVELS.index(level_of(known)) < LEVELS.index(level_of(row))
-        if self.level == "record" or not same or not (less or known.flags & DELETED):
+        if self.level == "record" or not same or not (less or known.flags & Flag.DELETED):
             raise fold.broken(f"the version {self.version} exists")
         # Its place in the log, and what was said of it here, stay.
         before = decode_details(known)
