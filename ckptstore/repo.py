@@ -38,6 +38,7 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UnsafeBackendError,
 )
+from ckptstore.events import SaveEvent, SaveEventKind
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import has_keys, unlocked
@@ -212,6 +213,31 @@ class Repo:
             raise unsafe(self.url, verdict)
         # Where the storage can tell, the probe decides, whatever the user promised.
         self.log.single_writer = not safe
+
+    def save_event(
+        self,
+        kind: SaveEventKind,
+        run: str,
+        step: int,
+        version: str = "",
+        *,
+        receipt: Mapping[str, float] | None = None,
+        error: BaseException | None = None,
+        replica: str = "",
+    ) -> SaveEvent:
+        """Return an event of a save in this store, at this time."""
+        return SaveEvent(
+            kind=kind,
+            store=self.url,
+            run=run,
+            step=step,
+            version=version,
+            at_ms=self.environment.now_ms(),
+            receipt=dict(receipt or {}),
+            error_kind="" if error is None else getattr(error, "kind", "error"),
+            message="" if error is None else str(error),
+            replica=replica,
+        )
 
     def close(self) -> None:
         """Release the backend; idempotent. Later reads and writes are refused."""

@@ -16,6 +16,7 @@ still appear, whole, since what it names is durable: its packs must not be taken
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +27,8 @@ from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit, extended
-from ckptstore.catalog.interleaving import Interleaving
 from ckptstore.catalog.reading import LogReader
+from ckptstore.catalog.run_ops import Save
 from ckptstore.catalog.state import Op
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
@@ -45,6 +46,9 @@ from ckptstore.errors import (
 Build = Callable[[Catalog], Sequence[Op]]
 """Makes the operations of a commit from the catalog that it will follow. Called again for every
 number that is tried; raises when a precondition does not hold; has no effect of its own."""
+
+
+_log = logging.getLogger("ckptstore")
 
 
 def _always() -> None:
@@ -83,7 +87,7 @@ class Log:
         self.single_writer = single_writer
         self._check_writable = check_writable
         self._reader = LogReader(backend, environment)
-        self._others = Interleaving(self._reader.read, by=self._by)
+        self._others = _Interleaving(self._reader.read, by=self._by)
         self.catalog = Catalog()
         """The catalog as last folded, without looking at the storage; empty before a refresh."""
         self.opened = False
@@ -382,3 +386,62 @@ def _unclear(commit: Commit, why: str) -> AmbiguousWriteError:
         f"it is not known whether {commit.key} was written: {why}",
         hint="look whether the version is there before saving it again; it may still appear",
     )
+
+
+class _Interleaving:
+    """Notices, once, that another process saves to a run that this process saves to.
+
+    Nothing is wrong with such a log: the saves form one line, each with the one before for a
+    parent. But two trainings that were given one name by mistake look like one that jumps, and
+    ``best`` and retention choose among both. The log calls it under its lock.
+
+    Parameters
+    ----------
+    read
+        Returns the commit of a number; called when somebody else has saved.
+    by
+        Who this process is: ``user@host pid``.
+    """
+
+    def __init__(self, read: Callable[[int], Commit], *, by: str) -> None:
+        self._read = read
+        self._where = by.rpartition(" ")[0]
+        """The user and host of this process."""
+        self._kin = {by} if by else set()
+        self._last: dict[str, int] = {}
+        """Number of the commit with this log's newest version of each run."""
+        self._told: set[str] = set()
+
+    def befriend(self, pid: int) -> None:
+        """Take the saves of another process of this host for this one's own: it saves for it."""
+        self._kin.add(f"{self._where} {pid}")
+
+    def note(self, commit: Commit, after: Catalog) -> None:
+        """Look at a commit of this log's own, and warn if others' saves came in between."""
+        for op in commit.ops:
+            if not isinstance(op, Save):
+                continue
+            last = self._last.get(op.run)
+            self._last[op.run] = commit.number
+            if last is None or op.run in self._told or not op.parent:
+                continue
+            parent = after.version(op.parent)
+            # A rollback, whoever made it, leads to an older one.
+            if parent.run == op.run and parent.commit > last:
+                who = self._who(parent.commit)
+                if who in self._kin:
+                    continue
+                self._told.add(op.run)
+                _log.warning(
+                    "run %s: %s saved step %d between two saves of this process; if these are two "
+                    "trainings, give each a run of its own",
+                    op.run,
+                    who,
+                    parent.step,
+                )
+
+    def _who(self, number: int) -> str:
+        try:
+            return self._read(number).body.by or "somebody else"
+        except CkptStoreError:
+            return "somebody else"

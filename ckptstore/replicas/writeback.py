@@ -24,7 +24,7 @@ from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_ops import had_content
 from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
-from ckptstore.events import Events, SaveEvent
+from ckptstore.events import Events
 from ckptstore.maintenance.replicas.replicate import replicate
 from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 from ckptstore.model import ReplicaInfo, Version
@@ -373,18 +373,11 @@ class WriteBack:
                 self._mine.pop(version.id, None)
             self._changed.notify_all()
         for version in done:
-            self._events.emit(self._event(version))
-
-    def _event(self, version: Version) -> SaveEvent:
-        return SaveEvent(
-            kind="replicated",
-            store=self._here.url,
-            run=version.run,
-            step=version.step,
-            version=version.id,
-            at_ms=self._environment.now_ms(),
-            replica=self.replica.name,
-        )
+            name = self.replica.name
+            event = self._here.save_event(
+                "replicated", version.run, version.step, version.id, replica=name
+            )
+            self._events.emit(event)
 
 
 _all: weakref.WeakSet[WriteBack] = weakref.WeakSet()
