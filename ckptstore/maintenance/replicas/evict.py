@@ -28,7 +28,7 @@ from ckptstore.catalog import replica_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, Quarantine
 from ckptstore.catalog.levels import LEVELS
-from ckptstore.catalog.pin_ops import Pin, pin_for, unpin_for
+from ckptstore.catalog.lifecycle_ops import Pin, pin_for, unpin_for
 from ckptstore.catalog.replica_ops import Arrival
 from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, ReadOnlyError, UnsafeBackendError
