@@ -183,7 +183,7 @@ def _read_ranges(
             ),
         )
         for one in itertools.chain.from_iterable(following.values()):
-            check_made(content, one.index, one.made(ready[one.source]))
+            check_made(content, one.index, one.made())
             done += one.nbytes
             progress(Progress(stage="read", done=done, total=total))
     if made:
@@ -233,13 +233,22 @@ def _read_stored(
         whole = one.out is not None and one.nbytes == content.manifest.tensors[one.index].nbytes
         makes = left.pop(one.index, ()) if whole else ()
         parts.append(_Part(content, ends, one, content.labels[one.index], makes))
-    (content.read or read_pieces)(
-        content.manifest.pieces,
-        [want for part in parts for want in part.wants],
-        backend=backend,
-        options=options,
-        progress=progress,
-    )
+    _read_parts(content, parts, backend=backend, options=options, progress=progress)
+
+
+def _read_parts(
+    content: Content,
+    parts: Sequence[_Part],
+    *,
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback = silent,
+) -> None:
+    """Read some parts together, and bring them to where they go."""
+    wants = [want for part in parts for want in part.wants]
+    if wants:
+        read = content.read or read_pieces
+        read(content.manifest.pieces, wants, backend=backend, options=options, progress=progress)
     for part in parts:
         part.finish()
 
@@ -294,11 +303,12 @@ class _Step:
     whole: Range
     """What they are a part of."""
     low: int
-    high: int
-    """The first element in the tensor, and the one after the last."""
+    """The first element in the tensor."""
     codes: memoryview
     """Of the first source; filled when the step's parts are read."""
-    scales: _Scales | None
+    scales: memoryview | None
+    """From that of element `low` on; filled likewise."""
+    out: memoryview
     parts: list[_Part]
     """What is to be read first; nothing where the source is in memory."""
     held_bytes: int
@@ -344,7 +354,14 @@ class _Making:
         ):
             due: tuple[list[_Step], Future[None]] | None = None
             for group in self._groups(ranges):
-                reading = ahead.submit(self._read, group)
+                parts = [part for step in group for part in step.parts]
+                reading = ahead.submit(
+                    _read_parts,
+                    self._content,
+                    parts,
+                    backend=self._backend,
+                    options=self._options,
+                )
                 if due is not None:
                     self._make(*due, pool)
                 due = group, reading
@@ -382,7 +399,12 @@ class _Making:
         while low < stop:
             high = min(int(ends[row]), stop)
             parts: list[_Part] = []
-            held = 0 if one.out is not None else (high - low) * item
+            held = 0
+            if one.out is None:
+                out = memoryview(bytearray((high - low) * item))
+                held = len(out)
+            else:
+                out = one.out[low * item - one.start : high * item - one.start]
             if source in self._ready:
                 codes = self._ready[source][low * own : high * own]
             else:
@@ -394,17 +416,18 @@ class _Making:
                 start = scales.first * _SCALE_BYTES
                 parts.append(self._part(one, recipe.sources[1], start, scales.memory))
                 held += len(scales.memory)
-            held += sum(part.edge_bytes for part in parts)
-            last = high == stop
+            factors = None
+            if scales is not None:
+                factors = scales.memory[(low // recipe.block - scales.first) * _SCALE_BYTES :]
             yield _Step(
                 whole=one,
                 low=low,
-                high=high,
                 codes=codes,
-                scales=scales,
+                scales=factors,
+                out=out,
                 parts=parts,
-                held_bytes=held,
-                last=last,
+                held_bytes=held + sum(part.edge_bytes for part in parts),
+                last=high == stop,
             )
             low, row = high, row + 1
 
@@ -425,50 +448,24 @@ class _Making:
         part = Range(index=index, start=start, nbytes=len(out), out=out)
         return _Part(self._content, self._ends, part, self._content.labels[made.index])
 
-    def _read(self, group: Sequence[_Step]) -> None:
-        """Read what some steps need."""
-        parts = [part for step in group for part in step.parts]
-        if parts:
-            (self._content.read or read_pieces)(
-                self._content.manifest.pieces,
-                [want for part in parts for want in part.wants],
-                backend=self._backend,
-                options=self._options,
-                progress=silent,
-            )
-        for part in parts:
-            part.finish()
-
     def _make(self, group: Sequence[_Step], read: Future[None], pool: ThreadPoolExecutor) -> None:
         """Make some steps once they are read, and check the tensors that end with one."""
         read.result()
-        for step, made in zip(group, pool.map(self._decode, group), strict=True):
+        for step, _ in zip(group, pool.map(self._decode, group), strict=True):
             record = self._content.manifest.tensors[step.whole.index]
             if step.whole.nbytes == record.nbytes:
-                self._hasher.update(made)
+                self._hasher.update(step.out)
                 if step.last:
                     self._check(step.whole, self._hasher)
                     self._hasher = Hasher()
-            self._done += len(made)
+            self._done += len(step.out)
             self._progress(Progress(stage="read", done=self._done, total=self._total))
 
-    def _decode(self, step: _Step) -> memoryview:
-        """Make the elements of a step; return their bytes."""
+    def _decode(self, step: _Step) -> None:
+        """Make the elements of a step."""
         record = self._content.manifest.tensors[step.whole.index]
         recipe = record.recipe
         assert recipe is not None  # noqa: S101  # for the type checker: steps are of such
-        item = ITEM_BYTES[record.dtype]
-        if step.whole.out is None:
-            out = memoryview(bytearray((step.high - step.low) * item))
-        else:
-            out = step.whole.out[
-                step.low * item - step.whole.start : step.high * item - step.whole.start
-            ]
-        scales = None
-        if step.scales is not None:
-            scales = step.scales.memory[
-                (step.low // recipe.block - step.scales.first) * _SCALE_BYTES :
-            ]
         decode_elements(
             recipe.kind,
             recipe.code,
@@ -477,11 +474,10 @@ class _Making:
             self._content.manifest.tensors[recipe.sources[0]].dtype,
             step.low,
             step.codes,
-            scales,
-            out,
+            step.scales,
+            step.out,
             self._rounding,
         )
-        return out
 
     def _check(self, one: Range, made: Hasher) -> None:
         """Compare the digest of a tensor that was made whole."""

@@ -66,7 +66,7 @@ def _counters(source: SourceTensor) -> tuple[int, ...]:
 
 
 def _sample_of(source: SourceTensor) -> bytes | None:
-    view = source.view()
+    view = source.payload.view()
     return None if view is None else _sample(view)
 
 

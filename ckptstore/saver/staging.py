@@ -195,8 +195,8 @@ class Staging:
         at = self._layout.offsets[place] + start
         target = self._bytes[at : at + size]
         source = self._sources[place]
-        view = source.view()
+        view = source.payload.view()
         if view is None:
-            source.copy_into(start, target.data)
+            source.payload.copy_into(start, target.data)
         else:
             np.copyto(target, np.frombuffer(view[start : start + size], np.uint8))

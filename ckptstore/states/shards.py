@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from ckptstore import limits
-from ckptstore.checkpoint import save_speed
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo, ValueInfo
+from ckptstore.checkpoint.write import write_tensors
 from ckptstore.chunking import piece_bytes
 from ckptstore.errors import LimitError, StateError
 from ckptstore.events import ProgressCallback, silent
@@ -20,7 +20,6 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Node
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.flatten import flatten
@@ -116,7 +115,14 @@ def write_part(
         starts[name] = len(sources)
         sources += tensors
     settle(sources)
-    written = _write(repo, sources, shared, codec, progress)
+    written, _, _ = write_tensors(
+        repo,
+        sources,
+        KnownPieces(shared, deltas=False),
+        codec=codec,
+        options=repo.options,
+        progress=progress,
+    )
     first = written.first
     return RankPart(
         shards=tuple(
@@ -144,30 +150,6 @@ def _cut_shards(
         spans.append((len(sources), len(sources) + len(cuts)))
         sources += cuts
     return sources, spans
-
-
-def _write(
-    repo: Repo,
-    sources: Sequence[SourceTensor],
-    shared: Sequence[PieceTable],
-    codec: str,
-    progress: ProgressCallback,
-) -> Written:
-    """Write the packs, and record the measured speed of storage and codec."""
-    choice, _ = save_speed.choose(repo, codec, workers=repo.options.workers)
-    began = repo.environment.monotonic()
-    written = write_pieces(
-        sources,
-        backend=repo.backend,
-        environment=repo.environment,
-        options=repo.options,
-        known=KnownPieces(shared, deltas=False),
-        chunk_bytes=repo.chunk_bytes,
-        choice=choice,
-        progress=progress,
-    )
-    save_speed.learn(repo, choice, written, wall_s=repo.environment.monotonic() - began)
-    return written
 
 
 _Flat = tuple[Node, tuple[SourceTensor, ...]]

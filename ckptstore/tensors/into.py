@@ -11,9 +11,9 @@ import torch
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.dtypes import strides_of
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf
-from ckptstore.tensors.destination import Record
 from ckptstore.tensors.tensor_bytes import dtype_text
 
 ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
@@ -53,7 +53,7 @@ def tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch.
     return found
 
 
-def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
+def check_target(leaf: Leaf, record: TensorRecord, target: torch.Tensor) -> None:
     """Refuse a tensor that a leaf cannot be read into.
 
     Raises
@@ -61,18 +61,16 @@ def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
     InvalidInputError
         The leaf is no tensor, or its dtype or shape differs; names the path.
     """
+    where = repr(path_text(leaf.path))
     if leaf.kind in ON_CPU or leaf.kind == "quantized":
-        where = repr(path_text(leaf.path))
         raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
     if target.layout != torch.strided or target.is_meta or target.is_quantized:
-        where = repr(path_text(leaf.path))
         raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
     dtype, shape = record.dtype, tuple(record.shape)
     if is_view(leaf) and isinstance(leaf.node, list):
         dtype, sizes = str(leaf.node[2]), leaf.node[4]
         shape = tuple(sizes) if isinstance(sizes, list) else ()  # type: ignore[arg-type]
     if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
-        where = repr(path_text(leaf.path))
         raise InvalidInputError(
             f"{where} is {dtype}{list(shape)} in the version, but {dtype_text(target.dtype)}"
             f"{list(target.shape)} in into",
@@ -80,16 +78,15 @@ def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
         )
 
 
-def decodable(record: Record, target: torch.Tensor) -> bool:
+def decodable(record: TensorRecord, target: torch.Tensor) -> bool:
     """Return whether the bytes can be decoded straight into the target's memory."""
+    if record.blocks is not None or not target.is_cpu or target.is_conj() or target.is_neg():
+        return False
     if record.order is None and target.is_contiguous():
-        same = True
-    else:
-        strides = strides_of(record.shape, record.order)
-        pairs = zip(record.shape, target.stride(), strides, strict=True)
-        same = all(size == 1 or mine == theirs for size, mine, theirs in pairs)
-    same = same and record.blocks is None
-    return same and target.is_cpu and not target.is_conj() and not target.is_neg()
+        return True
+    strides = strides_of(record.shape, record.order)
+    pairs = zip(record.shape, target.stride(), strides, strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
 
 
 def _reach(target: torch.Tensor) -> int:

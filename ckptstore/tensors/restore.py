@@ -17,12 +17,13 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
-from ckptstore.tensors.destination import Destination, Record, check_record
+from ckptstore.tensors.destination import Destination, check_record
 from ckptstore.tensors.into import (
     ON_CPU,
     check_apart,
@@ -79,7 +80,7 @@ class Restorer:
     def __init__(
         self,
         skeleton: Node,
-        records: Sequence[Record],
+        records: Sequence[TensorRecord],
         *,
         adapters: Sequence[TypeAdapter] = (),
         map_location: MapLocation = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -64,17 +65,6 @@ class SourceTensor:
             return self.itemsize
         outer = self.order[0] if self.order else 0
         return max(self.nbytes // max(self.shape[outer], 1), self.itemsize)
-
-    def view(self) -> memoryview | None:
-        """Return all bytes as CPU memory without a copy, or None: then use :meth:`copy_into`."""
-        return self.payload.view()
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Write ``len(out)`` bytes from byte `start` on into `out` (writable, contiguous bytes).
-
-        Needs no more extra memory than a few times ``len(out)``.
-        """
-        self.payload.copy_into(start, out)
 
 
 def settle(tensors: Iterable[SourceTensor]) -> None:
@@ -178,23 +168,6 @@ class ArrayBytes:
             _copy_rows(self._array, self._array.itemsize, start, out, _put_array)
 
 
-class BlobBytes:
-    """Bytes that are stored as a tensor of uint8."""
-
-    device = _CPU
-
-    def __init__(self, data: bytes | bytearray) -> None:
-        self._data = memoryview(data)
-
-    def view(self) -> memoryview | None:
-        """Return the bytes."""
-        return self._data
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Write a piece of the bytes into `out`."""
-        out[:] = self._data[start : start + len(out)]
-
-
 def _copy_rows(
     source: Any,  # noqa: ANN401 - a torch tensor or a NumPy array: by their common methods
     item: int,
@@ -212,9 +185,7 @@ def _copy_rows(
         put(source, element)
         out[:] = element[start : start + len(out)]
         return
-    row = item
-    for size in source.shape[1:]:
-        row *= size
+    row = item * math.prod(source.shape[1:])
     stop = start + len(out)
     first, last = -(-start // row), stop // row
     if first > last:  # inside of one row
