@@ -16,9 +16,8 @@ import numpy as np
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.encode import Draft, encode_draft, listing
 from ckptstore.checkpoint.request import WriteRequest, check_wishes, commit_version
-from ckptstore.codecs.codec_table import check_choice
 from ckptstore.committing import commit_retrying
-from ckptstore.config import Options
+from ckptstore.config import Options, check_choice
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton

@@ -17,7 +17,8 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.codecs.codec import CodecError
-from ckptstore.codecs.codec_table import DELTAS, BaseData, check_choice, decode
+from ckptstore.codecs.codec_table import DELTAS, BaseData, decode
+from ckptstore.config import check_choice
 from ckptstore.errors import (
     CkptStoreError,
     ColdObjectError,

@@ -20,7 +20,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.encoded_sources import source_of
 from ckptstore.checkpoint.stored_sources import StoredBytes
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.events import silent
 from ckptstore.format.dtypes import ITEM_BYTES
