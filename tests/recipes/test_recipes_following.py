@@ -76,6 +76,7 @@ def _no_second_reading() -> Any:  # noqa: ANN401 - a patch
 
 @pytest.mark.parametrize("codec", ["raw", "planes", "delta"])
 @pytest.mark.parametrize("into", [False, True])
+@pytest.mark.short(sample=2)
 def test_whole_loads_make_all_while_they_read(store: Store, codec: str, into: bool) -> None:
     """Raw, encoded, in slabs, as differences, shared: the bits of the state come back."""
     state = _state()
@@ -137,6 +138,7 @@ def test_arithmetic_that_differs_is_noticed(store: Store, made: str) -> None:
 
 
 @pytest.mark.parametrize("what", [0, -1, slice(None)])
+@pytest.mark.short(sample=1)
 def test_rough_arithmetic_is_found_out(store: Store, what: Any) -> None:  # noqa: ANN401
     """What is faster may be wrong, in one element or all: then the definition decides."""
     state = _state()

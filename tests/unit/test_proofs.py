@@ -185,6 +185,7 @@ CHANGES: dict[str, tuple[Callable[[State], None], bool]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.short(sample=3)
 def test_a_change_is_seen(store: Store, name: str) -> None:
     """One bit of either is enough; what still follows is derived, and all loads bit for bit."""
     change, follows = CHANGES[name]
