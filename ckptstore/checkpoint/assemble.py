@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.checkpoint.content import read_content
-from ckptstore.checkpoint.subset_manifest import renumbered
+from ckptstore.checkpoint.selection import renumbered
 from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.format import skeleton
 from ckptstore.format.blocks import Blocks, Box, is_row_major, tiling_problem
@@ -125,29 +126,31 @@ class _Merged:
 
     base: tuple[int, ...]
     """Per part: its first row."""
-    columns: Mapping[str, npt.NDArray[Any]]
-    packs: tuple[str, ...]
+    table: PieceTable
+    is_new: npt.NDArray[np.bool_]
+    stored_new: npt.NDArray[np.int64]
     parts: Sequence[RankPart]
 
     @classmethod
     def of(cls, parts: Sequence[RankPart]) -> _Merged:
         """Return the rows of all parts; a pack that several name is one."""
+        written = [part.written for part in parts]
         places: dict[str, int] = {}
-        base = [0]
         packs: list[npt.NDArray[np.uint32]] = []
-        for part in parts:
-            table = part.written.table
+        for table in (one.table for one in written):
             own = [places.setdefault(pack, len(places)) for pack in table.packs]
             packs.append(np.array(own, np.uint32)[table.pack] if own else table.pack)
-            base.append(base[-1] + len(table))
         columns: dict[str, npt.NDArray[Any]] = {
-            name: np.concatenate([getattr(part.written.table, name) for part in parts])
+            name: np.concatenate([getattr(one.table, name) for one in written])
             for name in ("ids", "raw", "offset", "stored", "inner", "slab")
         }
-        columns["pack"] = np.concatenate(packs)
-        for name in ("is_new", "stored_new"):
-            columns[name] = np.concatenate([getattr(part.written, name) for part in parts])
-        return cls(base=tuple(base), columns=columns, packs=tuple(places), parts=parts)
+        return cls(
+            base=tuple(itertools.accumulate((len(one.table) for one in written), initial=0)),
+            table=PieceTable(**columns, pack=np.concatenate(packs), packs=tuple(places)),
+            is_new=np.concatenate([one.is_new for one in written]),
+            stored_new=np.concatenate([one.stored_new for one in written]),
+            parts=parts,
+        )
 
 
 @dataclass(slots=True)
@@ -221,18 +224,7 @@ class _Building:
     ) -> tuple[Manifest, Written]:
         """Return the manifest, and its rows as one save would have written them."""
         rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
-        columns = {name: column[rows] for name, column in self.merged.columns.items()}
-        used, pack = np.unique(columns["pack"], return_inverse=True)
-        table = PieceTable(
-            ids=columns["ids"],
-            raw=columns["raw"],
-            pack=pack.astype(np.uint32).reshape(-1),
-            offset=columns["offset"],
-            stored=columns["stored"],
-            inner=columns["inner"],
-            slab=columns["slab"],
-            packs=[self.merged.packs[int(place)] for place in used],
-        )
+        table = self.merged.table.take(rows)
         manifest = Manifest(
             version=version,
             chunk_bytes=chunk_bytes,
@@ -243,17 +235,17 @@ class _Building:
         )
         read_content(manifest)  # what would not load is never written
         parts = self.merged.parts
-        seconds: dict[str, float] = {}
-        for name, value in itertools.chain.from_iterable(p.written.seconds.items() for p in parts):
-            seconds[name] = seconds.get(name, 0.0) + value
+        seconds: Counter[str] = Counter()
+        for part in parts:
+            seconds.update(part.written.seconds)
         written = Written(
             table=table,
             first=tuple(self.first),
-            is_new=columns["is_new"],
-            stored_new=columns["stored_new"],
+            is_new=self.merged.is_new[rows],
+            stored_new=self.merged.stored_new[rows],
             pack_bytes=sum(part.written.pack_bytes for part in parts),
             packs_count=sum(part.written.packs_count for part in parts),
-            seconds=seconds,
+            seconds=dict(seconds),
         )
         return manifest, written
 

@@ -21,6 +21,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.derived_decode import DerivedDecode, follows
+from ckptstore.chunking import in_batches
 from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.decoding import decode_elements
@@ -171,20 +172,23 @@ def _read_ranges(
     if stored:
         ends = _Ends(content.manifest)
         following, made = _following(content, ends, made, ready, rounding)
-        _read_stored(
+        left = dict(following)  # each is made once
+        parts = []
+        for one in stored:
+            makes = left.pop(one.index, ()) if one.nbytes == records[one.index].nbytes else ()
+            parts.append(_Part(content, ends, one, content.labels[one.index], makes))
+        _read_parts(
             content,
-            ends,
-            stored,
-            following,
+            parts,
             backend=backend,
             options=options,
             progress=lambda step: progress(
                 Progress(stage=step.stage, done=min(step.done, done), total=total)
             ),
         )
-        for one in itertools.chain.from_iterable(following.values()):
-            check_made(content, one.index, one.made())
-            done += one.nbytes
+        for derived in itertools.chain.from_iterable(following.values()):
+            check_made(content, derived.index, derived.made())
+            done += derived.nbytes
             progress(Progress(stage="read", done=done, total=total))
     if made:
         making = _Making(
@@ -214,26 +218,6 @@ def _following(
         else:
             rest.append(one)
     return found, rest
-
-
-def _read_stored(
-    content: Content,
-    ends: _Ends,
-    stored: Sequence[Range],
-    following: Mapping[int, Sequence[DerivedDecode]],
-    *,
-    backend: Backend,
-    options: Options,
-    progress: ProgressCallback,
-) -> None:
-    """Read tensors in pieces, and make of each whole one what follows from it; once of each."""
-    left = dict(following)
-    parts = []
-    for one in stored:
-        whole = one.out is not None and one.nbytes == content.manifest.tensors[one.index].nbytes
-        makes = left.pop(one.index, ()) if whole else ()
-        parts.append(_Part(content, ends, one, content.labels[one.index], makes))
-    _read_parts(content, parts, backend=backend, options=options, progress=progress)
 
 
 def _read_parts(
@@ -353,7 +337,8 @@ class _Making:
             ThreadPoolExecutor(1, "ckptstore-ahead") as ahead,
         ):
             due: tuple[list[_Step], Future[None]] | None = None
-            for group in self._groups(ranges):
+            steps = itertools.chain.from_iterable(map(self._steps, ranges))
+            for group in in_batches(steps, lambda step: step.held_bytes, self._room):
                 parts = [part for step in group for part in step.parts]
                 reading = ahead.submit(
                     _read_parts,
@@ -368,28 +353,14 @@ class _Making:
             if due is not None:
                 self._make(*due, pool)
 
-    def _groups(self, ranges: Sequence[Range]) -> Iterator[list[_Step]]:
-        """Yield steps that there is memory for at once; one at least."""
-        group: list[_Step] = []
-        held = 0
-        for one in ranges:
-            for step in self._steps(one):
-                if group and held + step.held_bytes > self._room:
-                    yield group
-                    group, held = [], 0
-                group.append(step)
-                held += step.held_bytes
-            if one.nbytes == 0:
-                self._check(one, Hasher())
-        if group:
-            yield group
-
     def _steps(self, one: Range) -> Iterator[_Step]:
         """Yield the steps of one range; what they read is planned, and its memory taken."""
         manifest = self._content.manifest
         record = manifest.tensors[one.index]
         recipe = record.recipe
         assert recipe is not None  # noqa: S101  # for the type checker: that is why it is here
+        if not one.nbytes:
+            self._check(one, Hasher())
         source = recipe.sources[0]
         item, own = ITEM_BYTES[record.dtype], ITEM_BYTES[manifest.tensors[source].dtype]
         low, stop = one.start // item, (one.start + one.nbytes) // item

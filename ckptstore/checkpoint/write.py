@@ -105,7 +105,18 @@ def write_version(
     shared = [] if before is None else [before.pieces]
     options = options or repo.options
     proved = frozenset() if parent is None else repo.manifests.proved(parent)
-    draft, measured = _encoded(repo, draft, before, options, request, proved)
+    began = repo.environment.monotonic()
+    draft = encode_draft(
+        draft,
+        parent=before,
+        chunk_bytes=repo.chunk_bytes,
+        workers=options.workers,
+        derive=request.derive,
+        proved=proved,
+    )
+    measured = dict(draft.numbers)
+    if measured:
+        measured["measuring_s"] = repo.environment.monotonic() - began
     saving = _VersionWrite(
         repo=repo,
         request=replace(request, metadata=listing(request.metadata, draft.fallbacks)),
@@ -144,29 +155,6 @@ def _readable(repo: Repo, parent: Version) -> Manifest | None:
         return None
 
 
-def _encoded(
-    repo: Repo,
-    draft: Draft,
-    before: Manifest | None,
-    options: Options,
-    request: WriteRequest,
-    proved: Collection[int],
-) -> tuple[Draft, dict[str, float]]:
-    """Return what is written of a state, and what the receipt says of it."""
-    began = repo.environment.monotonic()
-    encoded = encode_draft(
-        draft,
-        parent=before,
-        chunk_bytes=repo.superblock.chunk_bytes,
-        workers=options.workers,
-        derive=request.derive,
-        proved=proved,
-    )
-    if not encoded.numbers:
-        return encoded, {}
-    return encoded, {**encoded.numbers, "measuring_s": repo.environment.monotonic() - began}
-
-
 def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
     """Return what a save may take deltas to.
 
@@ -174,7 +162,7 @@ def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
     this process does not know it: that decides when a new keyframe pays.
     """
     before = None if parent is None else repo.manifests.load(parent)
-    chunk_bytes = repo.superblock.chunk_bytes
+    chunk_bytes = repo.chunk_bytes
     older = _matched(draft.records, draft.frame, before, chunk_bytes=chunk_bytes)
     if parent is not None and (unknown := repo.manifests.keyframes.unknown(older.table)):
         repo.manifests.keyframes.learn(_ancestors(repo, repo.catalog, parent), unknown)
@@ -209,7 +197,7 @@ class _VersionWrite:
             name = self.version if len(written) == 1 else ""  # a name is never used again
             manifest = Manifest(
                 version=self.version,
-                chunk_bytes=self.repo.superblock.chunk_bytes,
+                chunk_bytes=self.repo.chunk_bytes,
                 skeleton=self.draft.frame,
                 tensors=self.draft.records,
                 first=written[-1].first,
@@ -359,17 +347,12 @@ _Name = tuple[Path, int]
 def _names(records: Sequence[TensorRecord], frame: bytes) -> list[_Name | None]:
     found: list[_Name | None] = [None] * len(records)
     for leaf in skeleton.iter_leaves(skeleton.decode(frame)):
-        if found[leaf.index] is None:
-            found[leaf.index] = (leaf.path, -1)
+        found[leaf.index] = found[leaf.index] or (leaf.path, -1)
     for record, name in zip(records, list(found), strict=True):
-        for place, source in enumerate(record.recipe.sources if record.recipe and name else ()):
-            if found[source] is None and name is not None:
-                found[source] = (name[0], place)
+        if record.recipe is not None and name is not None:
+            for place, source in enumerate(record.recipe.sources):
+                found[source] = found[source] or (name[0], place)
     return found
-
-
-def _text(name: _Name | None) -> str:
-    return "" if name is None else f"{path_text(name[0])} {name[1]}"
 
 
 def _kind(name: _Name | None, record: TensorRecord) -> str:
@@ -378,7 +361,8 @@ def _kind(name: _Name | None, record: TensorRecord) -> str:
     An optimizer keeps its states under numbers alone: there it is the shape that tells the moments
     of an embedding from those of other weights.
     """
-    return f"{_DIGITS.sub('#', _text(name))} {list(record.shape)}"
+    text = "" if name is None else f"{path_text(name[0])} {name[1]}"
+    return f"{_DIGITS.sub('#', text)} {list(record.shape)}"
 
 
 def _is_same(one: TensorRecord, two: TensorRecord) -> bool:

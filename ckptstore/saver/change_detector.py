@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ckptstore import limits
 from ckptstore.errors import TornStateError
 from ckptstore.format.paths import path_text
-from ckptstore.tensors.source import SourceTensor
+from ckptstore.tensors.tensor_bytes import SourceTensor
 
 
 def counted(source: SourceTensor) -> bool:

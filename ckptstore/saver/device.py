@@ -8,7 +8,7 @@ import torch
 
 from ckptstore.errors import CkptStoreError
 from ckptstore.saver.arena import Arena
-from ckptstore.tensors.source import SourceTensor, TensorBytes
+from ckptstore.tensors.tensor_bytes import SourceTensor, TensorBytes
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for all devices. Source: the CUDA runtime's driver_types.h."""

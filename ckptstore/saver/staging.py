@@ -19,7 +19,7 @@ from ckptstore.saver.arena import ALIGN_BYTES, Arena
 from ckptstore.saver.change_detector import ChangeDetector, counted
 from ckptstore.saver.device import DeviceCopies, on_device
 from ckptstore.saver.staged import Digests, StagedTensor
-from ckptstore.tensors.source import SourceTensor, settle
+from ckptstore.tensors.tensor_bytes import SourceTensor, settle
 
 # A thread takes about so many bytes at once. Source: many small tensors must not cost a lock
 # each; a thousandth of what a thread copies in a second.

@@ -20,7 +20,7 @@ from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.flatten import FlatState, flatten
-from ckptstore.tensors.source import settle
+from ckptstore.tensors.tensor_bytes import settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

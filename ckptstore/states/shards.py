@@ -24,8 +24,7 @@ from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.refusals import refusal
-from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
-from ckptstore.tensors.tensor_bytes import dtype_text
+from ckptstore.tensors.tensor_bytes import SourceTensor, TensorBytes, dtype_text, settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

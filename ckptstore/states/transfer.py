@@ -6,6 +6,7 @@ tensors of another shape are left alone. Only the chunks that are needed are rea
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptstore.checkpoint.content import Content
+from ckptstore.chunking import in_batches
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern, path_text
@@ -325,17 +327,10 @@ def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
 
     Bytes read straight into the target count too, since a batch is also planned at once.
     """
-    batch: list[_Job] = []
-    filled = 0
-    for job in sorted(jobs, key=lambda job: job.leaf.index):
-        apart = bool(batch) and batch[-1].leaf.index != job.leaf.index
-        if apart and filled + job.nbytes > host_bytes:
-            yield batch
-            batch, filled = [], 0
-        filled += job.nbytes if apart or not batch else 0
-        batch.append(job)
-    if batch:
-        yield batch
+    ordered = sorted(jobs, key=lambda job: job.leaf.index)
+    tensors = [list(group) for _, group in itertools.groupby(ordered, lambda job: job.leaf.index)]
+    for batch in in_batches(tensors, lambda group: group[0].nbytes, host_bytes):
+        yield list(itertools.chain.from_iterable(batch))
 
 
 def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:

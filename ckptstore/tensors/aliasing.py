@@ -25,8 +25,15 @@ from ckptstore.errors import StateError
 from ckptstore.format.dtypes import strides_of
 from ckptstore.format.paths import Path
 from ckptstore.format.skeleton import Node
-from ckptstore.tensors.source import SourceTensor, TensorBytes, TensorPayload
-from ckptstore.tensors.tensor_bytes import dtype_text, offset_of, tensor_over
+from ckptstore.tensors.tensor_bytes import (
+    SourceTensor,
+    TensorBytes,
+    TensorPayload,
+    dtype_text,
+    extent_of,
+    offset_of,
+    tensor_over,
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -145,16 +152,8 @@ def _place(leaves: list[Occurrence]) -> _Place:
     item = tensor.element_size()
     start = offset_of(tensor) * item
     return _Place(
-        tensor=tensor, item=item, start=start, stop=start + _extent(tensor) * item, leaves=leaves
+        tensor=tensor, item=item, start=start, stop=start + extent_of(tensor) * item, leaves=leaves
     )
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last one, both included."""
-    if not tensor.numel():
-        return 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * step for size, step in pairs)
 
 
 def _name(tensor: torch.Tensor) -> str:

@@ -31,8 +31,7 @@ from ckptstore.tensors.builtin import SPARSE, builtin_for
 from ckptstore.tensors.composed import SPARSE_LAYOUTS, flags_of
 from ckptstore.tensors.quantized import describe_quantized
 from ckptstore.tensors.refusals import refusal
-from ckptstore.tensors.source import ArrayBytes, SourceTensor
-from ckptstore.tensors.tensor_bytes import dtype_text
+from ckptstore.tensors.tensor_bytes import ArrayBytes, SourceTensor, dtype_text
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")

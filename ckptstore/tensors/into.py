@@ -14,7 +14,7 @@ from ckptstore.format.dtypes import strides_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf
-from ckptstore.tensors.tensor_bytes import dtype_text
+from ckptstore.tensors.tensor_bytes import dtype_text, extent_of
 
 ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
 """Kinds of leaves that torch.device does not apply to: they are read back on the CPU."""
@@ -89,15 +89,6 @@ def decodable(record: TensorRecord, target: torch.Tensor) -> bool:
     return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
 
 
-def _reach(target: torch.Tensor) -> int:
-    """Return the number of elements that a tensor spans in memory, first to last."""
-    if target.is_contiguous():
-        return target.numel()
-    return 1 + sum(
-        (size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True)
-    )
-
-
 def check_apart(
     targets: Mapping[Path, torch.Tensor],
     leaves: Mapping[Path, Leaf],
@@ -124,7 +115,7 @@ def check_apart(
         leaf = leaves[path]
         if leaf.index in direct and target.numel():
             start = target.data_ptr()
-            stop = start + _reach(target) * target.element_size()
+            stop = start + extent_of(target) * target.element_size()
             spans.append((str(target.device), start, stop, leaf.index, path))
     spans.sort(key=lambda span: span[:3])
     for before, after in itertools.pairwise(spans):

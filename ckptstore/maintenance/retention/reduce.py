@@ -26,8 +26,8 @@ from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog.levels import Level
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
 from ckptstore.checkpoint.encoded_sources import source_of
+from ckptstore.checkpoint.selection import part_of
 from ckptstore.checkpoint.stored_sources import StoredBytes
-from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.checkpoint.write import shareable
 from ckptstore.config import check_choice
 from ckptstore.encodings.encoding import Encoding

@@ -17,8 +17,7 @@ from ckptstore.format.skeleton import Node, decode, encode, prune
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.restore import Restorer
-from ckptstore.tensors.source import SourceTensor
-from ckptstore.tensors.tensor_bytes import as_integers
+from ckptstore.tensors.tensor_bytes import SourceTensor, as_integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

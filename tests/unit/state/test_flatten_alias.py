@@ -14,7 +14,7 @@ from shortening import examples
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.restore import Restorer
-from ckptstore.tensors.source import SourceTensor
+from ckptstore.tensors.tensor_bytes import SourceTensor
 
 Same = Callable[[object, object], None]
 Make = Callable[..., Any]
