@@ -26,7 +26,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, Pattern, path_text
 from ckptstore.format.roles import RoleRules
-from ckptstore.format.skeleton import Node
+from ckptstore.format.skeleton import Node, text_node
 from ckptstore.objects.piece_writer import Written
 
 
@@ -303,8 +303,4 @@ def _key(key: object) -> Node:
     if not isinstance(key, str):
         msg = f"{key!r} is no key of a dict here"
         raise InvalidInputError(msg)
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return ["u", key.encode("utf-8", "surrogatepass")]
-    return key
+    return text_node(key)

@@ -162,8 +162,7 @@ def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
     this process does not know it: that decides when a new keyframe pays.
     """
     before = None if parent is None else repo.manifests.load(parent)
-    chunk_bytes = repo.chunk_bytes
-    older = _matched(draft.records, draft.frame, before, chunk_bytes=chunk_bytes)
+    older = _matched(draft.records, draft.frame, before, chunk_bytes=repo.chunk_bytes)
     if parent is not None and (unknown := repo.manifests.keyframes.unknown(older.table)):
         repo.manifests.keyframes.learn(_ancestors(repo, repo.catalog, parent), unknown)
     return older
@@ -187,25 +186,38 @@ class _VersionWrite:
 
     def run(self, shared: list[PieceTable]) -> tuple[Manifest, ManifestPointer]:
         """Write and commit, again if something was condemned; return manifest and place."""
+        repo, draft = self.repo, self.draft
         written: list[Written] = []
 
         def attempt(condemned: set[str]) -> tuple[Manifest, ManifestPointer]:
-            """Write what is not known elsewhere, and commit."""
+            """Write all but what is known elsewhere and not condemned, and commit."""
             tables = [*(part.table for part in reversed(written)), *shared]
-            written.append(self._write(KnownPieces(tables, without=condemned), condemned))
-            began = self.repo.environment.monotonic() - self.receipt.get("committing_s", 0.0)
+            written.append(
+                write_tensors(
+                    repo,
+                    draft.sources,
+                    KnownPieces(tables, without=condemned),
+                    self.receipt,
+                    codec=self.request.codec,
+                    options=self.options,
+                    progress=self.progress,
+                    deltas=self._deltas(condemned),
+                )
+            )
+            self.receipt["tensors_count"] = float(draft.visible_count or len(draft.records))
+            began = repo.environment.monotonic() - self.receipt.get("committing_s", 0.0)
             name = self.version if len(written) == 1 else ""  # a name is never used again
             manifest = Manifest(
                 version=self.version,
-                chunk_bytes=self.repo.chunk_bytes,
-                skeleton=self.draft.frame,
-                tensors=self.draft.records,
+                chunk_bytes=repo.chunk_bytes,
+                skeleton=draft.frame,
+                tensors=draft.records,
                 first=written[-1].first,
                 pieces=written[-1].table,
             )
-            pointer = self.repo.manifests.put(manifest, name=name)
+            pointer = repo.manifests.put(manifest, name=name)
             commit_version(
-                self.repo,
+                repo,
                 self.request,
                 manifest,
                 pointer,
@@ -213,68 +225,48 @@ class _VersionWrite:
                 receipt=self.receipt,
                 began=began,
                 blocked_since=self.blocked_since,
-                visible_count=self.draft.visible_count,
+                visible_count=draft.visible_count,
                 before_commit=self.before_commit,
             )
             return manifest, pointer
 
         return commit_retrying(attempt)
 
-    def _write(self, known: KnownPieces, condemned: Collection[str]) -> Written:
-        """Write the packs; without those that were condemned, share what is known."""
-        repo = self.repo
-        deltas = None
-        if self.older is not None:
-            deltas = Deltas(
-                older=self.older,
-                keyframes=repo.manifests.keyframes,
-                backend=repo.backend,
-                options=self.options,
-                without=condemned,
-            )
-        written, chosen, packs_s = write_tensors(
-            repo,
-            self.draft.sources,
-            known,
-            codec=self.request.codec,
+    def _deltas(self, condemned: Collection[str]) -> Deltas | None:
+        if self.older is None:
+            return None
+        return Deltas(
+            older=self.older,
+            keyframes=self.repo.manifests.keyframes,
+            backend=self.repo.backend,
             options=self.options,
-            progress=self.progress,
-            deltas=deltas,
+            without=condemned,
         )
-        self.receipt.update(chosen)
-        sums = {
-            "packs_s": packs_s,
-            **written.seconds,
-            "pack_bytes": float(written.pack_bytes),
-            "packs_count": float(written.packs_count),
-        }
-        for name, value in sums.items():
-            self.receipt[name] = self.receipt.get(name, 0.0) + value
-        self.receipt["tensors_count"] = float(self.draft.visible_count or len(self.draft.records))
-        return written
 
 
 def write_tensors(
     repo: Repo,
     sources: Sequence[Source],
     known: KnownPieces,
+    receipt: dict[str, float],
     *,
     codec: str,
     options: Options,
     progress: ProgressCallback,
     deltas: Deltas | None = None,
-) -> tuple[Written, dict[str, float], float]:
+) -> Written:
     """Write the pieces of tensors that are not known, and learn from it what ``auto`` comes to.
 
-    Returns
-    -------
-    tuple
-        What was written, what the receipt says of the choice of the codec, and the seconds.
+    Parameters
+    ----------
+    receipt
+        Gets the choice of the codec, and seconds and bytes, added to those that it has.
     """
-    choice, chosen = check_choice(codec), dict[str, float]()
+    choice = check_choice(codec)
     if choice == "auto":
         found = repo.pace.choose(workers=options.workers)
-        choice, chosen = "planes" if found.planes else "raw", found.entries()
+        choice = "planes" if found.planes else "raw"
+        receipt.update(found.entries())
     began = repo.environment.monotonic()
     written = write_pieces(
         sources,
@@ -302,7 +294,15 @@ def write_tensors(
                 storage_s=written.storage_s,
             )
         )
-    return written, chosen, wall_s
+    sums = {
+        "packs_s": wall_s,
+        **written.seconds,
+        "pack_bytes": float(written.pack_bytes),
+        "packs_count": float(written.packs_count),
+    }
+    for name, value in sums.items():
+        receipt[name] = receipt.get(name, 0.0) + value
+    return written
 
 
 # --- what deltas are taken to ---------------------------------------------------------------------

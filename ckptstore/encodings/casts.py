@@ -239,8 +239,6 @@ def _quiet(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
 # Elements that are rounded to bfloat16 at once. Source: with what is made of them 0.8 MiB, which
 # stays in the second-level cache (measured: docs/design/0015-pipeline.md).
 _STEP: Final = 1 << 16
-# Ties of a step that are looked for one by one. Source: of trained values one in 65,536 is a tie.
-_TIES_FEW: Final = 64
 # Elements for which a faster rounding is worth its call. Source: 10 us of NumPy.
 _MANY: Final = 1 << 13
 _INF16: Final = 0x7F80
@@ -275,9 +273,6 @@ class _CastScratch(threading.local):
 
     def __init__(self) -> None:
         self.wide = np.empty(_STEP, np.uint32)
-        self.low = np.empty(_STEP, np.uint16)
-        self.bytes = bytearray(_STEP)
-        self.found: npt.NDArray[np.bool_] = np.frombuffer(self.bytes, np.bool_)
         self._tried: dict[Rounding, bool] = {}
 
     def trusts(self, rounding: Rounding) -> bool:
@@ -329,29 +324,16 @@ def _round(
     for start in range(0, len(values), _STEP):
         part = values[start : start + _STEP]
         target = out[start : start + _STEP]
-        size = len(part)
-        wide, low, found = scratch.wide[:size], scratch.low[:size], scratch.found[:size]
-        np.add(part.view(np.uint32), 0x8000, out=wide)  # half up; wraps for some NaN only
-        np.copyto(low, wide, casting="unsafe")
+        bits, wide = part.view(np.uint32), scratch.wide[: len(part)]
+        np.right_shift(bits, 16, out=wide)
+        np.bitwise_and(wide, 1, out=wide)
+        np.add(wide, bits, out=wide)
+        np.add(wide, 0x7FFF, out=wide)  # half up, and half to even of a tie; wraps for a NaN only
         np.right_shift(wide, 16, out=wide)
         np.copyto(target, wide, casting="unsafe")
-        np.equal(low, 0, out=found)
-        _to_even(target, scratch.bytes, found)
         if np.isnan(np.maximum.reduce(part)):  # one NaN is enough for that
-            np.isnan(part, out=found)
+            found = np.isnan(part)
             target[found] = _signs(part[found], 16) | _QUIET["bfloat16"]
-
-
-def _to_even(target: npt.NDArray[np.uint16], ties: bytearray, found: npt.NDArray[np.bool_]) -> None:
-    """Round to even where a step has ties: `found` tells, and is the first of the bytes `ties`."""
-    at = ties.find(1, 0, len(found))  # a tenth of the time of a search by NumPy
-    for _ in range(_TIES_FEW):
-        if at < 0:
-            return
-        target[at] &= 0xFFFE
-        at = ties.find(1, at + 1, len(found))
-    places = np.flatnonzero(found)
-    target[places] &= np.uint16(0xFFFE)
 
 
 def _to_mini(mini: _Mini, values: npt.NDArray[np.float32]) -> Raw:

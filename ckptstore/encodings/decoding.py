@@ -25,7 +25,6 @@ from ckptstore.encodings.codebooks import BOOKS
 
 CAST: Final = "cast"
 SCALED: Final = "scaled"
-KINDS: Final = (CAST, SCALED)
 _BOOKS: Final = {code: ByteTable(values) for code, values in BOOKS.items()}
 # Elements that are converted at once. Source: with the temporaries of a cast 1.5 MiB, which stay
 # in the second-level cache.

@@ -114,10 +114,11 @@ def write_part(
         starts[name] = len(sources)
         sources += tensors
     settle(sources)
-    written, _, _ = write_tensors(
+    written = write_tensors(
         repo,
         sources,
         KnownPieces(shared, deltas=False),
+        {},
         codec=codec,
         options=repo.options,
         progress=progress,

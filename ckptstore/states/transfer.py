@@ -25,6 +25,7 @@ from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.states.load import read_records
+from ckptstore.tensors.into import kind_of
 from ckptstore.tensors.restore import Restorer
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
@@ -241,7 +242,8 @@ def _plan(
     filled: dict[object, int] = {}
     for name in filter(sources.__contains__, targets):
         leaf, target = sources[name], targets[name]
-        dtype, shape = _kind_of(content, leaf)
+        record = content.manifest.tensors[leaf.index]
+        dtype, shape = kind_of(leaf, record)
         memory = _memory(target)
         why = _refusal(leaf, dtype, shape, target, cast=cast)
         if not why and filled.get(memory, leaf.index) != leaf.index:
@@ -262,8 +264,7 @@ def _plan(
             also.append(name)
         else:
             filled[memory] = leaf.index
-            nbytes = content.manifest.tensors[leaf.index].nbytes
-            jobs.append(_Job(leaf, name, target, dtype, nbytes))
+            jobs.append(_Job(leaf, name, target, dtype, record.nbytes))
     absent = [name for name in targets if name not in sources]
     also += [name for name in absent if _memory(targets[name]) in filled]
     dtypes = {job.name: (job.dtype, _dtype(job.target)) for job in jobs}
@@ -279,15 +280,6 @@ def _plan(
         read_bytes=sum({job.leaf.index: job.nbytes for job in jobs}.values()),
     )
     return jobs, report
-
-
-def _kind_of(content: Content, leaf: Leaf) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a leaf; a view has its own."""
-    record = content.manifest.tensors[leaf.index]
-    node = leaf.node
-    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
-        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
-    return record.dtype, record.shape
 
 
 def _dtype(target: torch.Tensor) -> str:

@@ -22,7 +22,7 @@ import torch
 from ckptstore import limits
 from ckptstore.errors import LimitError, StateError
 from ckptstore.format.paths import Path, path_text
-from ckptstore.format.skeleton import Node
+from ckptstore.format.skeleton import Node, text_node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_type
 from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolve_storage
@@ -200,10 +200,10 @@ class _Walker:
     def on_str(self, value: str, path: Path, _depth: int) -> Node:
         """Represent a text; a long one becomes a leaf of its own."""
         if len(value) < limits.INLINE_BYTES_MAX // 4:
-            return _str_node(value)
+            return text_node(value)
         raw = value.encode("utf-8", "surrogatepass")
         short = len(raw) < limits.INLINE_BYTES_MAX
-        return _str_node(value) if short else self._blob(raw, "str", path)
+        return text_node(value) if short else self._blob(raw, "str", path)
 
     def on_bytes(self, value: bytes, path: Path, _depth: int) -> Node:
         return value if len(value) < limits.INLINE_BYTES_MAX else self._blob(value, "bytes", path)
@@ -336,15 +336,6 @@ def _int_node(value: int, path: Path) -> Node:
     return ["i", str(value)]
 
 
-def _str_node(value: str) -> Node:
-    """Return the node of a string; lone surrogates (from file names, for example) are kept."""
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        return ["u", value.encode("utf-8", "surrogatepass")]
-    return value
-
-
 def _key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: ANN401
     """Return the node of a dict key, or of an element of a set.
 
@@ -355,7 +346,7 @@ def _key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: A
     """
     kind = type(key)
     if kind is str:
-        return _str_node(key)
+        return text_node(key)
     if kind is int:
         return _int_node(key, path)
     if (kind is float and key == key) or kind is bool or kind is bytes or key is None:
@@ -371,7 +362,7 @@ def _key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: A
 def _file_path_node(value: pathlib.PurePath) -> Node:
     """Return the node of a file path."""
     kind = "purewindows" if isinstance(value, pathlib.PureWindowsPath) else "pureposix"
-    return ["p", "path" if isinstance(value, pathlib.Path) else kind, _str_node(str(value))]
+    return ["p", "path" if isinstance(value, pathlib.Path) else kind, text_node(str(value))]
 
 
 def _datetime_node(value: dt.datetime, path: Path) -> Node:

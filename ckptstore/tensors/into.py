@@ -66,16 +66,21 @@ def check_target(leaf: Leaf, record: TensorRecord, target: torch.Tensor) -> None
         raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
     if target.layout != torch.strided or target.is_meta or target.is_quantized:
         raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
-    dtype, shape = record.dtype, tuple(record.shape)
-    if is_view(leaf) and isinstance(leaf.node, list):
-        dtype, sizes = str(leaf.node[2]), leaf.node[4]
-        shape = tuple(sizes) if isinstance(sizes, list) else ()  # type: ignore[arg-type]
+    dtype, shape = kind_of(leaf, record)
     if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
         raise InvalidInputError(
             f"{where} is {dtype}{list(shape)} in the version, but {dtype_text(target.dtype)}"
             f"{list(target.shape)} in into",
             hint="leave it out of into, or of the load (exclude=)",
         )
+
+
+def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a leaf; a view has its own."""
+    node = leaf.node
+    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
+        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
+    return record.dtype, record.shape
 
 
 def decodable(record: TensorRecord, target: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ The order of calls, by the loader:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -113,27 +113,9 @@ class Restorer:
             self._plan_into(into)
         self._finished: dict[int, Destination] = {}
 
-    def batches(self, host_bytes: int) -> Iterator[list[int]]:
-        """Yield the needed indices in batches, to be read and finished one after another.
-
-        Tensors for the CPU are decoded into their final memory, and make one batch; those for
-        other devices pass through host memory, `host_bytes` at a time (one tensor at least).
-        """
-        stay = [i for i in self.needed if self._devices.get(i, _CPU).type == "cpu"]
-        if stay:
-            yield stay
-        batch: list[int] = []
-        filled = 0
-        for index in self.needed:
-            if self._devices.get(index, _CPU).type == "cpu":
-                continue
-            if batch and filled + self._records[index].nbytes > host_bytes:
-                yield batch
-                batch, filled = [], 0
-            batch.append(index)
-            filled += self._records[index].nbytes
-        if batch:
-            yield batch
+    def stays(self, index: int) -> bool:
+        """Return whether a record is for the CPU, and decoded into its final memory."""
+        return self._devices.get(index, _CPU).type == "cpu"
 
     def destination(self, index: int) -> Destination:
         """Return the memory for record `index`; call it once an index. Allocates."""
