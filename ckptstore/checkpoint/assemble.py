@@ -11,7 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -96,7 +96,6 @@ def assemble(
     InvalidInputError
         Two names have places that cannot both be.
     """
-    merged = _Merged.of(parts)
     shards: dict[str, list[tuple[int, ShardInfo]]] = {}
     values: dict[str, tuple[int, ValueInfo]] = {}
     for place, part in enumerate(parts):
@@ -104,7 +103,7 @@ def assemble(
             shards.setdefault(shard.name, []).append((place, shard))
         for value in part.values:
             values.setdefault(value.name, (place, value))
-    building = _Building(merged)
+    building = _Building(parts)
     leaves: list[tuple[Path, Node]] = []
     for name, path in paths.items():
         if name in values and name in shards:
@@ -120,22 +119,12 @@ def assemble(
     return building.finish(nest(leaves), version=version, chunk_bytes=chunk_bytes, roles=roles)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Merged:
-    """The rows of all parts, one part after the other, over one list of packs."""
+class _Building:
+    """The manifest as far as it is, over the rows of all parts, one part after the other."""
 
-    base: tuple[int, ...]
-    """Per part: its first row."""
-    table: PieceTable
-    is_new: npt.NDArray[np.bool_]
-    stored_new: npt.NDArray[np.int64]
-    parts: Sequence[RankPart]
-
-    @classmethod
-    def of(cls, parts: Sequence[RankPart]) -> _Merged:
-        """Return the rows of all parts; a pack that several name is one."""
-        written = [part.written for part in parts]
-        places: dict[str, int] = {}
+    def __init__(self, parts: Sequence[RankPart]) -> None:
+        self._written = written = [part.written for part in parts]
+        places: dict[str, int] = {}  # a pack that several name is one
         packs: list[npt.NDArray[np.uint32]] = []
         for table in (one.table for one in written):
             own = [places.setdefault(pack, len(places)) for pack in table.packs]
@@ -144,34 +133,22 @@ class _Merged:
             name: np.concatenate([getattr(one.table, name) for one in written])
             for name in ("ids", "raw", "offset", "stored", "inner", "slab")
         }
-        return cls(
-            base=tuple(itertools.accumulate((len(one.table) for one in written), initial=0)),
-            table=PieceTable(**columns, pack=np.concatenate(packs), packs=tuple(places)),
-            is_new=np.concatenate([one.is_new for one in written]),
-            stored_new=np.concatenate([one.stored_new for one in written]),
-            parts=parts,
-        )
-
-
-@dataclass(slots=True)
-class _Building:
-    """The manifest as far as it is."""
-
-    merged: _Merged
-    records: list[TensorRecord] = field(default_factory=list)
-    rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    first: list[int] = field(default_factory=lambda: [0])
+        self._table = PieceTable(**columns, pack=np.concatenate(packs), packs=tuple(places))
+        self._base = [*itertools.accumulate((len(one.table) for one in written), initial=0)]
+        self._records: list[TensorRecord] = []
+        self._rows: list[npt.NDArray[np.int64]] = []
+        self._first = [0]
 
     def _add(self, record: TensorRecord, rows: Sequence[tuple[int, tuple[int, int]]]) -> int:
         """Add a tensor whose pieces are some rows of some parts; return its index."""
         count = 0
         for part, (start, stop) in rows:
-            base = self.merged.base[part]
-            self.rows.append(np.arange(base + start, base + stop, dtype=np.int64))
+            base = self._base[part]
+            self._rows.append(np.arange(base + start, base + stop, dtype=np.int64))
             count += stop - start
-        self.records.append(record)
-        self.first.append(self.first[-1] + count)
-        return len(self.records) - 1
+        self._records.append(record)
+        self._first.append(self._first[-1] + count)
+        return len(self._records) - 1
 
     def value(self, part: int, value: ValueInfo) -> Node:
         """Add a value; return its node."""
@@ -223,28 +200,27 @@ class _Building:
         self, node: Node, *, version: str, chunk_bytes: int, roles: Mapping[Pattern, str]
     ) -> tuple[Manifest, Written]:
         """Return the manifest, and its rows as one save would have written them."""
-        rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
-        table = self.merged.table.take(rows)
+        rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
+        table = self._table.take(rows)
         manifest = Manifest(
             version=version,
             chunk_bytes=chunk_bytes,
             skeleton=skeleton.encode(node),
             tensors=self._with_roles(node, roles),
-            first=tuple(self.first),
+            first=tuple(self._first),
             pieces=table,
         )
         read_content(manifest)  # what would not load is never written
-        parts = self.merged.parts
         seconds: Counter[str] = Counter()
-        for part in parts:
-            seconds.update(part.written.seconds)
+        for one in self._written:
+            seconds.update(one.seconds)
         written = Written(
             table=table,
-            first=tuple(self.first),
-            is_new=self.merged.is_new[rows],
-            stored_new=self.merged.stored_new[rows],
-            pack_bytes=sum(part.written.pack_bytes for part in parts),
-            packs_count=sum(part.written.packs_count for part in parts),
+            first=tuple(self._first),
+            is_new=np.concatenate([one.is_new for one in self._written])[rows],
+            stored_new=np.concatenate([one.stored_new for one in self._written])[rows],
+            pack_bytes=sum(one.pack_bytes for one in self._written),
+            packs_count=sum(one.packs_count for one in self._written),
             seconds=dict(seconds),
         )
         return manifest, written
@@ -255,7 +231,7 @@ class _Building:
             first.setdefault(leaf.index, leaf.path)
         rules = RoleRules(roles, flat=RoleRules.is_flat(first.values()))
         return tuple(
-            replace(record, role=rules(first[index])) for index, record in enumerate(self.records)
+            replace(record, role=rules(first[index])) for index, record in enumerate(self._records)
         )
 
 

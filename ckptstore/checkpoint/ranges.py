@@ -10,9 +10,9 @@ recipe names. Needs no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -169,8 +169,15 @@ def _read_ranges(
         for one in stored
         if one.out is not None and one.nbytes == records[one.index].nbytes
     }
+    ends = _Ends(content.manifest)
+
+    def note(nbytes: int) -> None:
+        """Report bytes that were made."""
+        nonlocal done
+        done += nbytes
+        progress(Progress(stage="read", done=done, total=total))
+
     if stored:
-        ends = _Ends(content.manifest)
         following, made = _following(content, ends, made, ready, rounding)
         left = dict(following)  # each is made once
         parts = []
@@ -188,11 +195,16 @@ def _read_ranges(
         )
         for derived in itertools.chain.from_iterable(following.values()):
             check_made(content, derived.index, derived.made())
-            done += derived.nbytes
-            progress(Progress(stage="read", done=done, total=total))
+            note(derived.nbytes)
     if made:
         making = _Making(
-            content, ready, backend, options, progress, rounding=rounding, done=done, total=total
+            content=content,
+            ends=ends,
+            ready=ready,
+            backend=backend,
+            options=options,
+            note=note,
+            rounding=rounding,
         )
         making.run(made)
 
@@ -301,51 +313,41 @@ class _Step:
     """Whether the range ends with it."""
 
 
+@dataclass(slots=True, kw_only=True)
 class _Making:
     """One call's tensors with recipes; owned by one thread."""
 
-    def __init__(
-        self,
-        content: Content,
-        ready: dict[int, memoryview],
-        backend: Backend,
-        options: Options,
-        progress: ProgressCallback,
-        *,
-        rounding: Rounding | None,
-        done: int,
-        total: int,
-    ) -> None:
-        self._content = content
-        self._ends = _Ends(content.manifest)
-        self._ready = ready
-        self._backend = backend
-        # Half for the threads that fetch; of the rest a quarter at most for scales, which stay; and
-        # while the steps of one group are made, those of the next are read.
-        self._options = replace(options, host_bytes=max(1, options.host_bytes // 2))
-        self._room = max(1, options.host_bytes * 3 // 16)
-        self._scales_room = max(_SCALE_BYTES, options.host_bytes // 8)
-        self._progress = progress
-        self._rounding = rounding
-        self._done, self._total = done, total
-        self._hasher = Hasher()
+    content: Content
+    ends: _Ends
+    ready: Mapping[int, memoryview]
+    """Tensors that are in memory already, by place."""
+    backend: Backend
+    options: Options
+    note: Callable[[int], None]
+    """Called with the bytes of each step that is made."""
+    rounding: Rounding | None
+    hasher: Hasher = field(default_factory=Hasher)
 
     def run(self, ranges: Sequence[Range]) -> None:
         """Make all of them, in their order."""
+        # Half for the threads that fetch; of the rest a quarter at most for scales, which stay; and
+        # while the steps of one group are made, those of the next are read.
+        options = replace(self.options, host_bytes=max(1, self.options.host_bytes // 2))
+        room = max(1, self.options.host_bytes * 3 // 16)
         with (
-            ThreadPoolExecutor(self._options.workers, "ckptstore-decode") as pool,
+            ThreadPoolExecutor(options.workers, "ckptstore-decode") as pool,
             ThreadPoolExecutor(1, "ckptstore-ahead") as ahead,
         ):
             due: tuple[list[_Step], Future[None]] | None = None
             steps = itertools.chain.from_iterable(map(self._steps, ranges))
-            for group in in_batches(steps, lambda step: step.held_bytes, self._room):
+            for group in in_batches(steps, lambda step: step.held_bytes, room):
                 parts = [part for step in group for part in step.parts]
                 reading = ahead.submit(
                     _read_parts,
-                    self._content,
+                    self.content,
                     parts,
-                    backend=self._backend,
-                    options=self._options,
+                    backend=self.backend,
+                    options=options,
                 )
                 if due is not None:
                     self._make(*due, pool)
@@ -355,7 +357,7 @@ class _Making:
 
     def _steps(self, one: Range) -> Iterator[_Step]:
         """Yield the steps of one range; what they read is planned, and its memory taken."""
-        manifest = self._content.manifest
+        manifest = self.content.manifest
         record = manifest.tensors[one.index]
         recipe = record.recipe
         assert recipe is not None  # noqa: S101  # for the type checker: that is why it is here
@@ -364,7 +366,7 @@ class _Making:
         source = recipe.sources[0]
         item, own = ITEM_BYTES[record.dtype], ITEM_BYTES[manifest.tensors[source].dtype]
         low, stop = one.start // item, (one.start + one.nbytes) // item
-        ends = self._ends.of(source) // own
+        ends = self.ends.of(source) // own
         row = int(np.searchsorted(ends, low, "right"))
         scales: _Scales | None = None
         while low < stop:
@@ -376,8 +378,8 @@ class _Making:
                 held = len(out)
             else:
                 out = one.out[low * item - one.start : high * item - one.start]
-            if source in self._ready:
-                codes = self._ready[source][low * own : high * own]
+            if source in self.ready:
+                codes = self.ready[source][low * own : high * own]
             else:
                 codes = memoryview(bytearray((high - low) * own))
                 parts.append(self._part(one, source, low * own, codes))
@@ -406,9 +408,11 @@ class _Making:
         """Return memory for scales from that of element `low` on: as many as there is room for."""
         first = low // block
         needed, wanted = -(-high // block), -(-stop // block)
-        last = max(needed, min(wanted, first + self._scales_room // _SCALE_BYTES))
+        last = max(
+            needed, min(wanted, first + max(1, self.options.host_bytes // 8 // _SCALE_BYTES))
+        )
         if last < wanted:  # end where a piece ends, so that none is read twice
-            ends = self._ends.of(index) // _SCALE_BYTES
+            ends = self.ends.of(index) // _SCALE_BYTES
             place = int(np.searchsorted(ends, last, "right"))
             last = max(needed, int(ends[place - 1]) if place else 0)
         memory = memoryview(bytearray((last - first) * _SCALE_BYTES))
@@ -417,24 +421,23 @@ class _Making:
     def _part(self, made: Range, index: int, start: int, out: memoryview) -> _Part:
         """Return a part of a source; what is wrong with it is wrong with what is made of it."""
         part = Range(index=index, start=start, nbytes=len(out), out=out)
-        return _Part(self._content, self._ends, part, self._content.labels[made.index])
+        return _Part(self.content, self.ends, part, self.content.labels[made.index])
 
     def _make(self, group: Sequence[_Step], read: Future[None], pool: ThreadPoolExecutor) -> None:
         """Make some steps once they are read, and check the tensors that end with one."""
         read.result()
         for step, _ in zip(group, pool.map(self._decode, group), strict=True):
-            record = self._content.manifest.tensors[step.whole.index]
+            record = self.content.manifest.tensors[step.whole.index]
             if step.whole.nbytes == record.nbytes:
-                self._hasher.update(step.out)
+                self.hasher.update(step.out)
                 if step.last:
-                    self._check(step.whole, self._hasher)
-                    self._hasher = Hasher()
-            self._done += len(step.out)
-            self._progress(Progress(stage="read", done=self._done, total=self._total))
+                    self._check(step.whole, self.hasher)
+                    self.hasher = Hasher()
+            self.note(len(step.out))
 
     def _decode(self, step: _Step) -> None:
         """Make the elements of a step."""
-        record = self._content.manifest.tensors[step.whole.index]
+        record = self.content.manifest.tensors[step.whole.index]
         recipe = record.recipe
         assert recipe is not None  # noqa: S101  # for the type checker: steps are of such
         decode_elements(
@@ -442,15 +445,15 @@ class _Making:
             recipe.code,
             recipe.block,
             record.dtype,
-            self._content.manifest.tensors[recipe.sources[0]].dtype,
+            self.content.manifest.tensors[recipe.sources[0]].dtype,
             step.low,
             step.codes,
             step.scales,
             step.out,
-            self._rounding,
+            self.rounding,
         )
 
     def _check(self, one: Range, made: Hasher) -> None:
         """Compare the digest of a tensor that was made whole."""
-        if one.nbytes == self._content.manifest.tensors[one.index].nbytes:
-            check_made(self._content, one.index, made)
+        if one.nbytes == self.content.manifest.tensors[one.index].nbytes:
+            check_made(self.content, one.index, made)

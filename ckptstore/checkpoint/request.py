@@ -82,16 +82,7 @@ def check_wishes(catalog: Catalog, request: WriteRequest, *, version: str = "0" 
     InvalidInputError, LimitError
         One of them is not accepted.
     """
-    _save_ops(
-        catalog,
-        request,
-        version=version,
-        pointer=NOWHERE,
-        content="0" * 64,
-        roles={},
-        receipt={},
-        relies_on=(),
-    )
+    _save_ops(catalog, request, version=version)
 
 
 def commit_version(
@@ -172,11 +163,11 @@ def _save_ops(
     request: WriteRequest,
     *,
     version: str,
-    pointer: ManifestPointer,
-    content: str,
-    roles: Mapping[str, RoleBytes],
-    receipt: Mapping[str, float],
-    relies_on: Collection[str],
+    pointer: ManifestPointer = NOWHERE,
+    content: str = "0" * 64,
+    roles: Mapping[str, RoleBytes] | None = None,
+    receipt: Mapping[str, float] | None = None,
+    relies_on: Collection[str] = (),
 ) -> list[Op]:
     """Return the operations that make a version visible; see :mod:`ckptstore.catalog.run_ops`."""
     return run_ops.save(
