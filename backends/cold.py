@@ -7,9 +7,8 @@ that a store opens, lists and verifies its records whatever the class of its pac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 from ckptstore.backends.storage_classes import check_class, class_named
 from ckptstore.errors import InvalidInputError
@@ -42,19 +41,6 @@ class ObjectState:
 
 class ColdStorage(Protocol):
     """Access to the classes of one storage. Any thread may call; errors as of a backend."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the names of the provider's own classes; there may be others."""
-
-    def class_of(self, key: str) -> str:
-        """Return the class of an object.
-
-        Raises
-        ------
-        ObjectNotFoundError
-            No such key.
-        """
 
     def set_class(self, key: str, name: str) -> bool:
         """Move an object to another class; return False if it was there already.
@@ -94,9 +80,6 @@ class ColdStorage(Protocol):
         ObjectNotFoundError
             No such key.
         """
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        """Return rules that make the storage itself move packs of some age, as JSON values."""
 
 
 class _Storage(Protocol):

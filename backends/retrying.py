@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
@@ -94,13 +94,6 @@ class _RetryingCold:
         self._inner = inner
         self._retry = backend.retry
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._inner.classes
-
-    def class_of(self, key: str) -> str:
-        return self._retry(lambda: self._inner.class_of(key))
-
     def set_class(self, key: str, name: str) -> bool:
         return self._retry(lambda: self._inner.set_class(key, name))
 
@@ -109,6 +102,3 @@ class _RetryingCold:
 
     def restore_state(self, key: str) -> ObjectState:
         return self._retry(lambda: self._inner.restore_state(key))
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        return self._inner.lifecycle(storage_class, days)

@@ -40,7 +40,7 @@ _KEPT_BYTES: Final = limits.HOST_BYTES_DEFAULT // 4
 _BUFFERS_KEPT: Final = _KEPT_BYTES // limits.PACK_BYTES_MIN
 
 
-class S3Backend(BucketBackend):
+class S3Backend(BucketBackend[S3Calls]):
     """The objects below one prefix of a bucket.
 
     Parameters
@@ -199,8 +199,8 @@ def open_s3(
     name = check_pack_class(pack_class)
     settings = None if client == "s3fs" else read_settings(options)
     if settings is not None:
-        client = PerProcess(direct_client, settings)
-        return S3Backend(location, client, scatter_read=True, pack_class=name)
+        direct = PerProcess[S3Calls](direct_client, settings)
+        return S3Backend(location, direct, scatter_read=True, pack_class=name)
     if client == "direct":
         msg = "only s3fs knows one of the storage options"
         raise InvalidUrlError(msg, hint='leave out client="direct", or that option')
@@ -209,5 +209,5 @@ def open_s3(
     except ImportError as error:
         msg = f"one of the storage options needs a package that is not installed ({error.name})"
         raise MissingDependencyError(msg, hint="pip install 'ckptstore[s3]'") from error
-    client = PerProcess(s3fs_client, options)
-    return S3Backend(location, client, scatter_read=False, pack_class=name)
+    by_s3fs = PerProcess[S3Calls](s3fs_client, options)
+    return S3Backend(location, by_s3fs, scatter_read=False, pack_class=name)

@@ -440,12 +440,6 @@ KEY_RECORDS_MAX: Final = 4096
 
 # --- storage classes ---------------------------------------------------------------------------
 
-# Packs whose storage class is looked up before versions are removed. Source: 64 requests of
-# LIST_PAGE_OBJECTS; 4 TiB of packs of 64 MiB.
-EARLY_PACKS_LISTED_MAX: Final = 64_000
-# Manifests that are read to find packs of removed versions that leave their class early. Source:
-# some seconds at 16 requests a second each way; a run of a thousand versions that share a base.
-EARLY_MANIFESTS_MAX: Final = 1_000
 # Packs that are moved to another storage class before the log is read again. Source: 256 packs
 # of 64 MiB take seconds to move, and a refresh is one listing.
 ARCHIVE_BATCH_PACKS: Final = 256

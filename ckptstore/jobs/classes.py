@@ -9,7 +9,7 @@ from typing import Any
 from ckptstore.backends.cold import cold_storage
 from ckptstore.catalog.retention_rules import parse_duration
 from ckptstore.events import ProgressCallback
-from ckptstore.jobs.job_file import Archive, Prices
+from ckptstore.jobs.job_file import Archive
 from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
 from ckptstore.maintenance.replicas.replication_context import read_back
 from ckptstore.store import Store
@@ -20,7 +20,6 @@ def archive_target(
     wanted: Archive,
     *,
     checked: bool,
-    prices: Prices | None,
     dry_run: bool,
     progress: ProgressCallback,
 ) -> Mapping[str, Any]:
@@ -39,7 +38,7 @@ def archive_target(
     backend = target.repo.backend
     if dry_run and backend.capabilities.private and cold_storage(backend) is None:
         # It stands for a target that is to be made.
-        return _figures(ArchiveReport(dry_run=True, storage_class=wanted.storage_class), prices)
+        return _figures(ArchiveReport(dry_run=True, storage_class=wanted.storage_class))
     versions = archivable(
         target.repo,
         keep_hot=wanted.keep_hot,
@@ -52,11 +51,11 @@ def archive_target(
         dry_run=dry_run,
         progress=progress,
     )
-    return _figures(report, prices)
+    return _figures(report)
 
 
-def _figures(report: ArchiveReport, prices: Prices | None) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _figures(report: ArchiveReport) -> dict[str, Any]:
+    return {
         "class": report.storage_class,
         "versions": len(report.versions),
         "moved": report.moved.count,
@@ -66,13 +65,4 @@ def _figures(report: ArchiveReport, prices: Prices | None) -> dict[str, Any]:
         "skipped": [asdict(one) for one in report.skipped],
         "cooled": list(report.cooled),
         "warnings": list(report.warnings),
-    }
-    known = prices.classes.get(report.storage_class) if prices else None
-    if prices is None or known is None:
-        return found
-    gb = report.moved.size_bytes / 1e9
-    return found | {
-        "once": round(report.moved.count * known.put_per_1000 / 1000, 6),
-        "a_month_less": round(gb * (prices.stored_per_gb_month - known.stored_per_gb_month), 6),
-        "currency": prices.currency,
     }

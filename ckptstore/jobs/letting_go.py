@@ -100,7 +100,6 @@ def retain_source(
         source.repo,
         policy=policy,
         dry_run=dry_run,
-        early=True,
         # What was not planned for was not looked at; it may go the next time.
         free={one.version.id for one in planned.changes} - missed,
         after=_looking_again(second, relied),
@@ -120,7 +119,6 @@ def retained(report: RetainReport, *, without: Collection[str] = ()) -> dict[str
         "changes": len(changes),
         "reclaimable_bytes": sum(one.reclaimable_bytes for one in changes),
         "commits": len(report.commits),
-        "early": asdict(report.early),
     }
 
 

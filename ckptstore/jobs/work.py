@@ -20,7 +20,6 @@ from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.jobs.classes import archive_target
-from ckptstore.jobs.costs import estimate_of
 from ckptstore.jobs.held import is_settled
 from ckptstore.jobs.job_file import Archive, Job
 from ckptstore.jobs.letting_go import evict_source, retain_source, retained
@@ -33,9 +32,6 @@ from ckptstore.store import Store, open_store
 from ckptstore.store.targets import open_target_of
 
 _log = logging.getLogger("ckptstore")
-
-# The smallest part of an upload that S3 takes; a store that is not there yet has no backend to ask.
-_PART_BYTES_MIN = 5 * limits.MIB
 
 
 def run_job(
@@ -98,7 +94,6 @@ def run_job(
             seconds=environment.monotonic() - began,
             steps=tuple(run.steps),
             overdue=tuple(run.overdue()),
-            estimate=run.estimate(),
         )
 
 
@@ -311,7 +306,6 @@ class _Run:
             self.target.repo,
             policy=policy if isinstance(policy, Mapping) else None,
             dry_run=self.dry_run,
-            early=True,
         )
         return retained(report)
 
@@ -333,7 +327,6 @@ class _Run:
             self.target,
             wanted,
             checked=self.job.copy.check,
-            prices=self.job.prices,
             dry_run=self.dry_run,
             progress=self.progress,
         )
@@ -347,7 +340,7 @@ class _Run:
             workers=self.job.copy.tasks,
         )
         freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
-        return {"reclaimable_now_bytes": freed, "early": list(report.early)}
+        return {"reclaimable_now_bytes": freed}
 
     def overdue(self) -> list[Overdue]:
         """Return the selected versions that are old enough, and not in the target."""
@@ -364,8 +357,3 @@ class _Run:
                     Overdue(version=version.id, run=version.run, step=version.step, age_s=age)
                 )
         return late
-
-    def estimate(self) -> dict[str, float | str]:
-        """Return requests and costs of the copies; empty without a table of prices."""
-        part = max(_PART_BYTES_MIN, self.target.repo.backend.capabilities.part_bytes)
-        return estimate_of(self.job, self.replicated, part_bytes=part)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.collect.gc import GcReport
     from ckptstore.maintenance.retention.ageing import Target
-    from ckptstore.maintenance.retention.early_deletion import Early
     from ckptstore.maintenance.retention.remove import Removal
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
@@ -171,33 +170,6 @@ def remove(
     return _part_removed(self.repo, versions, target, reason=reason, force=force, dry_run=dry_run)
 
 
-def leaving_early(self: HasRepo, refs: Sequence[str], *, keep: LowerLevel | None = None) -> Early:
-    """Return what it costs that versions go, where storage classes have a least of days.
-
-    Packs in `GLACIER`, say, are charged for 90 days, whenever they are deleted. Nothing on
-    storage without classes. What was not looked at, since the store is too large, is said.
-
-    Parameters
-    ----------
-    refs
-        The versions that would go.
-    keep
-        What would stay of each, as in :meth:`remove`.
-
-    Raises
-    ------
-    VersionNotFoundError
-        A ref names nothing.
-    StorageError
-        The storage failed.
-    """
-    from ckptstore.maintenance.retention.early_deletion import Leaving, leaving_early
-
-    versions = named_versions(self.repo, refs)
-    leaving = [Leaving(version=version, fate=keep or "gone") for version in versions]
-    return leaving_early(self.repo, self.repo.catalog, leaving)
-
-
 def undelete(self: HasRepo, refs: Sequence[str]) -> list[Version]:
     """Make deleted versions be there again, all or none; return them.
 
@@ -229,7 +201,6 @@ def gc(
     orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
     repack_below: float | None = limits.GC_REPACK_BELOW,
     dry_run: bool = False,
-    holders: bool = False,
     force: bool = False,
     executor: EngineSpec | None = None,
     workers: int | None = None,
@@ -247,7 +218,6 @@ def gc(
         orphan_age_s=orphan_age_s,
         repack_below=repack_below,
         dry_run=dry_run,
-        holders=holders,
         force=force,
         executor=executor,
         workers=workers,

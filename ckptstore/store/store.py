@@ -365,7 +365,6 @@ class Store:
     retain = retaining.retain
     age = retaining.age
     remove = retaining.remove
-    leaving_early = retaining.leaving_early
     undelete = retaining.undelete
     gc = retaining.gc
     archive = archiving.archive

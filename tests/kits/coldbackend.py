@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.cold import ColdStorage, ObjectState
-from ckptstore.backends.storage_classes import CLASSES, STANDARD, class_named
+from ckptstore.backends.storage_classes import STANDARD, class_named
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import ColdObjectError
 
@@ -94,13 +93,6 @@ class _Cold:
         self._backend = backend
         self._shelf = backend.shelf
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(CLASSES)
-
-    def class_of(self, key: str) -> str:
-        return self.restore_state(key).storage_class
-
     def restore_state(self, key: str) -> ObjectState:
         self._shelf.looked.append(key)
         return self._shelf.state(self._backend.inner.stat(key))
@@ -124,6 +116,3 @@ class _Cold:
         if key not in self._shelf.restored:
             self._shelf.left[key] = self._shelf.after
         return True
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        return {"class": storage_class, "days": days}

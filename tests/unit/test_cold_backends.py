@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from buckets import PREFIX, GcsBucket, S3Bucket
+from buckets import GcsBucket, S3Bucket
 from coldbackend import ColdBackend, Shelf
 from metered import MeteredBackend
 
@@ -53,10 +53,10 @@ def _cold(backend: Backend) -> ColdStorage:
 def test_an_object_changes_class(backend: Backend, s3_bucket: S3Bucket) -> None:
     """The listing and the state tell it, the bytes are what they were, and once is enough."""
     cold = _cold(backend)
-    assert cold.class_of(KEY) == STANDARD
+    assert cold.restore_state(KEY).storage_class == STANDARD
     assert cold.set_class(KEY, "STANDARD_IA")
     assert not cold.set_class(KEY, "STANDARD_IA")
-    assert cold.class_of(KEY) == backend.stat(KEY).storage_class == "STANDARD_IA"
+    assert cold.restore_state(KEY).storage_class == backend.stat(KEY).storage_class == "STANDARD_IA"
     assert [info.storage_class for info in backend.list(PACKS_PREFIX)] == ["STANDARD_IA"]
     assert s3_bucket.read(KEY) == b"chunks"
 
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_told(backend: Backend) -> None:
     cold = _cold(backend)
     gone = pack_key("b" * 32)
     for ask in (
-        lambda: cold.class_of(gone),
+        lambda: cold.restore_state(gone),
         lambda: cold.set_class(gone, "GLACIER"),
         lambda: cold.request_restore(gone, days=1, tier="Bulk"),
     ):
@@ -256,12 +256,10 @@ def test_gcs_rewrites_large_objects_in_several_requests() -> None:
         found["class"] = name
         return {"done": True}
 
-    cold = GcsColdStorage(parse_bucket_url("gs://bucket/place"), stat, rewrite)
+    cold = GcsColdStorage(stat, rewrite)
     assert cold.set_class(KEY, "ARCHIVE")
     assert tokens == ["", "t1", "t2"]
     assert not cold.set_class(KEY, "ARCHIVE")
-    (rule,) = cold.lifecycle("ARCHIVE", 90)["rule"]
-    assert rule["condition"] == {"age": 90, "matchesPrefix": ["place/packs/"]}
 
 
 def test_wrappers_pass_classes_on() -> None:
@@ -282,16 +280,5 @@ def test_wrappers_pass_classes_on() -> None:
     assert wrapped.set_class(KEY, "GLACIER")
     assert failed
     assert wrapped.restore_state(KEY).access == "cold"
-    assert wrapped.classes
-    assert wrapped.lifecycle("GLACIER", 3) == {"class": "GLACIER", "days": 3}
     assert cold_storage(RetryingBackend(MemoryBackend("plain"))) is None
     assert cold_storage(MeteredBackend(MemoryBackend("plain"))) is None
-
-
-def test_a_lifecycle_rule_is_for_packs_alone(backend: Backend) -> None:
-    """Below the store's prefix; and not earlier than S3 allows."""
-    cold = _cold(backend)
-    (rule,) = cold.lifecycle("DEEP_ARCHIVE", 1)["Rules"]
-    assert rule["Filter"] == {"Prefix": f"{PREFIX}packs/"}
-    with pytest.raises(InvalidInputError):
-        cold.lifecycle("STANDARD_IA", 29)

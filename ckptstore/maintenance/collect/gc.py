@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptstore import limits
-from ckptstore.backends.base import ObjectInfo
 from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
@@ -22,7 +21,6 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_key, version_id_of
 from ckptstore.maintenance.check.lost_log import check_log_is_whole
 from ckptstore.maintenance.collect.copy_live import Victim
-from ckptstore.maintenance.collect.holders import Holder, holders_of
 from ckptstore.maintenance.collect.inline_deltas import Rebased, dead_keys, rebase
 from ckptstore.maintenance.collect.repack import Repacked, choose, repack
 from ckptstore.maintenance.collect.sweep import due, sweep, wait_s
@@ -32,7 +30,6 @@ from ckptstore.maintenance.collect.unreferenced import (
     find_candidates,
     storage_now,
 )
-from ckptstore.maintenance.core.cold_packs import early
 from ckptstore.maintenance.core.listing import Tally
 from ckptstore.maintenance.core.live_set import Reach
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
@@ -86,11 +83,6 @@ class GcReport:
     again_s: float = 0.0
     """Until a second collection deletes what is condemned now, and this one did not delete; of a
     dry run, from the collection on that it stands for. 0 if nothing is left."""
-    early: tuple[str, ...] = ()
-    """What of `condemned` and `swept` is charged for longer, since it leaves its storage class
-    before the days that this asks for; a sentence a class."""
-    holders: tuple[Holder, ...] = ()
-    """Who holds what, if it was asked for: the most bytes first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +93,6 @@ class _Request:
     orphan_age_s: float
     repack_below: float | None
     dry_run: bool
-    holders: bool
     force: bool
 
 
@@ -191,10 +182,6 @@ class _Collection:
             copied_bytes=sum(victim.live_bytes for victim in victims),
         )
 
-    def listed(self, keys: Iterable[str]) -> list[ObjectInfo]:
-        """Return what the listing told of those of `keys` that were in it."""
-        return [info for key in keys if (info := self.found.objects.get(key)) is not None]
-
     def tally(self, keys: Iterable[str]) -> dict[str, Tally]:
         """Return count and bytes by kind of those of `keys` that were listed."""
         kinds = {"packs": [0, 0], "manifests": [0, 0]}
@@ -214,7 +201,6 @@ def gc(
     orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
     repack_below: float | None = limits.GC_REPACK_BELOW,
     dry_run: bool = False,
-    holders: bool = False,
     force: bool = False,
     executor: EngineSpec | None = None,
     workers: int | None = None,
@@ -239,8 +225,6 @@ def gc(
     dry_run
         Say what would be done, and change nothing. Unless the store was opened read-only, one
         empty object is made and removed to read the storage's clock.
-    holders
-        Also tell which versions hold how many bytes.
     force
         Collect even if what lies in the store says that commits were lost.
     executor
@@ -273,7 +257,6 @@ def gc(
         orphan_age_s=orphan_age_s,
         repack_below=repack_below,
         dry_run=dry_run,
-        holders=holders,
         force=force,
     )
     with open_tasks(repo, executor, workers) as tasks:
@@ -331,8 +314,6 @@ def _collect(
         leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
         seconds=repo.environment.monotonic() - began,
         again_s=_again_s(work, before),
-        early=tuple(early(work.listed({*work.condemned, *work.swept}), now_s=found.now_s)),
-        holders=holders_of(catalog, work.reach, found.objects) if request.holders else (),
         **_tallies(work, before),
     )
 

@@ -24,7 +24,6 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.core.relocate import relocating
 from ckptstore.maintenance.retention import ageing
 from ckptstore.maintenance.retention.ageing import Prepared, Target
-from ckptstore.maintenance.retention.early_deletion import Early, Leaving, leaving_early
 from ckptstore.maintenance.retention.reduce import Lowered, weigh
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Version
@@ -53,8 +52,6 @@ class RetainReport:
     """Numbers of the commits that carried it out."""
     roundings: Mapping[str, Rounding] = field(default_factory=dict)
     """Version id to what became of its weights, or would, where they were read for it."""
-    early: Early = field(default_factory=Early)
-    """Of a dry run, or where it was asked for: what leaves its storage class before its time."""
 
     @property
     def changes(self) -> tuple[Decision, ...]:
@@ -123,7 +120,6 @@ def retain(
     quick: bool = False,
     free: Collection[str] | None = None,
     after: AfterCommit | None = None,
-    early: bool | None = None,
 ) -> RetainReport:
     """Plan what becomes of versions, and carry it out unless `dry_run`.
 
@@ -136,9 +132,6 @@ def retain(
         are. None: all may.
     after
         With `free`: called after each commit; see :data:`AfterCommit`.
-    early
-        Look at storage classes, for what it costs that something goes so soon; None: in a dry run
-        that is not quick.
 
     Raises
     ------
@@ -164,8 +157,6 @@ def retain(
         raise InvalidInputError(
             msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights"
         )
-    looks = early or (early is None and dry_run and not quick)
-    costs = _costs(repo, plans) if looks else Early()
     commits: list[int] = []
     if not dry_run:
         repo.check_writable()
@@ -177,18 +168,7 @@ def retain(
         plans=tuple(_measured(plan, applying.lowered) for plan in plans),
         commits=tuple(commits),
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
-        early=costs,
     )
-
-
-def _costs(repo: Repo, plans: Sequence[RunPlan]) -> Early:
-    """Return what it costs that something goes so soon, by the storage classes of its packs."""
-    leaving = [
-        Leaving(version=one.version, fate=one.fate)
-        for plan in plans
-        for one in (() if plan.refused else plan.changes)
-    ]
-    return leaving_early(repo, repo.catalog, leaving)
 
 
 def _measured(plan: RunPlan, lowered: Mapping[str, Lowered]) -> RunPlan:
