@@ -20,7 +20,7 @@ from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
-    from ckptstore.maintenance.core.listing import Tally
+    from ckptstore.maintenance.core.live_set import Tally
 
 _LISTED = 10
 """Packs shown that stay or could not be moved; the document has all."""

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import isclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Final, TypeAlias, get_args
 
 import msgspec
 
@@ -215,20 +215,9 @@ def _check_words(table: Mapping[str, object], kind: type[msgspec.Struct], place:
         if word not in known:
             msg = f"{place}{word[:_SHOWN]}: a job has no such word"
             raise InvalidInputError(msg, hint=did_you_mean(word, known))
-        _check_inner(value, known[word], f"{place}{word}")
-
-
-def _check_inner(value: object, kind: object, place: str) -> None:
-    """Do the same for what is below a word, if that is one table, or tables by names."""
-    if not isinstance(value, dict):
-        return
-    if get_origin(kind) is dict:
-        for name, each in value.items():
-            _check_inner(each, get_args(kind)[1], f"{place}.{name}")
-        return
-    for one in get_args(kind) or (kind,):
-        if isclass(one) and issubclass(one, msgspec.Struct):
-            _check_words(value, one, f"{place}.")
+        for inner in get_args(known[word]) or (known[word],):
+            if isinstance(value, dict) and isclass(inner) and issubclass(inner, msgspec.Struct):
+                _check_words(value, inner, f"{place}{word}.")
 
 
 def _check(job: Job) -> None:

@@ -13,7 +13,7 @@ from ckptstore.backends.registry import open_backend
 from ckptstore.replicas.targets import open_target
 from ckptstore.repo import create_repo
 from ckptstore.store import Store, mend_superblock, open_store, rotate_key
-from ckptstore.store.targets import open_target_of
+from ckptstore.store.opening import open_target_of
 from tests.cli.conftest import Cli
 
 TAKING: tuple[Callable[..., Any], ...] = (

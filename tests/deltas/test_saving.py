@@ -360,6 +360,7 @@ def test_what_is_condemned_meanwhile_is_no_base(backends: Backends) -> None:
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.short(sample=1)
 def test_background_saves_take_deltas(tmp_path: Any, engine: str) -> None:  # noqa: ANN401
     """Both engines do; the process keeps keyframes of its own."""
     import ckptstore

@@ -546,6 +546,7 @@ def test_the_head_leaves_what_the_source_deleted(backends: Backends) -> None:
     assert target.resolve("gpt@latest").step == 3
 
 
+@pytest.mark.slow
 def test_many_metrics_travel_in_commits_of_their_size(backends: Backends) -> None:
     """Records and annotations of any size go into as many commits as they need."""
     source, target, later = _store(backends()), _store(backends()), _store(backends())

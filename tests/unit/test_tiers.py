@@ -123,6 +123,7 @@ def test_a_snapshot_holds_the_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a:b", "-a", "ä", "x" * 65, 3])
+@pytest.mark.short(sample=2)
 def test_a_name_that_could_be_a_place_is_refused(hot: ckptstore.Store, name: str) -> None:
     """So that ``replica:NAME`` and locations are never taken for each other."""
     with pytest.raises(InvalidInputError, match="replica's name"):

@@ -38,10 +38,9 @@ from ckptstore.errors import (
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.maintenance.core.cold_packs import states_of
-from ckptstore.maintenance.core.listing import Tally
-from ckptstore.maintenance.core.live_set import Footprint, Reach
-from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally
 from ckptstore.maintenance.core.select_versions import select_versions
+from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 

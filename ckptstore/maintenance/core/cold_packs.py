@@ -16,7 +16,7 @@ from ckptstore.backends.storage_classes import class_named
 from ckptstore.errors import ObjectNotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.task_pool import at_once
 
 
 def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set[str]:
