@@ -21,9 +21,9 @@ from ckptstore.backends.base import (
     check_prefix,
     is_key,
 )
-from ckptstore.backends.cold import is_classed
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import wanted_bytes
+from ckptstore.backends.storage_classes import is_classed
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,

@@ -21,14 +21,13 @@ from ckptstore.backends.bucket import (
     Foreign,
     parse_bucket_url,
 )
-from ckptstore.backends.cold import ColdStorage, check_pack_class
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
 from ckptstore.backends.s3_calls import S3Calls, translate
 from ckptstore.backends.s3_cold import S3ColdStorage
 from ckptstore.backends.s3_direct import direct_client
 from ckptstore.backends.s3_settings import read_settings
-from ckptstore.backends.storage_classes import STANDARD
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, check_pack_class
 from ckptstore.errors import CorruptObjectError, InvalidUrlError, MissingDependencyError
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")

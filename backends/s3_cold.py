@@ -14,9 +14,8 @@ from typing import Any, Final, Protocol, TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.bucket import BucketLocation, Foreign
-from ckptstore.backends.cold import Access, ObjectState
 from ckptstore.backends.s3_calls import S3Calls, code_of
-from ckptstore.backends.storage_classes import STANDARD, TIERING, class_named
+from ckptstore.backends.storage_classes import STANDARD, TIERING, Access, ObjectState, class_named
 from ckptstore.errors import (
     ColdObjectError,
     LimitError,
