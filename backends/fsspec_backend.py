@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -18,18 +19,18 @@ import fsspec.core
 from fsspec.asyn import AsyncFileSystem
 from fsspec.exceptions import FSTimeoutError
 
+from ckptstore.backends import bucket
 from ckptstore.backends.base import (
     Backend,
     Buffer,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
-    PutIfAbsent,
     check_key,
     check_prefix,
     is_key,
 )
-from ckptstore.backends.buffered_writer import BufferedWriter
+from ckptstore.backends.collecting_writers import BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.oserrors import translate as translate_os
 from ckptstore.backends.per_process import PerProcess
@@ -47,22 +48,13 @@ from ckptstore.errors import (
     TransientStorageError,
     UnsafeBackendError,
 )
-from ckptstore.limits import MIB
 
 T = TypeVar("T")
 Foreign = Any
 """A value of fsspec, which ships no types."""
 
-CAPABILITIES: Final = Capabilities(
-    put_if_absent=PutIfAbsent.UNKNOWN,
-    pack_bytes=64 * MIB,  # pipe_file takes an object whole
-    part_bytes=64 * MIB,
-    read_gap_bytes=1 * MIB,
-    read_bytes_max=16 * MIB,
-    concurrency=8,
-    scatter_read=False,
-    lookup_lag_s=10.0,
-)
+# As of an object store: pipe_file takes an object whole.
+CAPABILITIES: Final = replace(bucket.CAPABILITIES, concurrency=8, lookup_lag_s=10.0)
 
 # Separators of the parts of a connection string or of a query.
 _PARTS: Final = re.compile(r"[;&\s]")

@@ -173,7 +173,8 @@ def _s3(head: Mapping[str, Any]) -> tuple[S3ColdStorage, _Calls]:
     whole = {"ContentLength": 10, "LastModified": datetime(2026, 3, 1, tzinfo=UTC), **head}
     calls = _Calls(whole)
     location = parse_bucket_url("s3://bucket/place")
-    return S3ColdStorage(location, lambda _what, work: work(calls)), calls
+    client: Any = calls
+    return S3ColdStorage(location, lambda _what, work: work(client)), calls
 
 
 def test_a_copy_is_conditional_on_what_was_seen() -> None:
