@@ -13,14 +13,20 @@ from ckptstore.cli.text import metric_text
 
 
 def annotate(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
-    metrics: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE", help="Metrics, for example bleu=31.0.")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
+    metrics: Annotated[list[str], typer.Argument(metavar="NAME=VALUE")],
     *,
     options: WriterOptions,
 ) -> None:
-    """Add metrics to a version, or replace their values."""
+    """Add metrics to a version, or replace their values.
+
+    Parameters
+    ----------
+    ref
+        The version.
+    metrics
+        Metrics, for example bleu=31.0.
+    """
     output = options.output("annotate")
     values = parse_metrics(metrics)
     with opened_to_write(options) as opening:

@@ -26,23 +26,11 @@ _ORDER: Final = ("changed", "added", "removed", "moved", "same")
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="REF", help="The older version.")],
-    second: Annotated[str, typer.Argument(metavar="REF2", help="The newer version.")],
+    first: Annotated[str, typer.Argument(metavar="REF")],
+    second: Annotated[str, typer.Argument(metavar="REF2")],
     *,
-    values: Annotated[
-        bool,
-        typer.Option(
-            "--values",
-            help="Read the changed tensors: print the relative L2 and the largest absolute "
-            "difference of each.",
-        ),
-    ] = False,
-    limit: Annotated[
-        int,
-        typer.Option(
-            "--limit", "-n", min=0, metavar="N", help="Number of tensors to list; 0 for all."
-        ),
-    ] = _ROWS,
+    values: bool = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, metavar="N")] = _ROWS,
     replica: FromReplica = None,
     source: SourceOptions,
     options: CommonOptions,
@@ -50,6 +38,17 @@ def diff(
     """Compare two versions: tensors added, removed, moved or changed, and values that differ.
 
     Without --values only the two manifests are read.
+
+    Parameters
+    ----------
+    first
+        The older version.
+    second
+        The newer version.
+    values
+        Read the changed tensors: print the relative L2 and the largest absolute difference of each.
+    limit
+        Number of tensors to list; 0 for all.
     """
     output = options.output("diff")
     with opened(options) as opening:

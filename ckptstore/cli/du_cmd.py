@@ -23,21 +23,9 @@ if TYPE_CHECKING:
 
 
 def du(
-    what: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="RUN|REF", help="A run, shown by version; or a version, shown by role."
-        ),
-    ] = None,
+    what: Annotated[str | None, typer.Argument(metavar="RUN|REF")] = None,
     *,
-    shared: Annotated[
-        bool,
-        typer.Option(
-            "--shared",
-            help="Show data that each run or version holds alone, and data that it shares. "
-            "Reads every manifest.",
-        ),
-    ] = False,
+    shared: bool = False,
     options: CommonOptions,
 ) -> None:
     """Show the space used by runs, versions and roles, and by the store's objects.
@@ -45,6 +33,14 @@ def du(
     SIZE is the size of the tensors in memory, NEW the part that the run's previous version did not
     have, STORED the space of that part in the store. With --shared, HELD is the data needed to load
     it, and ALONE the part that nothing else needs: deleting the version or run frees ALONE.
+
+    Parameters
+    ----------
+    what
+        A run, shown by version; or a version, shown by role.
+    shared
+        Show data that each run or version holds alone, and data that it shares. Reads every
+        manifest.
     """
     output = options.output("du")
     with opened(options) as opening:

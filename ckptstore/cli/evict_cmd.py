@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptstore.cli.options import Runs, TargetOptions, WriterOptions, dry_run
+from ckptstore.cli.options import DryRun, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import bytes_text, counted, version_text
@@ -19,38 +19,15 @@ from ckptstore.store.targets import open_target_of
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.evict import EvictReport
 
-_Keep = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--keep",
-        metavar="RULES",
-        help="Of the selected runs, keep here the versions that these retention rules "
-        "keep: 'last 5, best 2 val_loss'. Repeatable.",
-    ),
-]
-
 
 def evict(
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Versions to evict; or use --run and --keep."),
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    to: Annotated[
-        str,
-        typer.Option("--replica", metavar="NAME", help="The replica that must hold them."),
-    ],
+    to: Annotated[str, typer.Option("--replica", metavar="NAME")],
     run: Runs = None,
-    keep: _Keep = None,
-    dry_run: Annotated[bool, dry_run("Print what would be evicted; change nothing.")] = False,
-    no_pin: Annotated[
-        bool,
-        typer.Option(
-            "--no-pin",
-            help="Do not pin evicted versions in the replica: its own retention rules decide "
-            "how long they stay.",
-        ),
-    ] = False,
+    keep: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None,
+    dry_run: DryRun = False,
+    no_pin: bool = False,
     target: TargetOptions,
     options: WriterOptions,
 ) -> None:
@@ -60,6 +37,21 @@ def evict(
     versions, nor the head of a run. An evicted version is pinned in the replica until it comes back
     or is deleted here. The next ckptstore gc frees the space. Exits with 5 if the replica dropped a
     version at the same moment and it could not be taken back.
+
+    Parameters
+    ----------
+    refs
+        Versions to evict; or use --run and --keep.
+    to
+        The replica that must hold them.
+    dry_run
+        Print what would be evicted; change nothing.
+    no_pin
+        Do not pin evicted versions in the replica: its own retention rules decide how long they
+        stay.
+    keep
+        Of the selected runs, keep here the versions that these retention rules keep: 'last 5, best
+        2 val_loss'. Repeatable.
     """
     output = options.output("evict")
     with (

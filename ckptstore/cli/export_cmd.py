@@ -18,21 +18,12 @@ _NAMED = 5
 
 
 def export(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The file to write: NAME.safetensors.")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
+    path: Annotated[Path, typer.Argument(metavar="PATH")],
     *,
     paths: PathOptions,
-    strip_prefix: Annotated[
-        str,
-        typer.Option(
-            "--strip-prefix",
-            metavar="TEXT",
-            help="Prefix to remove from tensor names: 'model.' for weights saved under model.",
-        ),
-    ] = "",
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace an existing file.")] = False,
+    strip_prefix: Annotated[str, typer.Option(metavar="TEXT")] = "",
+    force: Annotated[bool, typer.Option("--force", "-f")] = False,
     replica: FromReplica = None,
     source: SourceOptions,
     options: CommonOptions,
@@ -41,6 +32,17 @@ def export(
 
     The file appears only when it is complete and on disk. Values that are not tensors are skipped,
     with a note. Evicted data is read from a replica.
+
+    Parameters
+    ----------
+    ref
+        The version.
+    path
+        The file to write: NAME.safetensors.
+    strip_prefix
+        Prefix to remove from tensor names: 'model.' for weights saved under model.
+    force
+        Replace an existing file.
     """
     from ckptstore.integrations.safetensors_export import export_safetensors
 

@@ -95,9 +95,7 @@ Runs = Annotated[
 ]
 
 
-def dry_run(text: str) -> Any:  # noqa: ANN401 - what Typer declares options with is its own
-    """Return the option ``--dry-run`` with the help text of one command."""
-    return typer.Option("--dry-run", "-n", help=text)
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,38 +125,32 @@ class CommonOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions(CommonOptions):
-    """Options of every command that can change the store."""
+    """Options of every command that can change the store.
 
-    single_writer: Annotated[
-        bool,
-        typer.Option(
-            "--single-writer",
-            help="You guarantee that nothing else writes to the store. This allows storage "
-            "that cannot create an object only if it is absent.",
-        ),
-    ] = False
+    Parameters
+    ----------
+    single_writer
+        You guarantee that nothing else writes to the store. This allows storage that cannot create
+        an object only if it is absent.
+    """
+
+    single_writer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """Options that open a second store: that of ``--to``, ``--replica`` or an argument."""
+    """Options that open a second store: that of ``--to``, ``--replica`` or an argument.
 
-    to_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--to-option",
-            metavar="KEY=VALUE",
-            help="Like --option, for the other store. Repeatable.",
-        ),
-    ] = None
-    to_key: Annotated[
-        str | None,
-        typer.Option(
-            "--to-key",
-            metavar="SPEC",
-            help="Like --key, for the other store; a store created with it is encrypted.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    to_option
+        Like --option, for the other store. Repeatable.
+    to_key
+        Like --key, for the other store; a store created with it is encrypted.
+    """
+
+    to_option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None
+    to_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None
 
     def given(self, *, placed: bool = True) -> dict[str, Any]:
         """Return them as :func:`ckptstore.open` takes them; the key only where there is one.
@@ -178,20 +170,18 @@ class TargetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """Options that open the source store of ``--from``."""
+    """Options that open the source store of ``--from``.
 
-    from_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--from-option",
-            metavar="KEY=VALUE",
-            help="Like --option, for the store of --from. Repeatable.",
-        ),
-    ] = None
-    from_key: Annotated[
-        str | None,
-        typer.Option("--from-key", metavar="SPEC", help="Like --key, for the store of --from."),
-    ] = None
+    Parameters
+    ----------
+    from_option
+        Like --option, for the store of --from. Repeatable.
+    from_key
+        Like --key, for the store of --from.
+    """
+
+    from_option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None
+    from_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None
 
     def given(self) -> dict[str, Any]:
         """Return them as :func:`ckptstore.open` takes them; the key only where there is one.
@@ -225,46 +215,35 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Options that choose where tasks run."""
+    """Options that choose where tasks run.
 
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="ENGINE",
-            help="Where tasks run: threads of this process (the default), processes, "
-            "dask:local, or the workers of a Dask scheduler, dask://HOST:PORT.",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            min=1,
-            metavar="N",
-            help="Number of tasks at once; the default depends on --engine.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    engine
+        Where tasks run: threads of this process (the default), processes, dask:local, or the
+        workers of a Dask scheduler, dask://HOST:PORT.
+    workers
+        Number of tasks at once; the default depends on --engine.
+    """
+
+    engine: Annotated[str | None, typer.Option(metavar="ENGINE")] = None
+    workers: Annotated[int | None, typer.Option(min=1, metavar="N")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOptions:
-    """Options that select tensors by path."""
+    """Options that select tensors by path.
 
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--include",
-            metavar="PATTERN",
-            help="Only tensors whose path matches, for example 'model.*'. Repeatable.",
-        ),
-    ] = None
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exclude", metavar="PATTERN", help="Skip tensors whose path matches. Repeatable."
-        ),
-    ] = None
+    Parameters
+    ----------
+    include
+        Only tensors whose path matches, for example 'model.*'. Repeatable.
+    exclude
+        Skip tensors whose path matches. Repeatable.
+    """
+
+    include: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None
+    exclude: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None
 
 
 def secret(key: str | None) -> dict[str, Any]:

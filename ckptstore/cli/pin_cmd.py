@@ -14,26 +14,24 @@ from ckptstore.errors import InvalidInputError
 
 
 def pin(
-    refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    delete: Annotated[
-        bool,
-        typer.Option("--delete", "-d", help="Remove all pins of these versions, from any store."),
-    ] = False,
-    for_store: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="STORE",
-            help="With --delete, instead of versions: remove the pins that evictions from "
-            "this store left here. Its id, or a prefix of it.",
-        ),
-    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", "-d")] = False,
+    for_store: Annotated[str | None, typer.Option("--for", metavar="STORE")] = None,
     options: WriterOptions,
 ) -> None:
-    """Pin versions, so that rm and retain neither delete nor reduce them; or unpin them."""
+    """Pin versions, so that rm and retain neither delete nor reduce them; or unpin them.
+
+    Parameters
+    ----------
+    refs
+        The versions.
+    delete
+        Remove all pins of these versions, from any store.
+    for_store
+        With --delete, instead of versions: remove the pins that evictions from this store left
+        here. Its id, or a prefix of it.
+    """
     output = options.output("pin")
     if (for_store is not None) == bool(refs) or (for_store is not None and not delete):
         msg = "name versions; or a store, with --delete --for STORE"

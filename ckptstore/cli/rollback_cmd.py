@@ -18,18 +18,21 @@ _NAMED: Final = 10
 
 
 def rollback(
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="The version to move to, back or forward.")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
     *,
-    reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Reason, recorded in the log.")
-    ] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT")] = "",
     options: WriterOptions,
 ) -> None:
     """Move the head of a run to a version; later versions are abandoned, not deleted.
 
     The next save continues this version, and RUN@latest names it.
+
+    Parameters
+    ----------
+    ref
+        The version to move to, back or forward.
+    reason
+        Reason, recorded in the log.
     """
     from ckptstore.maintenance.retention.rollback import rollback as roll
 

@@ -48,23 +48,21 @@ _ANCESTORS_SHOWN: Final = 5
 
 
 def show(
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="RUN, RUN@STEP, RUN@TAG, RUN@best:METRIC, ID ...")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
     *,
-    tensors: Annotated[
-        str | None,
-        typer.Option(
-            "--tensors",
-            metavar="N|all",
-            help="Number of tensors to list; 0 skips reading the manifest. Default: 10; all "
-            "with --json.",
-        ),
-    ] = None,
+    tensors: Annotated[str | None, typer.Option(metavar="N|all")] = None,
     utc: Utc = False,
     options: CommonOptions,
 ) -> None:
-    """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt."""
+    """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt.
+
+    Parameters
+    ----------
+    ref
+        RUN, RUN@STEP, RUN@TAG, RUN@best:METRIC, ID ...
+    tensors
+        Number of tensors to list; 0 skips reading the manifest. Default: 10; all with --json.
+    """
     output = options.output("show")
     most = _most(tensors, default=None if options.json else _TENSORS)
     with opened(options) as opening:

@@ -23,29 +23,24 @@ if TYPE_CHECKING:
 
 def stats(
     *,
-    prometheus: Annotated[
-        bool,
-        typer.Option(
-            "--prometheus", help="Print metrics of runs and their last saves for Prometheus."
-        ),
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="PATH",
-            help="Plot times and sizes of the last saves to a .svg, .png or .pdf file.",
-        ),
-    ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="With --plot: only this run.")
-    ] = None,
+    prometheus: bool = False,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
     options: CommonOptions,
 ) -> None:
     """Show key figures of a store: versions, distinct chunks, sharing, objects and space.
 
     Reads the manifest of every version and lists every object; with --prometheus or --plot it reads
     only the catalog.
+
+    Parameters
+    ----------
+    prometheus
+        Print metrics of runs and their last saves for Prometheus.
+    plot
+        Plot times and sizes of the last saves to a .svg, .png or .pdf file.
+    run
+        With --plot: only this run.
     """
     output = options.output("stats")
     if (prometheus and plot is not None) or (run is not None and plot is None):

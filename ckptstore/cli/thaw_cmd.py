@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from ckptstore import limits
-from ckptstore.cli.options import CommonOptions, PathOptions, dry_run
+from ckptstore.cli.options import CommonOptions, DryRun, PathOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
@@ -22,41 +22,15 @@ if TYPE_CHECKING:
 
 
 def thaw(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
     *,
-    role: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--role",
-            metavar="ROLE",
-            help="Only tensors of this role, for example weights. Repeatable.",
-        ),
-    ] = None,
+    role: Annotated[list[str] | None, typer.Option(metavar="ROLE")] = None,
     paths: PathOptions,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until everything can be read: minutes to days.")
-    ] = False,
-    days: Annotated[
-        int, typer.Option("--days", metavar="N", help="How long the version stays readable.")
-    ] = limits.THAW_DAYS,
-    tier: Annotated[
-        str,
-        typer.Option(
-            "--tier",
-            metavar="NAME",
-            help="Speed and price of the restore: Expedited, Standard or Bulk, if the "
-            "storage class offers it.",
-        ),
-    ] = "Standard",
-    poll: Annotated[
-        str | None,
-        typer.Option(
-            "--poll",
-            metavar="TIME",
-            help="With --wait: time between checks. Default: chosen by the expected duration.",
-        ),
-    ] = None,
-    dry_run: Annotated[bool, dry_run("Print what is cold; request nothing.")] = False,
+    wait: bool = False,
+    days: Annotated[int, typer.Option(metavar="N")] = limits.THAW_DAYS,
+    tier: Annotated[str, typer.Option(metavar="NAME")] = "Standard",
+    poll: Annotated[str | None, typer.Option(metavar="TIME")] = None,
+    dry_run: DryRun = False,
     options: CommonOptions,
 ) -> None:
     """Request the restore of a version from an archive class, and show its progress.
@@ -64,6 +38,23 @@ def thaw(
     Restores only packs that hold the selected tensors. Nothing is requested twice: run it again to
     see the progress, or, with --wait, to continue waiting. Exits with 0 whether or not the version
     can be read yet.
+
+    Parameters
+    ----------
+    ref
+        The version.
+    role
+        Only tensors of this role, for example weights. Repeatable.
+    wait
+        Wait until everything can be read: minutes to days.
+    days
+        How long the version stays readable.
+    tier
+        Speed and price of the restore: Expedited, Standard or Bulk, if the storage class offers it.
+    poll
+        With --wait: time between checks. Default: chosen by the expected duration.
+    dry_run
+        Print what is cold; request nothing.
     """
     from ckptstore.catalog.retention_rules import parse_duration
 

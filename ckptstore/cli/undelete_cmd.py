@@ -14,17 +14,20 @@ from ckptstore.model import Version
 
 
 def undelete(
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[REF]...", help="#ID, a bare id, or RUN@STEP."),
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="All deleted versions of this run.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
     options: WriterOptions,
 ) -> None:
-    """Restore deleted versions: all that are named, or none."""
+    """Restore deleted versions: all that are named, or none.
+
+    Parameters
+    ----------
+    refs
+        #ID, a bare id, or RUN@STEP.
+    run
+        All deleted versions of this run.
+    """
     output = options.output("undelete")
     if bool(refs) == (run is not None):
         msg = "name versions, or a run with --run"
