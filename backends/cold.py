@@ -7,9 +7,8 @@ that a store opens, lists and verifies its records whatever the class of its pac
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, TypeAlias
+from typing import Final, Literal, Protocol, TypeAlias
 
 from ckptstore.backends.storage_classes import check_class, class_named
 from ckptstore.errors import InvalidInputError
@@ -94,9 +93,6 @@ class ColdStorage(Protocol):
         ObjectNotFoundError
             No such key.
         """
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        """Return rules that make the storage itself move packs of some age, as JSON values."""
 
 
 class _Storage(Protocol):

@@ -189,7 +189,7 @@ class GcsBackend(Backend):
 
     def cold_storage(self) -> ColdStorage:
         """Return access to the storage classes of these objects."""
-        return GcsColdStorage(self._location, self.stat, self._rewrite)
+        return GcsColdStorage(self.stat, self._rewrite)
 
     def close(self) -> None:
         """Close this process's connections."""

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from typing import Any, Final, Protocol
 
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.backends.cold import CLASSED_PREFIX, ObjectState
-from ckptstore.backends.object_url import BucketLocation
+from ckptstore.backends.cold import ObjectState
 from ckptstore.backends.storage_classes import STANDARD
 from ckptstore.errors import StorageError
 
@@ -37,16 +36,13 @@ class GcsColdStorage:
 
     Parameters
     ----------
-    location
-        Bucket and prefix of the objects.
     stat
         The backend's ``stat``.
     rewrite
         The backend's function for one request of a rewrite.
     """
 
-    def __init__(self, location: BucketLocation, stat: Stat, rewrite: Rewriter) -> None:
-        self._location = location
+    def __init__(self, stat: Stat, rewrite: Rewriter) -> None:
         self._stat = stat
         self._rewrite = rewrite
 
@@ -88,17 +84,3 @@ class GcsColdStorage:
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
         """Do nothing, since every object can be read already; returns False."""
         return False
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        """Return the input of ``gcloud storage buckets update --lifecycle-file``."""
-        return {
-            "rule": [
-                {
-                    "action": {"type": "SetStorageClass", "storageClass": storage_class},
-                    "condition": {
-                        "age": days,
-                        "matchesPrefix": [self._location.prefix + CLASSED_PREFIX],
-                    },
-                }
-            ]
-        }

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from ckptstore.backends.base import Buffer, Leftovers, ObjectWriter, check_key
 from ckptstore.backends.cold import ColdStorage, ObjectState
 from ckptstore.backends.wrapper import WrapperBackend
@@ -57,9 +54,6 @@ class _ReadOnlyCold:
 
     def restore_state(self, key: str) -> ObjectState:
         return self._inner.restore_state(key)
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        return self._inner.lifecycle(storage_class, days)
 
     def set_class(self, key: str, name: str) -> bool:
         raise _refusal(key)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, Buffer, ObjectInfo, ObjectWriter
@@ -174,6 +174,3 @@ class _RetryingCold:
 
     def restore_state(self, key: str) -> ObjectState:
         return self._retries.call(lambda: self._inner.restore_state(key))
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        return self._inner.lifecycle(storage_class, days)

@@ -6,7 +6,6 @@ of the S3 API.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -14,14 +13,13 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final, Protocol, TypeVar
 
 from ckptstore import limits
-from ckptstore.backends.cold import CLASSED_PREFIX, Access, ObjectState
+from ckptstore.backends.cold import Access, ObjectState
 from ckptstore.backends.object_url import BucketLocation
 from ckptstore.backends.s3_calls import Foreign, S3Calls
 from ckptstore.backends.s3_errors import code_of
 from ckptstore.backends.storage_classes import STANDARD, TIERING, class_named
 from ckptstore.errors import (
     ColdObjectError,
-    InvalidInputError,
     LimitError,
     StorageError,
     TransientStorageError,
@@ -33,9 +31,6 @@ _CLASSES: Final = (
     *(STANDARD, "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING"),
     *("GLACIER_IR", "GLACIER", "DEEP_ARCHIVE"),
 )
-# A lifecycle rule may move objects to these after 30 days and not before.
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/lifecycle-transition-general-considerations.html
-_LATE: Final = {"STANDARD_IA": 30, "ONEZONE_IA": 30}
 _RESTORE = re.compile(r'ongoing-request="(true|false)"(?:,\s*expiry-date="([^"]*)")?')
 
 
@@ -93,7 +88,7 @@ class S3ColdStorage:
             msg = (
                 f"{key} has {before.size_bytes} bytes; S3 moves {limits.S3_COPY_BYTES_MAX} at most"
             )
-            raise LimitError(msg, hint="a lifecycle rule can: ckptstore archive --lifecycle")
+            raise LimitError(msg, hint="a lifecycle rule of the bucket can move it")
         request = self._object(key) | {
             "CopySource": self._object(key),
             "CopySourceIfUnmodifiedSince": head["LastModified"],
@@ -147,23 +142,6 @@ class S3ColdStorage:
             return True
 
         return self._send(f"restore {key}", ask)
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        """Return the input of ``aws s3api put-bucket-lifecycle-configuration``."""
-        if days < _LATE.get(storage_class, 0):
-            msg = (
-                f"S3 moves nothing to {storage_class} before it is {_LATE[storage_class]} days old"
-            )
-            raise InvalidInputError(msg, hint=f"--min-age {_LATE[storage_class]}d, or more")
-        prefix = self._location.prefix + CLASSED_PREFIX
-        digest = hashlib.sha256(f"{prefix} {storage_class}".encode()).hexdigest()[:12]
-        rule = {
-            "ID": f"ckptstore-packs-{digest}",
-            "Status": "Enabled",
-            "Filter": {"Prefix": prefix},
-            "Transitions": [{"Days": days, "StorageClass": storage_class}],
-        }
-        return {"Rules": [rule]}
 
     def _head(self, key: str) -> Foreign:
         request = self._object(key)

@@ -22,8 +22,7 @@ from benchmarks.peers import PEERS, Peer
 from benchmarks.states import State
 from ckptstore.catalog import run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit
-from ckptstore.catalog.fold import extended
+from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit, extended
 from ckptstore.catalog.run_ops import Save
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import manifest_key

@@ -175,8 +175,8 @@ REASON_CHARS_MAX: Final = 500
 COMMITS_PER_FOLDER: Final = 1000
 # Highest commit number. Source: the folder in the key has 6 digits, and keys must sort as numbers.
 COMMIT_NUMBER_MAX: Final = 10**9 - 1
-# Manifests that ageing writes before it commits them together. Source: a relocate takes under 2 KiB
-# of COMMIT_BYTES_MAX, and two operations in three stay free in COMMIT_OPS_MAX.
+# Versions that one commit relocates. Source: an operation takes up to 10 KB with 64 roles, so
+# 2.5 MB of COMMIT_BYTES_MAX, and two operations in three stay free in COMMIT_OPS_MAX.
 RELOCATES_PER_COMMIT: Final = 256
 # The same where weights are rounded. Source: the loss in a crash: 16 versions of 1 GB are some
 # minutes of reading and writing.
@@ -336,9 +336,6 @@ GC_REPACK_BELOW: Final = 0.5
 # Live bytes that a repack copies before it commits. Source: the loss in a crash; 64 GiB are some
 # minutes of copying, and one rewrite of each manifest concerned.
 GC_REPACK_BATCH_BYTES: Final = 64 * GIB
-# Versions that one commit relocates. Source: an operation takes up to 10 KB with 64 roles, so
-# 2.5 MB of COMMIT_BYTES_MAX.
-GC_MOVES_PER_COMMIT: Final = 256
 # Objects that a listing reads before it may continue in parts. Source: ten pages of an object
 # store, a second; 256 parts cost 256 requests, which is what 256,000 objects cost in any case.
 GC_LIST_TOGETHER: Final = 10_000
@@ -383,8 +380,6 @@ SCAN_WINDOW_BYTES: Final = 1 * MIB
 SCAN_REREADS_MAX: Final = 8
 # Bytes of pieces that a repair holds before it writes them. Source: one pack of an object store.
 MEND_BATCH_BYTES: Final = 64 * MIB
-# Versions that one commit of a repair relocates. Source: up to 10 KB each with 64 roles.
-MOVES_PER_COMMIT: Final = 256
 
 # Pieces of a target store's versions that a fork from another store reads to find known
 # chunks. Source: 60 bytes each in a manifest: 600 MB read at most, 40 TB of chunks known.
@@ -440,12 +435,6 @@ KEY_RECORDS_MAX: Final = 4096
 
 # --- storage classes ---------------------------------------------------------------------------
 
-# Packs whose storage class is looked up before versions are removed. Source: 64 requests of
-# LIST_PAGE_OBJECTS; 4 TiB of packs of 64 MiB.
-EARLY_PACKS_LISTED_MAX: Final = 64_000
-# Manifests that are read to find packs of removed versions that leave their class early. Source:
-# some seconds at 16 requests a second each way; a run of a thousand versions that share a base.
-EARLY_MANIFESTS_MAX: Final = 1_000
 # Packs that are moved to another storage class before the log is read again. Source: 256 packs
 # of 64 MiB take seconds to move, and a refresh is one listing.
 ARCHIVE_BATCH_PACKS: Final = 256

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
-from ckptstore.catalog.rows import build_run, build_version, pins_of, tags_by_version
-from ckptstore.catalog.snapshot_rows import snapshot_of, state_of
-from ckptstore.catalog.state import EMPTY, RunState, State
+from ckptstore.catalog.rows import (
+    build_run,
+    build_version,
+    pins_of,
+    snapshot_of,
+    state_of,
+    tags_by_version,
+)
+from ckptstore.catalog.state import RunState, State
 from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import (
     CorruptObjectError,
@@ -39,8 +45,8 @@ class Catalog:
 
     __slots__ = ("_state",)
 
-    def __init__(self, state: State = EMPTY) -> None:
-        self._state = state
+    def __init__(self, state: State | None = None) -> None:
+        self._state = State() if state is None else state
 
     @property
     def state(self) -> State:

@@ -1,4 +1,4 @@
-"""Commits: the numbered records of the log, and the list of the operations that they hold.
+"""Commits: the numbered records of the log, the operations that they hold, and their fold.
 
 A commit is one JSON envelope (:mod:`ckptstore.format.framing`) around::
 
@@ -9,28 +9,35 @@ An operation of an unknown name, or a higher format, is refused: what it would d
 is not known. Unknown *fields* are ignored, so that later versions may add what older ones need
 not know; a field that changes what a record means comes with a new operation, format or feature.
 Metrics that are not finite are the texts ``nan``, ``inf`` and ``-inf`` in JSON, and floats here.
+
+A fold takes the catalog after commit n and commits n+1, n+2 ..., and gives the catalog after them.
+It is deterministic and depends on nothing else, so every client that has read the same log has
+the same catalog. An operation that breaks an invariant is an error that names its commit: no
+correct writer makes one, since a writer folds its own commit before it writes it.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import msgspec
 
 from ckptstore import limits
+from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
 from ckptstore.catalog.lifecycle_ops import Delete, Fork, Rollback, SetPolicy, Undelete
 from ckptstore.catalog.pin_ops import Pin, Unpin
 from ckptstore.catalog.replica_ops import Replicate, Replicated
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
-from ckptstore.catalog.state import Op
+from ckptstore.catalog.state import Fold, Op
 from ckptstore.catalog.tier_ops import NameReplica, UnnameReplica
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
+    IntegrityError,
     InvalidInputError,
     LimitError,
     UnsupportedFeatureError,
@@ -130,9 +137,8 @@ def encode_commit(body: Body) -> tuple[bytes, Commit]:
     LimitError
         If the commit passes ``COMMIT_BYTES_MAX``.
     """
-    ops = [_wire(op) for op in body.ops]
-    raw = msgspec.json.encode({**_fields(body), "ops": ops})
-    data = encode_envelope(raw)
+    ops = tuple(op.for_json() for op in body.ops)
+    data = encode_envelope(msgspec.json.encode(msgspec.structs.replace(body, ops=ops)))
     if len(data) > limits.COMMIT_BYTES_MAX:
         msg = f"the commit takes {len(data)} bytes, more than {limits.COMMIT_BYTES_MAX}"
         raise LimitError(msg, hint="use less metadata")
@@ -187,21 +193,43 @@ def _decode_problem(raw: bytes, where: str, error: Exception) -> CkptStoreError:
     return UnsupportedFeatureError(what, hint="a newer ckptstore wrote it: upgrade")
 
 
-def _wire(op: Op) -> Any:  # noqa: ANN401 - one of the operations, or a dict that stands for it
-    """Return what JSON can hold in place of `op`: metrics that are not finite become texts."""
-    if not isinstance(op, Save | Annotate | Replicate):
-        return op
-    floats = {name: float(value) for name, value in op.metrics.items()}
-    if all(map(math.isfinite, floats.values())):
-        return op
-    metrics = {name: x if math.isfinite(x) else str(x) for name, x in floats.items()}
-    return {"op": type(op).__struct_config__.tag, **_wire_fields(op), "metrics": metrics}
+def extended(catalog: Catalog, commits: Sequence[Commit]) -> tuple[Catalog, CkptStoreError | None]:
+    """Fold `commits` onto a catalog, which stays as it is.
+
+    Returns
+    -------
+    tuple
+        The catalog as far as the commits can be folded, each wholly or not at all, and what is
+        wrong with the first that cannot, or None.
+    """
+    fold = Fold(catalog.state)
+    for index, commit in enumerate(commits):
+        try:
+            _apply(fold, commit)
+        except IntegrityError as error:
+            # The commit may have been applied in part: fold again up to the one before.
+            return (extended(catalog, commits[:index])[0], error)
+    return (Catalog(fold) if commits else catalog, None)
 
 
-def _fields(struct: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(struct, name) for name in struct.__struct_fields__}
+def _apply(fold: Fold, commit: Commit) -> None:
+    """Fold one commit.
 
-
-def _wire_fields(struct: msgspec.Struct) -> dict[str, Any]:
-    pairs = zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True)
-    return {wire: getattr(struct, name) for wire, name in pairs}
+    Raises
+    ------
+    CorruptObjectError
+        If it does not follow the one before, or breaks an invariant of the catalog.
+    """
+    if commit.number != fold.number + 1:
+        msg = f"{commit.key} follows commit {fold.number}, but {fold.number + 1} should"
+        raise CorruptObjectError(msg)
+    if commit.body.previous != fold.digest:
+        msg = (
+            f"the history was changed: {commit.key} says that the commit before it has the "
+            f"digest {commit.body.previous!r}, but it has {fold.digest!r}"
+        )
+        raise CorruptObjectError(msg, hint="restore the log from a replica or a backup")
+    fold.number, fold.at_ms = commit.number, commit.body.at_ms
+    for op in commit.ops:
+        op.apply(fold)
+    fold.digest = commit.digest

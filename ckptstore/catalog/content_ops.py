@@ -6,7 +6,7 @@ functions return the operations for what a caller wants.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from sys import intern
 from typing import Annotated
@@ -30,7 +30,6 @@ from ckptstore.catalog.run_ops import check_not_condemned, pack_roles, sizes
 from ckptstore.catalog.state import Fold, Op
 from ckptstore.errors import CommitConflictError
 from ckptstore.format.fields import Digest, EncodingName, Id, ManifestPointer, RoleSizes
-from ckptstore.format.names import check_role
 from ckptstore.format.snapshot import (
     DAMAGED,
     DELETED,
@@ -39,7 +38,7 @@ from ckptstore.format.snapshot import (
     WEIGHTS_ONLY,
     decode_details,
 )
-from ckptstore.model import RoleBytes
+from ckptstore.model import RoleBytes, Version
 
 ObjectKey = Annotated[
     str,
@@ -58,9 +57,7 @@ class Verified(Op, frozen=True, kw_only=True, tag="verified"):
 
     def apply(self, fold: Fold) -> None:
         """Mark the versions as sound."""
-        for version_id in self.versions:
-            row = fold.version(version_id)
-            fold.set_flags(row, (row.flags | VERIFIED) & ~DAMAGED)
+        fold.mark(self.versions, add=VERIFIED, remove=DAMAGED)
 
 
 class Quarantine(Op, frozen=True, kw_only=True, tag="quarantine"):
@@ -70,9 +67,7 @@ class Quarantine(Op, frozen=True, kw_only=True, tag="quarantine"):
 
     def apply(self, fold: Fold) -> None:
         """Mark the versions as damaged."""
-        for version_id in self.versions:
-            row = fold.version(version_id)
-            fold.set_flags(row, (row.flags | DAMAGED) & ~VERIFIED)
+        fold.mark(self.versions, add=DAMAGED, remove=VERIFIED)
 
 
 class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
@@ -95,8 +90,7 @@ class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
 
     def __post_init__(self) -> None:
         """Check names, and that manifest, level and encoding agree."""
-        for role in self.roles:
-            check_role(role)
+        super().__post_init__()
         check_kept(self.level, self.encoding, self.manifest)
 
     def apply(self, fold: Fold) -> None:
@@ -181,43 +175,35 @@ class Move:
 
 
 def verified(catalog: Catalog, sound: Mapping[str, str]) -> list[Op]:
-    """Return what records that versions were found sound, byte for byte.
+    """Return the operations that record that versions were found sound, byte for byte.
 
     Parameters
     ----------
     sound
-        Version id to the digest of the manifest that was read: a version that lies elsewhere
-        since then is left out, as are those that were deleted or are recorded already.
+        Version id to the digest of the manifest that was read.
     """
-    there = {version.id: version for version in catalog.versions()}
-    ids = [
-        version_id
-        for version_id, digest in sound.items()
-        if version_id in there
-        and there[version_id].manifest_digest == digest
-        and not there[version_id].verified
-    ]
+    ids = [version.id for version in _as_read(catalog, sound) if not version.verified]
     return [Verified(versions=part) for part in parts(ids)]
 
 
 def quarantine(catalog: Catalog, lost: Mapping[str, str]) -> list[Op]:
-    """Return what records that parts of versions are lost.
+    """Return the operations that record that parts of versions are lost.
 
     Parameters
     ----------
     lost
-        Version id to the digest of its manifest then: a version that lies elsewhere since is left
-        out, as are those that were deleted or are recorded already.
+        Version id to the digest of its manifest then.
     """
-    there = {version.id: version for version in catalog.versions()}
-    ids = [
-        version_id
-        for version_id, digest in lost.items()
-        if version_id in there
-        and there[version_id].manifest_digest == digest
-        and not there[version_id].damaged
-    ]
+    ids = [version.id for version in _as_read(catalog, lost) if not version.damaged]
     return [Quarantine(versions=part) for part in parts(ids)]
+
+
+def _as_read(catalog: Catalog, digests: Mapping[str, str]) -> Iterator[Version]:
+    """Yield versions that have the manifest that was read: neither deleted nor relocated since."""
+    there = {version.id: version for version in catalog.versions()}
+    for version_id, digest in digests.items():
+        if version_id in there and there[version_id].manifest_digest == digest:
+            yield there[version_id]
 
 
 def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:

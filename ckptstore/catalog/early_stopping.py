@@ -8,10 +8,10 @@ that a resumed training decides as an uninterrupted one.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field, replace
 from statistics import median
-from typing import Any, Final, Literal, Protocol, Self
+from typing import Any, Final, Literal, Protocol, Self, get_args
 
 from ckptstore.errors import InvalidInputError, NotFoundError, VersionNotFoundError
 from ckptstore.format.fields import Direction
@@ -37,19 +37,6 @@ class RunLike(Protocol):
         """Move the head of the run."""
 
 
-def sign(mode: Direction) -> int:
-    """Return 1 where less is better, else -1."""
-    return 1 if mode == "min" else -1
-
-
-def check_mode(mode: str) -> Direction:
-    """Return which way is better; raise InvalidInputError for anything else."""
-    if mode == "min":
-        return "min"
-    check(mode == "max", f"mode is 'min' or 'max', not {mode!r}")
-    return "max"
-
-
 def check(condition: object, what: str) -> None:
     """Raise InvalidInputError, with what should hold, unless it does."""
     if not condition:
@@ -65,16 +52,36 @@ def check_state(state: Mapping[str, Any], like: Mapping[str, Any]) -> None:
         check(same, f"the state is of {name} {state[name]!r}, not {like[name]!r}")
 
 
-def float_or_none(value: object) -> float | None:
-    """Return a number of a ``state_dict``, which may be None."""
-    return None if value is None else float(value)  # type: ignore[arg-type]  # of a state_dict
+@dataclass(eq=False, repr=False)
+class _Monitor:
+    """A metric that is looked at, one value after another, and the run that it is of."""
 
+    monitor: str
+    _: KW_ONLY
+    mode: str = "min"
 
-def ref_of(run: RunLike | None, version: Version) -> str:
-    """Return `run@step` where that names the version, else its id."""
-    if run is not None and run.resolve(version.step).id == version.id:
-        return f"{version.run}@{version.step}"
-    return f"#{version.id}"
+    def __post_init__(self) -> None:
+        """Check the name and the mode."""
+        check_metric_name(self.monitor)
+        check(self.mode in get_args(Direction), f"mode is 'min' or 'max', not {self.mode!r}")
+        self._run: RunLike | None = None
+
+    @classmethod
+    def _tied(cls, run: RunLike, monitor: str, settings: Mapping[str, Any]) -> Self:
+        """Return one that is tied to a run; `settings` may hold the mode."""
+        mode = settings.get("mode") or run.directions.get(monitor)
+        check(mode, f"run {run.name!r} has no direction for {monitor!r}: give mode='min' or 'max'")
+        made = cls(monitor, **{**settings, "mode": mode})
+        made._run = run
+        return made
+
+    def _worse(self, value: float, by: float) -> float:
+        """Return the number that is worse than a value by an amount."""
+        return value + by if self.mode == "min" else value - by
+
+    def _loss(self, value: float, bound: float) -> float:
+        """Return by how much a value is worse than another; negative where it is better."""
+        return value - bound if self.mode == "min" else bound - value
 
 
 MAD_TO_SIGMA: Final = 1.4826
@@ -82,7 +89,18 @@ MAD_TO_SIGMA: Final = 1.4826
 Hampel, The influence curve and its role in robust estimation, JASA 69 (1974), 383-393."""
 
 
-class EarlyStopping:
+_REMEMBERED: Final[dict[str, Callable[[Any], object]]] = {
+    "best_value": float,
+    "best_step": int,
+    "waited": int,
+    "updates_count": int,
+    "reason": str,
+}
+"""The state of an early stopping, by the types of its values; None stays."""
+
+
+@dataclass(eq=False, repr=False)
+class EarlyStopping(_Monitor):
     """Says stop when a metric has not got better for a while, and names the version to return to.
 
     Not safe to be used by several threads at once.
@@ -110,36 +128,26 @@ class EarlyStopping:
         An argument is out of its range.
     """
 
-    def __init__(
-        self,
-        monitor: str,
-        *,
-        mode: str = "min",
-        patience: int = 5,
-        min_delta: float = 0.0,
-        relative: bool = False,
-        warmup: int = 0,
-        target: float | None = None,
-    ) -> None:
-        self.monitor = check_metric_name(monitor)
-        self.mode = check_mode(mode)
-        check(patience >= 1 and warmup >= 0, "patience is from 1 on, warmup from 0 on")
-        check(0 <= min_delta < math.inf, "min_delta is a number from 0 on")
-        self.patience = patience
-        self.min_delta = min_delta
-        self.relative = relative
-        self.warmup = warmup
-        self.target = target
-        self._run: RunLike | None = None
-        self.best_value: float | None = None
-        """The best value so far; None before the first that is a number."""
-        self.best_step: int | None = None
-        """The step of that value."""
-        self.waited = 0
-        """Updates since the last improvement that count against the patience."""
-        self.updates_count = 0
-        self.reason = ""
-        """Why to stop, for people; empty as long as there is no reason."""
+    patience: int = 5
+    min_delta: float = 0.0
+    relative: bool = False
+    warmup: int = 0
+    target: float | None = None
+    best_value: float | None = field(default=None, init=False)
+    """The best value so far; None before the first that is a number."""
+    best_step: int | None = field(default=None, init=False)
+    """The step of that value."""
+    waited: int = field(default=0, init=False)
+    """Updates since the last improvement that count against the patience."""
+    updates_count: int = field(default=0, init=False)
+    reason: str = field(default="", init=False)
+    """Why to stop, for people; empty as long as there is no reason."""
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        check(self.patience >= 1 and self.warmup >= 0, "patience is from 1 on, warmup from 0 on")
+        check(0 <= self.min_delta < math.inf, "min_delta is a number from 0 on")
 
     @classmethod
     def for_run(cls, run: RunLike, monitor: str, **settings: Any) -> Self:  # noqa: ANN401
@@ -150,11 +158,7 @@ class EarlyStopping:
         InvalidInputError
             The run has no direction for the metric, and no `mode` is given.
         """
-        mode = settings.pop("mode", None) or run.directions.get(monitor)
-        check(mode, f"run {run.name!r} has no direction for {monitor!r}: give mode='min' or 'max'")
-        made = cls(monitor, mode=str(mode), **settings)
-        made._run = run
-        return made
+        return cls._tied(run, monitor, settings)
 
     @property
     def should_stop(self) -> bool:
@@ -173,7 +177,7 @@ class EarlyStopping:
             self.best_value, self.best_step, self.waited = number, int(step), 0
         elif self.updates_count > self.warmup:
             self.waited += 1
-        if self.target is not None and sign(self.mode) * (number - self.target) <= 0:
+        if self.target is not None and self._loss(number, self.target) <= 0:
             self.reason = f"{self.monitor} is {number:.6g}, the target is {self.target:.6g}"
         elif self.waited >= self.patience:
             what = "was no number"
@@ -188,7 +192,7 @@ class EarlyStopping:
         if self.best_value is None:
             return True
         share = abs(self.best_value) if self.relative else 1.0
-        gain = sign(self.mode) * (self.best_value - value)
+        gain = self._loss(self.best_value, value)
         return gain > self.min_delta * share if self.min_delta else gain > 0
 
     def version(self) -> Version:
@@ -223,19 +227,14 @@ class EarlyStopping:
     @property
     def ref(self) -> str:
         """The version to return to as a ref, such as ``gpt@1200``; raises as :meth:`version`."""
-        return ref_of(self._run, self.version())
+        version = self.version()
+        if self._run is not None and self._run.resolve(version.step).id == version.id:
+            return f"{version.run}@{version.step}"
+        return f"#{version.id}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it remembers, as plain values."""
-        return {
-            "monitor": self.monitor,
-            "mode": self.mode,
-            "best_value": self.best_value,
-            "best_step": self.best_step,
-            "waited": self.waited,
-            "updates_count": self.updates_count,
-            "reason": self.reason,
-        }
+        return {name: getattr(self, name) for name in ("monitor", "mode", *_REMEMBERED)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Remember what another one did; settings stay as they are.
@@ -246,11 +245,8 @@ class EarlyStopping:
             It is the state of another metric or mode, or not a state at all.
         """
         check_state(state, self.state_dict())
-        self.best_value = float_or_none(state["best_value"])
-        self.best_step = None if state["best_step"] is None else int(state["best_step"])
-        self.waited = int(state["waited"])
-        self.updates_count = int(state["updates_count"])
-        self.reason = str(state["reason"])
+        for name, kind in _REMEMBERED.items():
+            setattr(self, name, None if state[name] is None else kind(state[name]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,7 +267,8 @@ class Verdict:
         return self.kind != "ok"
 
 
-class DivergenceGuard:
+@dataclass(eq=False, repr=False)
+class DivergenceGuard(_Monitor):
     """Finds values that are not finite, and spikes; can roll the run back by itself.
 
     A spike is a value that is worse than the median of the last values by more than `factor`
@@ -315,38 +312,28 @@ class DivergenceGuard:
         An argument is out of its range.
     """
 
-    def __init__(
-        self,
-        monitor: str,
-        *,
-        mode: str = "min",
-        window: int = 50,
-        factor: float = 6.0,
-        scale_min: float = 0.001,
-        warmup: int = 20,
-        patience: int = 0,
-        rollback_to: str | None = None,
-        rollbacks_max: int = 3,
-    ) -> None:
-        self.monitor = check_metric_name(monitor)
-        self.mode = check_mode(mode)
-        check(window >= 4, "a window has at least 4 values")
-        check(factor > 0 and scale_min >= 0, "factor and scale_min are positive numbers")
-        check(min(warmup, patience, rollbacks_max) >= 0, "counts are numbers from 0 on")
-        self.window = window
-        self.factor = factor
-        self.scale_min = scale_min
-        self.warmup = max(warmup, 4)
-        self.patience = patience
-        self.rollback_to = rollback_to
-        self.rollbacks_max = rollbacks_max
-        self._run: RunLike | None = None
+    window: int = 50
+    factor: float = 6.0
+    scale_min: float = 0.001
+    warmup: int = 20
+    patience: int = 0
+    rollback_to: str | None = None
+    rollbacks_max: int = 3
+    rollbacks_count: int = field(default=0, init=False)
+    should_stop: bool = field(default=False, init=False)
+    """Training goes wrong again and again; no more rollbacks are made."""
+
+    def __post_init__(self) -> None:
+        """Check the arguments."""
+        super().__post_init__()
+        check(self.window >= 4, "a window has at least 4 values")
+        check(self.factor > 0 and self.scale_min >= 0, "factor and scale_min are positive numbers")
+        counts = (self.warmup, self.patience, self.rollbacks_max)
+        check(min(counts) >= 0, "counts are numbers from 0 on")
+        self.warmup = max(self.warmup, 4)
         self._recent: list[tuple[int, float]] = []
         self._seen = 0
         self._bad = 0
-        self.rollbacks_count = 0
-        self.should_stop = False
-        """Training goes wrong again and again; no more rollbacks are made."""
 
     @classmethod
     def for_run(cls, run: RunLike, monitor: str, **settings: Any) -> Self:  # noqa: ANN401
@@ -355,10 +342,8 @@ class DivergenceGuard:
         A metric whose direction the run has not declared is taken to be better low, as a training
         loss is.
         """
-        mode = settings.pop("mode", None) or run.directions.get(monitor, "min")
-        made = cls(monitor, mode=mode, **settings)
-        made._run = run
-        return made
+        mode = settings.get("mode") or run.directions.get(monitor, "min")
+        return cls._tied(run, monitor, {**settings, "mode": mode})
 
     def limit(self) -> float | None:
         """Return the value from which on the next one is a spike; None during the warmup."""
@@ -368,7 +353,7 @@ class DivergenceGuard:
         middle = median(values)
         mad = median(abs(value - middle) for value in values)
         scale = max(MAD_TO_SIGMA * mad, self.scale_min * abs(middle))
-        return middle + sign(self.mode) * self.factor * scale
+        return self._worse(middle, self.factor * scale)
 
     def update(self, step: int, value: float) -> Verdict:
         """Take the value at a step; say what it means, and roll back if that was asked for.
@@ -383,7 +368,7 @@ class DivergenceGuard:
         kind: Literal["ok", "nan", "spike"] = "ok"
         if not math.isfinite(number):
             kind = "nan"
-        elif limit is not None and sign(self.mode) * (number - limit) > 0:
+        elif limit is not None and self._loss(number, limit) > 0:
             kind = "spike"
         self._bad = self._bad + 1 if kind != "ok" else 0
         if math.isfinite(number):
@@ -406,13 +391,7 @@ class DivergenceGuard:
         version = self._run.resolve("latest")
         self.rollbacks_count += 1
         self._recent = [pair for pair in self._recent if pair[0] <= version.step]
-        return Verdict(
-            kind=verdict.kind,
-            step=verdict.step,
-            value=verdict.value,
-            limit=verdict.limit,
-            version=version,
-        )
+        return replace(verdict, version=version)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what it remembers, as plain values."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.metrics import ranked
+from ckptstore.catalog.metrics import ranked, sign
 from ckptstore.catalog.suggestions import did_you_mean
 from ckptstore.errors import InvalidInputError, VersionNotFoundError
 from ckptstore.format.fields import Direction
@@ -63,19 +63,23 @@ def history(catalog: Catalog, run: str, metric: str) -> History:
     info = catalog.run(run)
     direction = info.metrics.get(metric)
     there = [*catalog.versions(run), *catalog.versions(run, deleted=True)]
-    versions = sorted((v for v in there if metric in v.metrics), key=lambda v: v.commit)
+    there.sort(key=lambda version: version.commit)
+    versions = [version for version in there if metric in version.metrics]
     if not versions:
         msg = f"no version of run {run!r} has the metric {metric!r}"
         raise VersionNotFoundError(msg, hint=did_you_mean(metric, catalog.metric_names(run)))
-    values = {version.id: version.metrics[metric] for version in versions}
-    records = _records(catalog, versions, values, direction) if direction else set()
+    records = _records(there, metric, direction) if direction else set()
     best = ranked(catalog.metric_values(run, metric), direction)[:1] if direction else []
     return History(
         run=run,
         metric=metric,
         direction=direction,
         points=tuple(
-            Point(version=version, value=values[version.id], improved=version.id in records)
+            Point(
+                version=version,
+                value=version.metrics[metric],
+                improved=version.id in records,
+            )
             for version in versions
         ),
         best=best[0] if best else "",
@@ -121,21 +125,13 @@ def top(
     return [catalog.version(version_id) for version_id in ranked(values, direction)[:n]]
 
 
-def _records(
-    catalog: Catalog,
-    versions: list[Version],
-    values: Mapping[str, float],
-    direction: Direction,
-) -> set[str]:
+def _records(versions: list[Version], metric: str, direction: Direction) -> set[str]:
     """Return the ids of versions that were better than all before them on their own line."""
-    sign = 1.0 if direction == "min" else -1.0
-    run = versions[0].run
     best_at: dict[str, float] = {}
     found = set()
-    there = [*catalog.versions(run), *catalog.versions(run, deleted=True)]
-    for version in sorted(there, key=lambda v: v.commit):
+    for version in versions:
         before = best_at.get(version.parent, math.inf)
-        value = sign * values.get(version.id, math.nan)
+        value = sign(direction) * version.metrics.get(metric, math.nan)
         if value < before:
             found.add(version.id)
         best_at[version.id] = before if math.isnan(value) else min(before, value)

@@ -10,7 +10,6 @@ functions return the operations for what a caller wants.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from sys import intern
 from typing import Annotated, Final, TypeVar
 
 import msgspec
@@ -25,7 +24,6 @@ from ckptstore.errors import ConflictError, InvalidInputError, PolicyError
 from ckptstore.format.fields import Directions, Id, ManifestPointer
 from ckptstore.format.names import (
     check_metadata_json,
-    check_metric_name,
     check_run_name,
     encode_metadata,
 )
@@ -49,24 +47,12 @@ class Fork(Op, frozen=True, kw_only=True, tag="fork"):
     """The version that it begins at, recorded for good."""
     metrics: Directions = msgspec.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        for name in self.metrics:
-            check_metric_name(name)
-
     def apply(self, fold: Fold) -> None:
         """Add the run, with the version as its origin."""
         source = fold.version(self.source)
         if source.flags & DELETED:
             raise fold.broken(f"run {self.run!r} is forked from the deleted version {source.id}")
-        run = RunState(
-            name=intern(self.run),
-            created_at_ms=fold.at_ms,
-            metrics=dict(self.metrics),
-            origin=source.id,
-        )
-        fold.add_run(run)
+        fold.add_run(RunState.begin(self.run, fold.at_ms, self.metrics, origin=source.id))
 
 
 class Rollback(Op, frozen=True, kw_only=True, tag="rollback"):
@@ -78,10 +64,6 @@ class Rollback(Op, frozen=True, kw_only=True, tag="rollback"):
     store: IdOrEmpty = ""
     """Id of the store whose head it follows, in a replica; empty: it was decided here."""
 
-    def __post_init__(self) -> None:
-        """Check the name."""
-        check_run_name(self.run)
-
     def apply(self, fold: Fold) -> None:
         """Move the head, and mark the versions that it leaves."""
         run = fold.run(self.run)
@@ -89,12 +71,8 @@ class Rollback(Op, frozen=True, kw_only=True, tag="rollback"):
         if target.run != self.run or target.flags & DELETED:
             raise fold.broken(f"run {self.run!r} cannot go back to {target.id}")
         kept = _line(fold, target.id, self.run)
-        for version_id in set(_line(fold, run.head, self.run)) - set(kept):
-            row = fold.versions[version_id]
-            fold.set_flags(row, row.flags | ABANDONED)
-        for version_id in kept:
-            row = fold.versions[version_id]
-            fold.set_flags(row, row.flags & ~ABANDONED)
+        fold.mark(set(_line(fold, run.head, self.run)) - set(kept), add=ABANDONED)
+        fold.mark(kept, remove=ABANDONED)
         run.head = target.id
         run.held = not self.store
 
@@ -121,7 +99,7 @@ class Delete(Op, frozen=True, kw_only=True, tag="delete"):
             if row.flags & (DELETED | PINNED):
                 what = "deleted already" if row.flags & DELETED else "pinned"
                 raise fold.broken(f"version {row.id} is {what}")
-            fold.set_flags(row, row.flags | DELETED)
+            fold.mark([row.id], add=DELETED)
         for version_id in self.versions:
             row = fold.versions[version_id]
             run = fold.run(row.run)
@@ -152,7 +130,7 @@ class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
                 raise fold.broken(f"version {row.id} is not deleted")
             if not row.flags & RECORD_ONLY and decode_details(row).manifest_key in fold.gone:
                 raise fold.broken(f"the manifest of version {row.id} was condemned")
-            fold.set_flags(row, row.flags & ~DELETED)
+            fold.mark([row.id], remove=DELETED)
             run = fold.run(row.run)
             if not run.head:
                 run.head = _newest(fold, run.versions)

@@ -26,8 +26,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit
-from ckptstore.catalog.fold import extended
+from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit, extended
 from ckptstore.catalog.interleaving import Interleaving
 from ckptstore.catalog.reading import LogReader
 from ckptstore.catalog.state import Op

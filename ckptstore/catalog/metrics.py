@@ -7,7 +7,7 @@ earliest step wins, and of the same step saved twice the newer version.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar, get_args
 
 from ckptstore import limits
@@ -64,6 +64,11 @@ def check_directions(directions: object) -> dict[str, Direction]:
     return checked
 
 
+def sign(direction: Direction) -> int:
+    """Return 1 where less is better, else -1."""
+    return 1 if direction == "min" else -1
+
+
 def best(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> V | None:
     """Return the best of versions that are given as (version, step, value), oldest first.
 
@@ -71,15 +76,8 @@ def best(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> V 
     -------
     The version with the least or greatest value, or None where every value is NaN.
     """
-    sign = 1 if direction == "min" else -1
-    least, first = math.inf, limits.STEP_MAX
-    found: V | None = None
-    for version, step, value in candidates:
-        rank = sign * value
-        # NaN is not below anything. Equal value and step: the later candidate is the newer version.
-        if rank < least or (rank == least and step <= first):
-            least, first, found = rank, step, version
-    return found
+    found = min(_newest_first(candidates), key=_rank(direction), default=None)
+    return None if found is None else found[0]
 
 
 def ranked(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> list[V]:
@@ -87,11 +85,16 @@ def ranked(candidates: Iterable[tuple[V, int, float]], direction: Direction) -> 
 
     The first is what :func:`best` returns; candidates are given as for it.
     """
-    sign = 1 if direction == "min" else -1
-    numbers = [each for each in candidates if not math.isnan(each[2])]
-    numbers.reverse()  # the sort keeps the order of equals: the newer version first
-    numbers.sort(key=lambda each: (sign * each[2], each[1]))
-    return [version for version, _, _ in numbers]
+    return [each[0] for each in sorted(_newest_first(candidates), key=_rank(direction))]
+
+
+def _newest_first(candidates: Iterable[tuple[V, int, float]]) -> list[tuple[V, int, float]]:
+    """Return the candidates whose value is a number; of equals the first then counts."""
+    return [each for each in candidates if not math.isnan(each[2])][::-1]
+
+
+def _rank(direction: Direction) -> Callable[[tuple[V, int, float]], tuple[float, int]]:
+    return lambda each: (sign(direction) * each[2], each[1])
 
 
 def _number(name: str, value: object) -> float:

@@ -67,11 +67,8 @@ def _set_pins(fold: Fold, row: VersionRow, stores: Iterable[str]) -> None:
     flags = row.flags | PINNED if pinned_by else row.flags & ~PINNED
     if pinned_by == ("",):
         pinned_by = ()
-    details = decode_details(row)
-    if details.pinned_by == pinned_by:
-        fold.set_flags(row, flags)
-        return
-    packed = msgspec.msgpack.encode(msgspec.structs.replace(details, pinned_by=pinned_by))
+    details = msgspec.structs.replace(decode_details(row), pinned_by=pinned_by)
+    packed = msgspec.msgpack.encode(details)
     fold.versions[row.id] = msgspec.structs.replace(row, flags=flags, details=packed)
 
 

@@ -19,18 +19,9 @@ from ckptstore.catalog import content_ops, lifecycle_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Part, level_of, parts_of_level
 from ckptstore.catalog.lifecycle_ops import Fork, Ids
-from ckptstore.catalog.run_ops import IdOrEmpty
 from ckptstore.catalog.state import Fold, Op
 from ckptstore.errors import ConflictError
-from ckptstore.format.fields import (
-    Count,
-    Digest,
-    EncodingName,
-    Id,
-    ManifestPointer,
-    Metrics,
-    RoleSizes,
-)
+from ckptstore.format.fields import EncodingName, Id, ManifestPointer
 from ckptstore.format.names import check_run_name, encode_metadata
 from ckptstore.format.snapshot import (
     ABANDONED,
@@ -41,7 +32,6 @@ from ckptstore.format.snapshot import (
     WEIGHTS_ONLY,
     VersionRow,
     decode_details,
-    encode_metrics,
 )
 from ckptstore.model import RoleBytes, Version
 
@@ -61,16 +51,13 @@ _OPS_PER_COMMIT: Final = 256
 _BYTES_PER_COMMIT: Final = limits.COMMIT_BYTES_MAX // 2
 
 
-class Replicate(Op, frozen=True, kw_only=True, tag="replicate"):
+class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
     """A version of another store appears, under the id, step and parent that it has there.
 
-    Where only its record is here, its content arrives.
+    Where only its record is here, its content arrives. Its receipt is that of the save, as it was,
+    with what the copy took.
     """
 
-    version: Id
-    run: str
-    step: Count
-    parent: IdOrEmpty
     created_at_ms: Annotated[int, msgspec.Meta(ge=0, le=limits.TIME_MS_MAX)]
     """When it was first saved, by the writer's clock."""
     store: Id
@@ -79,14 +66,6 @@ class Replicate(Op, frozen=True, kw_only=True, tag="replicate"):
     """What of it arrives. A record is what lineage needs of a version that is not copied."""
     manifest: ManifestPointer | None = None
     """None exactly at level ``record``."""
-    content: Digest
-    metrics: Metrics = msgspec.field(default_factory=dict)
-    metadata: msgspec.Raw = msgspec.Raw(b"{}")
-    roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
-    receipt: Annotated[
-        Mapping[str, float], msgspec.Meta(max_length=limits.RECEIPT_ENTRIES_MAX)
-    ] = {}
-    """That of the save, as it was; and what the copy took."""
     encoding: EncodingName = ""
     """At level ``weights``: what the weights were rounded to, if they were."""
     abandoned: bool = False
@@ -96,64 +75,52 @@ class Replicate(Op, frozen=True, kw_only=True, tag="replicate"):
 
     def __post_init__(self) -> None:
         """Check names, and that manifest and level agree."""
-        check_run_name(self.run)
-        run_ops.settle_metrics(self, self.metrics)
-        run_ops.check_of_version(self.roles, self.receipt, self.metadata)
+        super().__post_init__()
         content_ops.check_kept(self.level, self.encoding, self.manifest)
 
     def apply(self, fold: Fold) -> None:
         """Add the row, or the content to the one that is there."""
         run = fold.run(self.run)
-        parent = fold.version(self.parent).id if self.parent else ""
+        row = self.row(fold, self.manifest or _NOWHERE, self.created_at_ms, self.store)
         if self.manifest is not None and self.manifest.key in fold.gone:
             raise fold.broken(f"{self.manifest.key} was condemned")
         known = fold.versions.get(self.version)
-        row = VersionRow(
-            self.version,
-            run.name,
-            self.step,
-            parent,
-            self.created_at_ms,
-            fold.number,
-            encode_metrics({name: float(value) for name, value in self.metrics.items()}),
-            run_ops.pack_details(
-                self.manifest or _NOWHERE,
-                self.content,
-                self.roles,
-                self.receipt,
-                self.metadata,
-                intern(self.store),
-            ),
-            LEVEL_FLAGS[self.level] | (ABANDONED if self.abandoned else 0),
-            intern(self.encoding),
+        row = msgspec.structs.replace(
+            row,
+            flags=LEVEL_FLAGS[self.level] | (ABANDONED if self.abandoned else 0),
+            encoding=intern(self.encoding),
         )
-        if known is not None:
-            same = (known.run, known.step, known.parent) == (row.run, row.step, row.parent)
-            less = LEVELS.index(level_of(known)) < LEVELS.index(level_of(row))
-            if self.level == "record" or not same or not (less or known.flags & DELETED):
-                raise fold.broken(f"the version {self.version} exists")
-            # Its place in the log, and what was said of it here, stay.
-            before = decode_details(known)
-            details = msgspec.structs.replace(
-                decode_details(row),
-                origin=before.origin,
-                replicas=before.replicas,
-                pinned_by=before.pinned_by,
-            )
-            row = msgspec.structs.replace(
-                row,
-                commit=known.commit,
-                metrics=known.metrics,
-                details=msgspec.msgpack.encode(details),
-                flags=LEVEL_FLAGS[self.level] | (known.flags & ~_CONTENT),
-            )
-        else:
+        if known is None:
             run.versions.append(row.id)
+        else:
+            row = self._completed(fold, known, row)
         fold.versions[row.id] = row
         if self.head:
             run.head, run.held = row.id, False
         elif not run.head and known is not None and known.flags & DELETED:
             run.head = row.id
+
+    def _completed(self, fold: Fold, known: VersionRow, row: VersionRow) -> VersionRow:
+        """Return the row of a version that is known, with the content that arrives."""
+        same = (known.run, known.step, known.parent) == (row.run, row.step, row.parent)
+        less = LEVELS.index(level_of(known)) < LEVELS.index(level_of(row))
+        if self.level == "record" or not same or not (less or known.flags & DELETED):
+            raise fold.broken(f"the version {self.version} exists")
+        # Its place in the log, and what was said of it here, stay.
+        before = decode_details(known)
+        details = msgspec.structs.replace(
+            decode_details(row),
+            origin=before.origin,
+            replicas=before.replicas,
+            pinned_by=before.pinned_by,
+        )
+        return msgspec.structs.replace(
+            row,
+            commit=known.commit,
+            metrics=known.metrics,
+            details=msgspec.msgpack.encode(details),
+            flags=LEVEL_FLAGS[self.level] | (known.flags & ~_CONTENT),
+        )
 
 
 class Replicated(Op, frozen=True, kw_only=True, tag="replicated"):

@@ -20,29 +20,16 @@ A policy that keeps the content of no version is refused, as a mistake.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVELS, Level
-from ckptstore.catalog.metrics import ranked
 from ckptstore.catalog.pin_ops import pinned_text
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.retention_rules import (
-    Abandoned,
-    All,
-    Best,
-    EverySteps,
-    EveryTime,
-    Last,
-    Rule,
-    Tagged,
-    Within,
-)
+from ckptstore.catalog.retention_rules import CONTESTED, Tagged, View
 from ckptstore.errors import CkptStoreError, InvalidInputError
-from ckptstore.format.fields import Direction
 from ckptstore.model import RoleBytes, Version
 
 __all__ = [
@@ -194,16 +181,8 @@ def plan_run(
         The policy has no rule.
     """
     policy.check()
-    versions = list(catalog.versions(run))
-    planning = _Planning(
-        versions=versions,
-        policy=policy,
-        head=catalog.head_id(run),
-        view=View(directions=catalog.run(run).metrics, now_ms=now_ms),
-        free=free,
-    )
     try:
-        return planning.plan(run)
+        return _Planning(catalog, run, policy, now_ms=now_ms, free=free).plan()
     except InvalidInputError as error:
         return _untouched(catalog, run, policy=policy, refused=str(error))
 
@@ -220,13 +199,8 @@ def chosen_by(catalog: Catalog, run: str, policy: Policy, *, now_ms: int) -> lis
     InvalidInputError
         A rule does not fit the run: the metric has no direction, say.
     """
-    planning = _Planning(
-        versions=list(catalog.versions(run)),
-        policy=policy,
-        head=catalog.head_id(run),
-        view=View(directions=catalog.run(run).metrics, now_ms=now_ms),
-    )
-    chosen = planning.named("full")
+    planning = _Planning(catalog, run, policy, now_ms=now_ms)
+    chosen = planning.matched("full")
     return [version for version in planning.versions if version.id in chosen]
 
 
@@ -266,18 +240,27 @@ def _untouched(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Planning:
     """One run and one policy."""
 
-    versions: Sequence[Version]
-    """Oldest first."""
-    policy: Policy
-    head: str
-    view: View
-    free: Container[str] | None = None
+    def __init__(
+        self,
+        catalog: Catalog,
+        run: str,
+        policy: Policy,
+        *,
+        now_ms: int,
+        free: Container[str] | None = None,
+    ) -> None:
+        self.versions = list(catalog.versions(run))
+        """Oldest first."""
+        self.policy = policy
+        self.head = catalog.head_id(run)
+        self.free = free
+        self._run = run
+        self._view = View(directions=catalog.run(run).metrics, now_ms=now_ms)
 
-    def plan(self, run: str) -> RunPlan:
+    def plan(self) -> RunPlan:
         """Decide on every version: what the rules say, then what holds whatever they say."""
         fates: dict[str, tuple[Fate, list[str]]] = {}
         for version in self.versions:
@@ -286,13 +269,12 @@ class _Planning:
         having = {v.id for v in self.versions if v.level != "record" and not v.damaged}
         kept_content = False
         for level in LEVELS:  # from the least: what a higher level says replaces it
-            matched = self._matched(level)
+            matched = self.matched(level)
             kept_content = kept_content or (level != "record" and bool(having & matched.keys()))
             for version_id, reasons in matched.items():
                 fates[version_id] = (level, reasons)
         for version in self.versions:
-            fate, reasons = self._held(version, *fates[version.id])
-            fates[version.id] = (fate, reasons)
+            fates[version.id] = self._held(version, *fates[version.id])
         self._keep_a_verified(fates)
         refused = ""
         if having and not kept_content:
@@ -306,7 +288,7 @@ class _Planning:
             )
             for version in self.versions
         )
-        return RunPlan(run=run, policy=self.policy, decisions=decisions, refused=refused)
+        return RunPlan(run=self._run, policy=self.policy, decisions=decisions, refused=refused)
 
     def _held(self, version: Version, fate: Fate, reasons: list[str]) -> tuple[Fate, list[str]]:
         """Return what holds for a version whatever the rules say."""
@@ -340,122 +322,19 @@ class _Planning:
             chosen = ([v for v in sound if not v.abandoned] or sound)[-1]
             fates[chosen.id] = (chosen.level, ["the only verified one"])
 
-    def _matched(self, level: Level) -> dict[str, list[str]]:
+    def matched(self, level: Level) -> dict[str, list[str]]:
         """Return the versions that have a rule at a level, and which."""
         rivals = [v for v in self.versions if not v.abandoned]
         if level != "record":
             rivals = [v for v in rivals if v.level != "record" and not v.damaged]
         found: dict[str, list[str]] = {}
         for rule in self.policy.rules(level):
-            among = rivals if type(rule) in CONTESTED else self.versions
-            for version_id in choose(rule, among, self.view):
+            among = rivals if isinstance(rule, CONTESTED) else self.versions
+            for version_id in rule.chosen(among, self._view):
                 found.setdefault(version_id, []).append(str(rule))
         return found
-
-    def named(self, level: Level) -> set[str]:
-        """Return the ids of the versions that have a rule at a level."""
-        return set(self._matched(level))
 
 
 def _has_weights(version: Version) -> bool:
     part = version.roles.get("weights")
     return part is not None and part.logical > 0
-
-
-CONTESTED: Final = frozenset({Last, EverySteps, EveryTime, Best})
-"""Rules that choose between versions; the others look at each by itself."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """What rules go by besides the versions."""
-
-    directions: Mapping[str, Direction]
-    """Which way each metric of the run gets better."""
-    now_ms: int
-    """Milliseconds since 1970."""
-
-    def age_s(self, version: Version) -> float:
-        """Return how old a version is, by its writer's clock."""
-        return self.now_ms / 1000 - version.created_at.timestamp()
-
-
-def choose(rule: Rule, among: Sequence[Version], view: View) -> Iterable[str]:
-    """Return the ids of the versions that a rule chooses.
-
-    Parameters
-    ----------
-    among
-        Oldest first.
-
-    Raises
-    ------
-    InvalidInputError
-        The rule does not fit the run: the metric has no direction, say.
-    """
-    return _CHOOSE[type(rule)](view, rule, among)
-
-
-def _last(_: View, rule: Last, among: Sequence[Version]) -> Iterable[str]:
-    return [version.id for version in among[-rule.count :]]
-
-
-def _every_steps(_: View, rule: EverySteps, among: Sequence[Version]) -> Iterable[str]:
-    chosen: dict[int, Version] = {}
-    for version in among:
-        stretch = version.step // rule.steps
-        # Of one step that was saved twice the newer one, as for refs.
-        if stretch not in chosen or version.step <= chosen[stretch].step:
-            chosen[stretch] = version
-    return [version.id for version in chosen.values()]
-
-
-def _every_time(_: View, rule: EveryTime, among: Sequence[Version]) -> Iterable[str]:
-    chosen: dict[int, str] = {}
-    for version in among:
-        chosen.setdefault(math.floor(version.created_at.timestamp() / rule.seconds), version.id)
-    return list(chosen.values())
-
-
-def _best(view: View, rule: Best, among: Sequence[Version]) -> Iterable[str]:
-    direction = view.directions.get(rule.metric)
-    if direction is None:
-        msg = f"it is not known whether {rule.metric!r} is better low or high"
-        fix = f"store.run(NAME, metrics={{{rule.metric!r}: 'min'}}) or 'max'"
-        raise InvalidInputError(msg, hint=fix)
-    values = [(v.id, v.step, v.metrics[rule.metric]) for v in among if rule.metric in v.metrics]
-    chosen = ranked(values, direction)[: rule.count]
-    if rule.missing == "keep":
-        chosen += [v.id for v in among if rule.metric not in v.metrics]
-    return chosen
-
-
-def _within(view: View, rule: Within, among: Sequence[Version]) -> Iterable[str]:
-    line = (version for version in among if not version.abandoned)
-    return [version.id for version in line if view.age_s(version) < rule.seconds]
-
-
-def _tagged(_: View, __: Tagged, among: Sequence[Version]) -> Iterable[str]:
-    return [version.id for version in among if version.tags]
-
-
-def _abandoned(view: View, rule: Abandoned, among: Sequence[Version]) -> Iterable[str]:
-    left = (version for version in among if version.abandoned)
-    return [version.id for version in left if view.age_s(version) < rule.seconds]
-
-
-def _all(_: View, __: All, among: Sequence[Version]) -> Iterable[str]:
-    return [version.id for version in among]
-
-
-_CHOOSE: Final[dict[type[Rule], Callable[[View, Any, Sequence[Version]], Iterable[str]]]] = {
-    Last: _last,
-    EverySteps: _every_steps,
-    EveryTime: _every_time,
-    Within: _within,
-    Best: _best,
-    Tagged: _tagged,
-    Abandoned: _abandoned,
-    All: _all,
-}
-"""By the type of a rule, what it chooses."""

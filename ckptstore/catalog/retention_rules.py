@@ -1,4 +1,4 @@
-"""The rules of retention policies as text. Pure; what they mean is in ``retention``.
+"""The rules of retention policies, as text and by what they choose. Pure.
 
 ::
 
@@ -18,14 +18,18 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NoReturn
 
 from ckptstore import limits
+from ckptstore.catalog.metrics import ranked
 from ckptstore.errors import InvalidInputError
+from ckptstore.format.fields import Direction
 from ckptstore.format.names import check_metric_name
+from ckptstore.model import Version
 
 __all__ = [
     "RULES_HINT",
@@ -37,6 +41,7 @@ __all__ = [
     "Last",
     "Rule",
     "Tagged",
+    "View",
     "Within",
     "duration_text",
     "parse_bytes",
@@ -54,6 +59,20 @@ RULES_HINT: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """The run that rules are applied to, besides its versions."""
+
+    directions: Mapping[str, Direction]
+    """Which way each metric of the run gets better."""
+    now_ms: int
+    """Milliseconds since 1970."""
+
+    def age_s(self, version: Version) -> float:
+        """Return how old a version is, by its writer's clock."""
+        return self.now_ms / 1000 - version.created_at.timestamp()
+
+
 @dataclass(frozen=True, slots=True)
 class Last:
     """Keeps the newest versions on the line of the run."""
@@ -63,6 +82,10 @@ class Last:
     def __str__(self) -> str:
         """Return the rule as text."""
         return f"last {self.count}"
+
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        return [version.id for version in among[-self.count :]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +98,16 @@ class EverySteps:
         """Return the rule as text."""
         return f"every {self.steps} steps"
 
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        chosen: dict[int, Version] = {}
+        for version in among:
+            stretch = version.step // self.steps
+            # Of one step that was saved twice the newer one, as for refs.
+            if stretch not in chosen or version.step <= chosen[stretch].step:
+                chosen[stretch] = version
+        return [version.id for version in chosen.values()]
+
 
 @dataclass(frozen=True, slots=True)
 class EveryTime:
@@ -86,6 +119,13 @@ class EveryTime:
         """Return the rule as text."""
         return f"every {duration_text(self.seconds)}"
 
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        chosen: dict[int, str] = {}
+        for version in among:
+            chosen.setdefault(math.floor(version.created_at.timestamp() / self.seconds), version.id)
+        return chosen.values()
+
 
 @dataclass(frozen=True, slots=True)
 class Within:
@@ -96,6 +136,11 @@ class Within:
     def __str__(self) -> str:
         """Return the rule as text."""
         return f"within {duration_text(self.seconds)}"
+
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        line = (version for version in among if not version.abandoned)
+        return [version.id for version in line if view.age_s(version) < self.seconds]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +158,19 @@ class Best:
         name = self.metric if plain else json.dumps(self.metric, ensure_ascii=False)
         return f"best {self.count} {name}" + (" missing keep" if self.missing == "keep" else "")
 
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        direction = view.directions.get(self.metric)
+        if direction is None:
+            msg = f"it is not known whether {self.metric!r} is better low or high"
+            fix = f"store.run(NAME, metrics={{{self.metric!r}: 'min'}}) or 'max'"
+            raise InvalidInputError(msg, hint=fix)
+        values = [(v.id, v.step, v.metrics[self.metric]) for v in among if self.metric in v.metrics]
+        chosen = ranked(values, direction)[: self.count]
+        if self.missing == "keep":
+            chosen += [v.id for v in among if self.metric not in v.metrics]
+        return chosen
+
 
 @dataclass(frozen=True, slots=True)
 class Tagged:
@@ -121,6 +179,10 @@ class Tagged:
     def __str__(self) -> str:
         """Return the rule as text."""
         return "tagged"
+
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        return [version.id for version in among if version.tags]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +195,11 @@ class Abandoned:
         """Return the rule as text."""
         return f"abandoned {duration_text(self.seconds)}"
 
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        left = (version for version in among if version.abandoned)
+        return [version.id for version in left if view.age_s(version) < self.seconds]
+
 
 @dataclass(frozen=True, slots=True)
 class All:
@@ -142,6 +209,13 @@ class All:
         """Return the rule as text."""
         return "all"
 
+    def chosen(self, among: Sequence[Version], view: View) -> Iterable[str]:
+        """Return the ids of the versions that the rule chooses; `among` is oldest first."""
+        return [version.id for version in among]
+
+
+CONTESTED: Final = (Last, EverySteps, EveryTime, Best)
+"""Rules that choose between versions; the others look at each by itself."""
 
 Rule = Last | EverySteps | EveryTime | Within | Best | Tagged | Abandoned | All
 
@@ -223,21 +297,9 @@ def duration_text(seconds: int) -> str:
 
 def _rule(reader: _Reader) -> Rule:
     word = reader.take("a rule")
-    if word == "last":
-        return Last(reader.number())
-    if word == "every":
-        return _every(reader)
-    if word == "within":
-        return Within(reader.duration())
-    if word == "abandoned":
-        return Abandoned(reader.duration())
-    if word == "best":
-        return _best(reader)
-    if word == "tagged":
-        return Tagged()
-    if word == "all":
-        return All()
-    return reader.refuse(f"{word!r} is not a rule", back=True)
+    if word not in _PARSERS:
+        reader.refuse(f"{word!r} is not a rule", back=True)
+    return _PARSERS[word](reader)
 
 
 def _every(reader: _Reader) -> Rule:
@@ -265,11 +327,21 @@ def _best(reader: _Reader) -> Rule:
         return Best(count, metric)
     reader.take("missing")
     choice = reader.take("keep or drop")
-    if choice == "keep":
-        return Best(count, metric, "keep")
-    if choice == "drop":
-        return Best(count, metric)
-    return reader.refuse("missing is followed by keep or drop", back=True)
+    if choice not in ("keep", "drop"):
+        reader.refuse("missing is followed by keep or drop", back=True)
+    return Best(count, metric, "keep" if choice == "keep" else "drop")
+
+
+_PARSERS: Final[dict[str, Callable[[_Reader], Rule]]] = {
+    "last": lambda reader: Last(reader.number()),
+    "every": _every,
+    "within": lambda reader: Within(reader.duration()),
+    "abandoned": lambda reader: Abandoned(reader.duration()),
+    "best": _best,
+    "tagged": lambda _: Tagged(),
+    "all": lambda _: All(),
+}
+"""By the first word of a rule, how the rest of it is read."""
 
 
 class _Reader:

@@ -1,26 +1,41 @@
-"""Rows of the catalog as the objects that users see: ``Version`` and ``RunInfo``."""
+"""Rows of the catalog: as the objects that users see, and to and from a snapshot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from sys import intern
+from typing import Final
 
 import msgspec
 
 from ckptstore.catalog.levels import level_of
-from ckptstore.catalog.state import RunState
-from ckptstore.errors import CorruptObjectError
+from ckptstore.catalog.state import RunState, State
+from ckptstore.errors import CorruptObjectError, InvalidInputError
+from ckptstore.format.names import (
+    check_metadata_json,
+    check_replica_name,
+    check_replica_url,
+    check_run_name,
+    check_tag,
+)
 from ckptstore.format.snapshot import (
     ABANDONED,
     DAMAGED,
     DELETED,
     PINNED,
     VERIFIED,
+    RunRow,
+    SnapshotBody,
     VersionRow,
     decode_details,
     decode_metrics,
 )
-from ckptstore.model import RoleBytes, RunInfo, Version
+from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
+
+_HEX: Final = re.compile(r"[0-9a-f]*")
+_ID_CHARS: Final = 32
 
 
 def build_run(run: RunState, rows: Mapping[str, VersionRow]) -> RunInfo:
@@ -104,3 +119,87 @@ def tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
 def pins_of(row: VersionRow) -> tuple[str, ...]:
     """Return the stores that a version is pinned for; the own one is empty."""
     return (decode_details(row).pinned_by or ("",)) if row.flags & PINNED else ()
+
+
+def snapshot_of(state: State) -> SnapshotBody:
+    """Return the content of a snapshot of a state."""
+    fields = RunRow.__struct_fields__
+    return SnapshotBody(
+        state.number,
+        state.digest,
+        [RunRow(*(getattr(run, field) for field in fields)) for run in state.runs.values()],
+        list(state.versions.values()),
+        state.condemned,
+        state.policy,
+        {one.name: (one.url, one.store) for one in state.replicas.values()},
+    )
+
+
+def state_of(body: SnapshotBody) -> State:
+    """Return the state in a snapshot, checked in itself; its rows become the state's.
+
+    Raises
+    ------
+    InvalidInputError, KeyError, ValueError
+        Rows name runs or versions that are not there, or names break the rules.
+    """
+    runs: dict[str, RunState] = {}
+    for row in body.runs:
+        run = RunState(*msgspec.structs.astuple(row))
+        run.name = intern(check_run_name(run.name))
+        for tag in run.tags:
+            check_tag(tag)
+        runs[run.name] = run
+    versions = _placed(body.versions, runs)
+    if len(versions) != len(body.versions) or len(runs) != len(body.runs):
+        msg = "a run or a version is there twice"
+        raise InvalidInputError(msg)
+    for run in runs.values():
+        _check_run(run, versions)
+    check_metadata_json(body.policy or b"{}")
+    for name, (url, _) in body.replicas.items():
+        check_replica_name(name)
+        check_replica_url(url)
+    return State(
+        number=body.number,
+        digest=body.digest,
+        versions=versions,
+        runs=runs,
+        condemned=body.condemned,
+        gone=frozenset(body.condemned),
+        policy=body.policy,
+        replicas={
+            name: ReplicaInfo(name=name, url=url, store=store)
+            for name, (url, store) in body.replicas.items()
+        },
+    )
+
+
+def _placed(rows: Sequence[VersionRow], runs: Mapping[str, RunState]) -> dict[str, VersionRow]:
+    """Return the rows by their ids, and note in each run which are its own."""
+    ids = "".join([row.id for row in rows])
+    if not _HEX.fullmatch(ids) or any(len(row.id) != _ID_CHARS for row in rows):
+        msg = "a version's id is not 32 hex digits"
+        raise InvalidInputError(msg)
+    versions: dict[str, VersionRow] = {}
+    for row in rows:
+        run = runs[row.run]
+        # Strings are shared between rows, and a parent comes before its child.
+        msgspec.structs.force_setattr(row, "run", run.name)
+        if row.parent:
+            msgspec.structs.force_setattr(row, "parent", versions[row.parent].id)
+        versions[row.id] = row
+        run.versions.append(row.id)
+    return versions
+
+
+def _check_run(run: RunState, versions: Mapping[str, VersionRow]) -> None:
+    """Raise for a run that names versions which are not there, or not its own."""
+    for version_id in (*run.tags.values(), *([run.head] if run.head else [])):
+        if versions[version_id].run != run.name:
+            msg = f"run {run.name!r} points to a version of another"
+            raise InvalidInputError(msg)
+    if run.origin and run.origin not in versions:
+        msg = f"run {run.name!r} was forked from a version that is not there"
+        raise InvalidInputError(msg)
+    check_metadata_json(run.policy or b"{}")

@@ -11,9 +11,10 @@ raise when a precondition fails, and touch nothing.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from math import isfinite
 from sys import intern
 from typing import Annotated
 
@@ -43,9 +44,6 @@ from ckptstore.format.fields import (
 )
 from ckptstore.format.names import (
     check_listed,
-    check_metadata_json,
-    check_metric_name,
-    check_role,
     check_run_name,
     check_tag,
     encode_metadata,
@@ -62,16 +60,9 @@ class CreateRun(Op, frozen=True, kw_only=True, tag="create-run"):
     run: str
     metrics: Directions = msgspec.field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        for name in self.metrics:
-            check_metric_name(name)
-
     def apply(self, fold: Fold) -> None:
         """Add the run."""
-        run = RunState(name=intern(self.run), created_at_ms=fold.at_ms, metrics=dict(self.metrics))
-        fold.add_run(run)
+        fold.add_run(RunState.begin(self.run, fold.at_ms, self.metrics))
 
 
 class Declare(Op, frozen=True, kw_only=True, tag="declare"):
@@ -79,12 +70,6 @@ class Declare(Op, frozen=True, kw_only=True, tag="declare"):
 
     run: str
     metrics: Directions
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        for name in self.metrics:
-            check_metric_name(name)
 
     def apply(self, fold: Fold) -> None:
         """Add the directions to those of the run."""
@@ -96,19 +81,41 @@ class Declare(Op, frozen=True, kw_only=True, tag="declare"):
             raise fold.broken(f"run {self.run!r} declares more than {limits.METRICS_MAX} metrics")
 
 
-class Save(Op, frozen=True, kw_only=True, tag="save"):
-    """A version appears and becomes the head of its run."""
+class Measured(Op, frozen=True, kw_only=True):
+    """An operation that brings metrics of a version; texts for values that are not finite too."""
+
+    metrics: Metrics
+
+    def __post_init__(self) -> None:
+        """Check the names; replace texts by floats."""
+        super().__post_init__()
+        if any(isinstance(value, str) for value in self.metrics.values()):
+            msgspec.structs.force_setattr(self, "metrics", self.floats)
+
+    @property
+    def floats(self) -> dict[str, float]:
+        """The metrics, each a float."""
+        return {name: float(value) for name, value in self.metrics.items()}
+
+    def for_json(self) -> Op:
+        """Return the operation with texts for metrics that are not finite."""
+        texts = {name: str(value) for name, value in self.floats.items() if not isfinite(value)}
+        made = copy(self)
+        msgspec.structs.force_setattr(made, "metrics", {**self.floats, **texts})
+        return made
+
+
+class NewVersion(Measured, frozen=True, kw_only=True):
+    """An operation that makes a version known."""
 
     version: Id
     run: str
     step: Count
     parent: IdOrEmpty
     """Id of the version that it continues, or empty."""
-    manifest: ManifestPointer
     content: Digest
     """Digest of the state: equal for equal states, wherever they lie."""
     metrics: Metrics = msgspec.field(default_factory=dict)
-    tags: Annotated[Sequence[str], msgspec.Meta(max_length=limits.TAGS_PER_VERSION_MAX)] = ()
     metadata: msgspec.Raw = msgspec.Raw(b"{}")
     """The user's JSON object as :func:`ckptstore.format.names.encode_metadata` made it."""
     roles: Annotated[Mapping[str, RoleSizes], msgspec.Meta(max_length=limits.ROLES_MAX)] = {}
@@ -117,32 +124,45 @@ class Save(Op, frozen=True, kw_only=True, tag="save"):
     ] = {}
     """Seconds and bytes of the save's stages; each name ends in its unit."""
 
-    def __post_init__(self) -> None:
-        """Check the names, and that what is only passed on is sound."""
-        check_run_name(self.run)
-        settle_metrics(self, self.metrics)
-        for tag in self.tags:
-            check_tag(tag)
-        check_of_version(self.roles, self.receipt, self.metadata)
+    def row(self, fold: Fold, manifest: ManifestPointer, at_ms: int, origin: str) -> VersionRow:
+        """Return its row in the catalog.
+
+        The row shares its strings with the rows before it: a quarter of a catalog's memory.
+        """
+        details = Details(
+            manifest.key,
+            manifest.stored_bytes,
+            bytes.fromhex(manifest.digest),
+            bytes.fromhex(self.content),
+            pack_roles(self.roles),
+            dict(self.receipt),
+            bytes(self.metadata),
+            origin=intern(origin),
+        )
+        return VersionRow(
+            self.version,
+            fold.run(self.run).name,
+            self.step,
+            fold.version(self.parent).id if self.parent else "",
+            at_ms,
+            fold.number,
+            encode_metrics(self.floats),
+            msgspec.msgpack.encode(details),
+        )
+
+
+class Save(NewVersion, frozen=True, kw_only=True, tag="save"):
+    """A version appears and becomes the head of its run."""
+
+    manifest: ManifestPointer
+    tags: Annotated[Sequence[str], msgspec.Meta(max_length=limits.TAGS_PER_VERSION_MAX)] = ()
 
     def apply(self, fold: Fold) -> None:
         """Add its row, which becomes the head of the run."""
         run = fold.run(self.run)
         if self.version in fold.versions:
             raise fold.broken(f"the version {self.version} exists")
-        # The row shares its strings with the rows before it: a quarter of a catalog's memory.
-        parent = fold.version(self.parent).id if self.parent else ""
-        row = VersionRow(
-            self.version,
-            run.name,
-            self.step,
-            parent,
-            fold.at_ms,
-            fold.number,
-            encode_metrics({name: float(value) for name, value in self.metrics.items()}),
-            pack_details(self.manifest, self.content, self.roles, self.receipt, self.metadata),
-        )
-        fold.versions[row.id] = row
+        row = fold.versions[self.version] = self.row(fold, self.manifest, fold.at_ms, "")
         run.versions.append(row.id)
         run.head = row.id
         run.held = False
@@ -150,21 +170,15 @@ class Save(Op, frozen=True, kw_only=True, tag="save"):
             run.tags[tag] = row.id
 
 
-class Annotate(Op, frozen=True, kw_only=True, tag="annotate"):
+class Annotate(Measured, frozen=True, kw_only=True, tag="annotate"):
     """Metrics arrive for a version; later values replace earlier ones."""
 
     version: Id
-    metrics: Metrics
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        settle_metrics(self, self.metrics)
 
     def apply(self, fold: Fold) -> None:
         """Put the metrics over those of the version."""
         row = fold.version(self.version)
-        metrics = decode_metrics(row)
-        metrics.update((name, float(value)) for name, value in self.metrics.items())
+        metrics = {**decode_metrics(row), **self.floats}
         if len(metrics) > limits.METRICS_MAX:
             raise fold.broken(f"version {row.id} has more than {limits.METRICS_MAX} metrics")
         fold.versions[row.id] = msgspec.structs.replace(row, metrics=encode_metrics(metrics))
@@ -176,11 +190,6 @@ class Tag(Op, frozen=True, kw_only=True, tag="tag"):
     run: str
     tag: str
     version: Id
-
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        check_tag(self.tag)
 
     def apply(self, fold: Fold) -> None:
         """Point the tag to the version."""
@@ -196,65 +205,15 @@ class Untag(Op, frozen=True, kw_only=True, tag="untag"):
     run: str
     tag: str
 
-    def __post_init__(self) -> None:
-        """Check the names."""
-        check_run_name(self.run)
-        check_tag(self.tag)
-
     def apply(self, fold: Fold) -> None:
         """Remove the tag."""
         if fold.run(self.run).tags.pop(self.tag, None) is None:
             raise fold.broken(f"run {self.run!r} has no tag {self.tag!r}")
 
 
-def settle_metrics(op: msgspec.Struct, metrics: Metrics) -> None:
-    """Check names of metrics; replace texts for values that are not finite by floats, in place."""
-    for name in metrics:
-        check_metric_name(name)
-    if any(isinstance(value, str) for value in metrics.values()):
-        floats = {name: float(value) for name, value in metrics.items()}
-        msgspec.structs.force_setattr(op, "metrics", floats)
-
-
-def check_of_version(
-    roles: Mapping[str, RoleSizes], receipt: Mapping[str, float], metadata: msgspec.Raw
-) -> None:
-    """Check what a version carries along: names of roles, a finite receipt, a JSON object."""
-    for role in roles:
-        check_role(role)
-    for name, value in receipt.items():
-        if not (check_metric_name(name) and math.isfinite(value)):
-            msg = f"receipt: {name} is {value}"
-            raise InvalidInputError(msg)
-    check_metadata_json(bytes(metadata))
-
-
 def pack_roles(roles: Mapping[str, RoleSizes]) -> dict[str, tuple[int, int, int]]:
     """Return sizes per role as a row has them."""
     return {role: (item.logical, item.new, item.stored) for role, item in roles.items()}
-
-
-def pack_details(
-    manifest: ManifestPointer,
-    content: str,
-    roles: Mapping[str, RoleSizes],
-    receipt: Mapping[str, float],
-    metadata: msgspec.Raw,
-    origin: str = "",
-) -> bytes:
-    """Return the packed part of a version's row."""
-    return msgspec.msgpack.encode(
-        Details(
-            manifest.key,
-            manifest.stored_bytes,
-            bytes.fromhex(manifest.digest),
-            bytes.fromhex(content),
-            pack_roles(roles),
-            dict(receipt),
-            bytes(metadata),
-            origin=origin,
-        )
-    )
 
 
 def ensure_run(catalog: Catalog, run: str, directions: Mapping[str, str]) -> list[Op]:

@@ -7,129 +7,105 @@ it is first touched. Readers may hold on to an old state as long as they like.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Final
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from sys import intern
+from typing import Any, Final
 
 import msgspec
 
-from ckptstore.errors import CorruptObjectError
+from ckptstore.errors import CorruptObjectError, InvalidInputError
 from ckptstore.format.fields import Direction
 from ckptstore.format.keys import commit_key
-from ckptstore.format.snapshot import VersionRow
+from ckptstore.format.names import (
+    check_metadata_json,
+    check_metric_name,
+    check_replica_name,
+    check_replica_url,
+    check_role,
+    check_run_name,
+    check_tag,
+)
+from ckptstore.format.snapshot import RunRow, VersionRow
 from ckptstore.model import ReplicaInfo
 
 
-@dataclass(slots=True, kw_only=True)
-class RunState:
-    """One run; changed only by the fold that made it."""
+class RunState(RunRow):
+    """One run, as a snapshot has it, with its versions; changed only by the fold that made it."""
 
-    name: str
-    created_at_ms: int
-    metrics: dict[str, Direction]
-    head: str = ""
-    versions: list[str] = field(default_factory=list)
+    versions: list[str] = msgspec.field(default_factory=list)
     """Ids in the order of their commits."""
-    tags: dict[str, str] = field(default_factory=dict)
-    """Tag to version id."""
-    origin: str = ""
-    """Id of the version that it was forked from; empty if it was not."""
-    policy: bytes = b""
-    """Its retention policy, JSON; empty if it has none of its own."""
-    held: bool = False
-    """A rollback that was decided here moved its head last: no replication takes that back."""
+
+    @classmethod
+    def begin(
+        cls, name: str, created_at_ms: int, metrics: Mapping[str, Direction], *, origin: str = ""
+    ) -> RunState:
+        """Return a run without versions."""
+        return cls(intern(name), created_at_ms, dict(metrics), head="", tags={}, origin=origin)
 
     def copy(self) -> RunState:
         """Return a copy that can be changed without this one noticing."""
-        return RunState(
-            name=self.name,
-            created_at_ms=self.created_at_ms,
-            metrics=dict(self.metrics),
-            head=self.head,
-            versions=list(self.versions),
-            tags=dict(self.tags),
-            origin=self.origin,
-            policy=self.policy,
-            held=self.held,
+        return msgspec.structs.replace(
+            self, metrics=dict(self.metrics), tags=dict(self.tags), versions=list(self.versions)
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class State:
-    """The catalog after commit `number`; not to be changed by anyone."""
+    """The catalog after commit `number`; not to be changed by anyone once its fold is done."""
 
-    number: int
-    digest: str
+    number: int = 0
+    digest: str = ""
     """Of the body of that commit; empty before the first."""
-    versions: dict[str, VersionRow]
+    versions: dict[str, VersionRow] = field(default_factory=dict)
     """By id, in the order of their commits."""
-    runs: dict[str, RunState]
+    runs: dict[str, RunState] = field(default_factory=dict)
     """By name, in the order of their creation."""
-    condemned: dict[str, int]
+    condemned: dict[str, int] = field(default_factory=dict)
     """Objects that are to be deleted, and the commit that condemned each."""
-    gone: frozenset[str]
+    gone: frozenset[str] = frozenset()
     """All objects condemned in commits that this process has folded, deleted since or not, and
-    those pending when it began. A snapshot does not hold those that were deleted: no one who opens
-    a store later can have looked at them before. Who commits what another process looked at
-    compares :attr:`ckptstore.catalog.log.Log.began` with when that was."""
-    policy: bytes
+    those pending when it began. A snapshot does not hold those that were deleted: a process that
+    opens a store later cannot have looked at them before. A process that commits what another one
+    looked at compares :attr:`ckptstore.catalog.log.Log.began` with when that was."""
+    policy: bytes = b""
     """The retention policy of runs that have none; JSON, or empty."""
     replicas: dict[str, ReplicaInfo] = field(default_factory=dict)
     """Replicas that have a name, by it, in the order of their naming."""
 
 
-EMPTY: Final = State(
-    number=0, digest="", versions={}, runs={}, condemned={}, gone=frozenset(), policy=b""
-)
+class Fold(State):
+    """A state in the making; owned by one thread.
 
-
-class Fold:
-    """A state in the making; owned by one thread."""
+    Its tables `versions` and `runs` are its own. `condemned`, `gone` and `replicas` are those of
+    the state before: they are replaced as a whole, never changed in place.
+    """
 
     def __init__(self, state: State) -> None:
-        self.number = state.number
-        """Of the commit that is applied."""
+        before = {one.name: getattr(state, one.name) for one in fields(state)}
+        before |= {"versions": dict(state.versions), "runs": dict(state.runs)}
+        super().__init__(**before)
         self.at_ms = 0
-        """When that was written, by its writer's clock."""
-        self.digest = state.digest
-        self.versions = dict(state.versions)
-        self._runs = dict(state.runs)
+        """When the commit that is applied was written, by its writer's clock."""
         self._owned: set[str] = set()
-        self.condemned = state.condemned
-        """Replaced as a whole, never changed in place."""
-        self.gone = state.gone
-        self.policy = state.policy
-        self.replicas = state.replicas
-        """As `condemned`."""
-
-    def state(self) -> State:
-        """Return the result; nothing may be applied any more."""
-        return State(
-            number=self.number,
-            digest=self.digest,
-            versions=self.versions,
-            runs=self._runs,
-            condemned=self.condemned,
-            gone=self.gone,
-            policy=self.policy,
-            replicas=self.replicas,
-        )
 
     def run(self, name: str) -> RunState:
         """Return the run `name`, as a copy that this fold may change."""
-        found = self._runs.get(name)
+        found = self.runs.get(name)
         if found is None:
             raise self.broken(f"there is no run {name!r}")
         if name not in self._owned:
             self._owned.add(name)
-            self._runs[name] = found = found.copy()
+            self.runs[name] = found = found.copy()
         return found
 
     def add_run(self, run: RunState) -> None:
         """Add a run whose name must be free."""
-        if run.name in self._runs:
+        if run.name in self.runs:
             raise self.broken(f"the run {run.name!r} exists")
         self._owned.add(run.name)
-        self._runs[run.name] = run
+        self.runs[run.name] = run
 
     def version(self, version_id: str) -> VersionRow:
         """Return the row of a version that must be there."""
@@ -138,10 +114,13 @@ class Fold:
             raise self.broken(f"there is no version {version_id}")
         return found
 
-    def set_flags(self, row: VersionRow, flags: int) -> None:
-        """Replace the flags of a version."""
-        if row.flags != flags:
-            self.versions[row.id] = msgspec.structs.replace(row, flags=flags)
+    def mark(self, ids: Iterable[str], *, add: int = 0, remove: int = 0) -> None:
+        """Add flags to versions, and remove others."""
+        for version_id in ids:
+            row = self.version(version_id)
+            flags = (row.flags | add) & ~remove
+            if row.flags != flags:
+                self.versions[row.id] = msgspec.structs.replace(row, flags=flags)
 
     def broken(self, what: str) -> CorruptObjectError:
         """Return the error for a commit that no correct writer makes."""
@@ -149,8 +128,46 @@ class Fold:
         return CorruptObjectError(f"{key} contradicts the commits before it: {what}")
 
 
+def _each(check: Callable[[str], object]) -> Callable[[Iterable[str]], object]:
+    """Return the check of a field that holds several names."""
+    return lambda names: [check(name) for name in names]
+
+
+def _check_receipt(receipt: Mapping[str, float]) -> None:
+    """Raise InvalidInputError for a name that is none, or a value that is not finite."""
+    for name, value in receipt.items():
+        if not (check_metric_name(name) and math.isfinite(value)):
+            msg = f"receipt: {name} is {value}"
+            raise InvalidInputError(msg)
+
+
+_CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "run": check_run_name,
+    "tag": check_tag,
+    "tags": _each(check_tag),
+    "metrics": _each(check_metric_name),
+    "roles": _each(check_role),
+    "receipt": _check_receipt,
+    "metadata": lambda raw: check_metadata_json(bytes(raw)),
+    "policy": lambda raw: check_metadata_json(bytes(raw)),
+    "name": check_replica_name,
+    "url": check_replica_url,
+}
+"""Checks of fields by their names, the same in every operation."""
+
+
 class Op(msgspec.Struct, frozen=True, kw_only=True, tag_field="op"):
     """One operation of a commit; :mod:`ckptstore.catalog.commits` lists them all."""
+
+    def __post_init__(self) -> None:
+        """Check names, and that what is only passed on is sound."""
+        for field_name in self.__struct_fields__:
+            if field_name in _CHECKS:
+                _CHECKS[field_name](getattr(self, field_name))
+
+    def for_json(self) -> Op:
+        """Return the operation as JSON can hold it."""
+        return self
 
     def apply(self, fold: Fold) -> None:
         """Change the catalog.

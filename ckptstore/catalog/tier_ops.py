@@ -28,11 +28,6 @@ class NameReplica(Op, frozen=True, kw_only=True, tag="name-replica"):
     store: Id
     """Its id; a store of another id at this place is another store."""
 
-    def __post_init__(self) -> None:
-        """Check name and location."""
-        check_replica_name(self.name)
-        check_replica_url(self.url)
-
     def apply(self, fold: Fold) -> None:
         """Add the name, or replace where the replica is."""
         known = fold.replicas.get(self.name)
@@ -48,10 +43,6 @@ class UnnameReplica(Op, frozen=True, kw_only=True, tag="unname-replica"):
     """A replica has no name any more; what lies there stays."""
 
     name: str
-
-    def __post_init__(self) -> None:
-        """Check the name."""
-        check_replica_name(self.name)
 
     def apply(self, fold: Fold) -> None:
         """Remove the name."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 
 from ckptstore.cli.archive_job import run_file
 from ckptstore.cli.options import WriterOptions, dry_run
-from ckptstore.cli.output import Output, Screen
+from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import full_ref, opened_to_write
 from ckptstore.cli.text import bytes_text, counted, seconds_text
@@ -21,8 +20,7 @@ from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
-    from ckptstore.maintenance.core.listing import Tally
-    from ckptstore.store import Store
+    from ckptstore.maintenance.core.live_set import Tally
 
 _LISTED = 10
 """Packs shown that stay or could not be moved; the document has all."""
@@ -64,14 +62,6 @@ class _MoveOptions:
             help="Only versions saved at least this long ago, for example 30d.",
         ),
     ] = None
-    lifecycle: Annotated[
-        bool,
-        typer.Option(
-            "--lifecycle",
-            help="Print a lifecycle rule with which the bucket itself moves packs after "
-            "--min-age; move nothing.",
-        ),
-    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +134,7 @@ def archive(
         )
         return
     age_s = _seconds(move.min_age)
-    with opened_to_write(options, writing=not (dry_run or move.lifecycle)) as opening:
-        if move.lifecycle:
-            _show_rule(output, opening, str(move.storage_class), age_s)
-            return
+    with opened_to_write(options, writing=not dry_run) as opening:
         with progress_bars(output) as progress:
             report = opening.archive(
                 [full_ref(opening, ref) for ref in refs] if refs else None,
@@ -172,14 +159,14 @@ def _check(
     msg = hint = ""
     chosen = any((refs, move.run, move.keep_hot, move.min_age))
     if job is not None:
-        if chosen or move.storage_class or move.lifecycle:
+        if chosen or move.storage_class:
             msg = "--job takes everything from its file"
             hint = "its table [archive] is for storage classes"
     elif reporting.since or reporting.report_file or reporting.metrics:
         msg, hint = "--since, --report and --metrics are of jobs", "give --job FILE"
     elif move.storage_class is None:
         msg, hint = "neither a storage class nor a job is given", "--class GLACIER, or --job FILE"
-    elif not (chosen or move.lifecycle):
+    elif not chosen:
         msg, hint = "no version is named", "name REFs; or --run, --keep-hot, --min-age"
     if msg:
         raise InvalidInputError(msg, hint=hint)
@@ -189,22 +176,6 @@ def _seconds(text: str | None) -> float:
     from ckptstore.catalog.retention_rules import parse_duration
 
     return 0.0 if text is None else float(parse_duration(text))
-
-
-def _show_rule(output: Output, store: Store, storage_class: str, age_s: float) -> None:
-    """Print only the lifecycle rule, in the syntax of the provider's tool."""
-    from ckptstore.backends.storage_classes import check_class
-    from ckptstore.maintenance.cold.archive import cold_storage_of
-
-    cold = cold_storage_of(store.repo)
-    rule = cold.lifecycle(check_class(storage_class), max(1, round(age_s / 86_400)))
-    text = jsonlib.dumps(rule, indent=2)
-    document = {"store": store.url, "lifecycle": rule}
-    output.show(document, lambda screen: screen.lines(text.splitlines()))
-    output.note(
-        "the rule goes by the age of packs alone: it also moves those that versions need which"
-        " should stay hot"
-    )
 
 
 def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:

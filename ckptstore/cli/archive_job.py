@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ckptstore import limits
-from ckptstore.cli.early_deletion_text import early_lines
 from ckptstore.cli.output import Column, Output, Screen, encode_document
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import vouching
@@ -160,15 +159,6 @@ def _draw(screen: Screen, report: JobReport) -> None:
         Column("OUTCOME", _outcome),
         Column("TOOK", lambda step: seconds_text(step.seconds), right=True),
     )
-    if report.estimate:
-        parts = report.estimate
-        screen.line(
-            f"about {parts['once']} {parts['currency']} for requests and transfer, and"
-            f" {parts['a_month']} {parts['currency']} a month"
-        )
-    for step in report.steps:
-        for line in _costs(step):
-            screen.line(f"{step.name}: {line}", style="yellow")
     for late in report.overdue:
         name = f"{late.run}@{late.step} {late.version[:8]}"
         screen.line(f"not replicated: {name}, saved {age_text(late.age_s)} ago", style="red")
@@ -205,15 +195,3 @@ def _stays(result: Mapping[str, Any]) -> str:
     """Return how many versions stay since the target is not seen to hold them."""
     stays = result.get("missed", 0) + result.get("returned", 0)
     return f"; {counted(stays, 'version')} not whole in the target: here as before" if stays else ""
-
-
-def _costs(step: StepReport) -> Iterator[str]:
-    """Yield what leaves its storage class early: of a collection, which deletes; or foreseen."""
-    found = step.result.get("early", ())
-    if isinstance(found, Mapping):
-        import msgspec
-
-        from ckptstore.maintenance.retention.early_deletion import Early
-
-        found = early_lines(msgspec.convert(found, Early))
-    yield from found

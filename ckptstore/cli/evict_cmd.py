@@ -14,7 +14,7 @@ from ckptstore.cli.text import bytes_text, counted, version_text
 from ckptstore.errors import IntegrityError
 from ckptstore.model import Version
 from ckptstore.store import Store
-from ckptstore.store.targets import open_target_of
+from ckptstore.store.opening import open_target_of
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.evict import EvictReport

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 _GRACE: Final = duration_text(int(limits.GC_GRACE_S))
 _ORPHAN_AGE: Final = duration_text(int(limits.GC_ORPHAN_AGE_S))
 _DROPPED: Final = {"YOUNG": 1, "NEEDED": 2, "LATER": 3}
-_HOLDERS: Final = 20
-"""Versions shown with ``--holders``; the document has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +62,6 @@ def gc(
     *,
     dry_run: Annotated[bool, dry_run("Print what would be freed; change nothing.")] = False,
     spared: _SparingOptions,
-    holders: Annotated[
-        bool, typer.Option("--holders", help="Also show how many bytes each version holds.")
-    ] = False,
     force: Annotated[
         bool,
         typer.Option("--force", help="Collect even if commits seem to be missing from the log."),
@@ -89,17 +84,16 @@ def gc(
                 orphan_age_s=orphan_age_s,
                 repack_below=None if spared.no_repack else spared.repack_below,
                 dry_run=dry_run,
-                holders=holders,
                 force=force,
                 executor=engine.engine,
                 workers=engine.workers,
                 progress=progress,
             )
         document = {"store": opening.url, **msgspec.to_builtins(report)}
-        output.show(document, lambda screen: _draw(screen, report, holders=holders))
+        output.show(document, lambda screen: _draw(screen, report))
 
 
-def _draw(screen: Screen, report: GcReport, *, holders: bool) -> None:
+def _draw(screen: Screen, report: GcReport) -> None:
     columns = {
         "STORED": report.stored,
         "NEEDED": report.live,
@@ -122,11 +116,6 @@ def _draw(screen: Screen, report: GcReport, *, holders: bool) -> None:
         screen.line(f"oldest object without a version: {age_text(report.orphan_age_s_max)}")
     for skipped in report.repacked.skipped:
         screen.line(skipped, "yellow")
-    for cost in report.early:
-        screen.line(cost, "yellow")
-    if holders:
-        screen.line()
-        _draw_holders(screen, report)
     if not report.dry_run:
         screen.line(f"done in {seconds_text(report.seconds)}", "green")
 
@@ -170,17 +159,3 @@ def _all(kinds: Kinds) -> str:
     count = sum(tally.count for tally in kinds.values())
     size = sum(tally.size_bytes for tally in kinds.values())
     return f"{counted(count, 'object')}, {bytes_text(size)},"
-
-
-def _draw_holders(screen: Screen, report: GcReport) -> None:
-    screen.listing(
-        report.holders[:_HOLDERS],
-        Column("VERSION", lambda holder: f"{holder.run}@{holder.step}"),
-        Column("ID", lambda holder: holder.version[:8], wrap=False),
-        Column("HOLDS", lambda holder: bytes_text(holder.held_bytes), right=True, wrap=False),
-        Column("ALONE", lambda holder: bytes_text(holder.alone_bytes), right=True, wrap=False),
-        Column("TAGS", lambda holder: ", ".join([*holder.tags, *["pinned"] * holder.pinned])),
-    )
-    more = len(report.holders) - _HOLDERS
-    if more > 0:
-        screen.line(f"... and {count_text(more)} more")

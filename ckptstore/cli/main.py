@@ -59,7 +59,6 @@ COMMANDS: Final = {
     "retain": "retain",
     "rm": "rm",
     "undelete": "undelete",
-    "interval": "interval",
     "gc": "gc",
     "verify": "verify",
     "repair": "repair",

@@ -16,8 +16,9 @@ from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened_to_write, vouching
 from ckptstore.cli.text import bytes_text, counted, parse_bytes, seconds_text, version_text
+from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.model import Version
-from ckptstore.store.targets import check_selection, open_target_of
+from ckptstore.store.opening import open_target_of
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
@@ -85,7 +86,8 @@ def replicate(
     with ExitStack() as stack:
         source = stack.enter_context(opened_to_write(options, writing=not dry_run))
         named = [find_version(source, ref) for ref in refs or ()]
-        check_selection(source, runs=run, keep=keep or None)
+        # Runs and rules that name nothing are refused before a store is made for them.
+        select_versions(source.repo, runs=run or (), rules=keep or None)
         stack.enter_context(vouching())
         other = stack.enter_context(
             open_target_of(

@@ -10,7 +10,6 @@ import typer
 
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.cli.early_deletion_text import early_document, early_lines
 from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
@@ -176,7 +175,6 @@ def _document(store: Store, report: RetainReport) -> dict[str, Any]:
         "aged_count": sum(decision.fate != "gone" for decision in report.changes),
         "reclaimable_bytes": report.reclaimable_bytes,
         "commits": list(report.commits),
-        "early": early_document(report.early),
     }
 
 
@@ -247,5 +245,3 @@ def _notes(output: Output, report: RetainReport) -> None:
     exact = sum(len(rounding.problems) for rounding in report.roundings.values())
     if exact:
         output.note(f"{counted(exact, 'tensor')} kept more exactly than the level says: --json")
-    for line in early_lines(report.early):
-        output.note(line)

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 import typer
 
 from ckptstore.catalog.levels import LowerLevel
-from ckptstore.cli.early_deletion_text import early_document, early_lines
 from ckptstore.cli.options import WriterOptions, dry_run
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
@@ -90,18 +89,14 @@ def rm(
             named, keep=part, lossy=lossy, reason=reason, force=force, dry_run=dry_run
         )
         total = sum(removal.reclaimable_bytes for removal in found)
-        early = opening.leaving_early(named, keep=part) if dry_run else None
         document = {
             "dry_run": dry_run,
             "keep": part,
             "versions": [_document(removal) for removal in found],
             "reclaimable_bytes": total,
-            "early": None if early is None else early_document(early),
         }
         output.show(document, lambda screen: None if options.quiet else _draw(screen, found))
         output.note(_summary(found, part, dry_run=dry_run))
-        for line in () if early is None else early_lines(early):
-            output.note(line)
 
 
 def _chosen(store: Store, refs: Sequence[str], run: str | None) -> list[Version]:

@@ -17,7 +17,7 @@ from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text, ver
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.thaw import ThawReport
-    from ckptstore.maintenance.core.listing import Tally
+    from ckptstore.maintenance.core.live_set import Tally
     from ckptstore.model import Version
 
 

@@ -87,7 +87,7 @@ class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """With ``WEIGHTS_ONLY``: what the weights were rounded to, if they were."""
 
 
-class RunRow(msgspec.Struct, frozen=True, array_like=True):
+class RunRow(msgspec.Struct, array_like=True):
     """One run in a snapshot."""
 
     name: str

@@ -37,8 +37,8 @@ from ckptstore.integrations.randomness import capture_all, restore_mine
 from ckptstore.integrations.ranks import from_first, place
 from ckptstore.model import Version
 from ckptstore.store.loading import load
-from ckptstore.store.refs import named_version
 from ckptstore.store.retaining import remove
+from ckptstore.store.version_lookup import named_version
 
 if TYPE_CHECKING:
     import torch

@@ -25,14 +25,13 @@ that is misspelt must not turn a rule off.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from inspect import isclass
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Final, TypeAlias, get_args
 
 import msgspec
 
@@ -144,27 +143,6 @@ class Archive(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Rules for versions that stay as they are; heads of runs do in any case."""
 
 
-class ClassPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one storage class of the target costs."""
-
-    put_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Of packs that move there."""
-    stored_per_gb_month: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-
-
-class Prices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the target's provider charges, in one currency; for estimates only."""
-
-    put_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    get_per_1000: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    stored_per_gb_month: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """For 10^9 bytes."""
-    moved_per_gb: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    currency: str = "USD"
-    classes: dict[str, ClassPrices] = {}
-    """By the name of a storage class."""
-
-
 class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One file, checked."""
 
@@ -179,7 +157,6 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     scrub: Scrub = Scrub()
     alert: Alert = Alert()
     archive: Archive | None = None
-    prices: Prices | None = None
 
 
 def read_job(path: str | os.PathLike[str]) -> Job:
@@ -238,20 +215,9 @@ def _check_words(table: Mapping[str, object], kind: type[msgspec.Struct], place:
         if word not in known:
             msg = f"{place}{word[:_SHOWN]}: a job has no such word"
             raise InvalidInputError(msg, hint=did_you_mean(word, known))
-        _check_inner(value, known[word], f"{place}{word}")
-
-
-def _check_inner(value: object, kind: object, place: str) -> None:
-    """Do the same for what is below a word, if that is one table, or tables by names."""
-    if not isinstance(value, dict):
-        return
-    if get_origin(kind) is dict:
-        for name, each in value.items():
-            _check_inner(each, get_args(kind)[1], f"{place}.{name}")
-        return
-    for one in get_args(kind) or (kind,):
-        if isclass(one) and issubclass(one, msgspec.Struct):
-            _check_words(value, one, f"{place}.")
+        for inner in get_args(known[word]) or (known[word],):
+            if isinstance(value, dict) and isclass(inner) and issubclass(inner, msgspec.Struct):
+                _check_words(value, inner, f"{place}{word}.")
 
 
 def _check(job: Job) -> None:
@@ -308,12 +274,6 @@ def _check_numbers(job: Job) -> None:
             if 0 < share < 1 / limits.SAMPLE_PARTS_MAX:
                 msg = f"a share is 0, or from {1 / limits.SAMPLE_PARTS_MAX:g} to 1, not {share:g}"
                 raise InvalidInputError(msg)
-    prices = [] if job.prices is None else [job.prices, *job.prices.classes.values()]
-    for table in prices:
-        for name, value in msgspec.structs.asdict(table).items():
-            if isinstance(value, float) and not math.isfinite(value):
-                msg = f"prices: {name} is {value!r}"
-                raise InvalidInputError(msg, hint="a price is a number")
 
 
 def _check_rules(rules: _Texts) -> None:

@@ -67,8 +67,6 @@ class JobReport:
     steps: tuple[StepReport, ...]
     overdue: tuple[Overdue, ...]
     """After the steps."""
-    estimate: Mapping[str, float | str]
-    """Requests and costs of what travelled, or would; empty without a table of prices."""
 
     @property
     def ok(self) -> bool:

@@ -1,7 +1,7 @@
-"""Runs a job: replicate, then retention and collection of both stores, then what is overdue.
+"""Runs a job: replication, then retention and collection of both stores, then late versions.
 
-Nothing locks anything: two runs at once, of one job or of several, do each other no harm, since
-each step decides inside its commits. A run that was killed is finished by the next.
+A run takes no lock: two runs at once, of one job or of several, do no harm, since each step decides
+inside its commits. The next run finishes one that was killed.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from functools import partial
 from typing import Any
 
 from ckptstore import limits
+from ckptstore.backends.cold import cold_storage
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.jobs.classes import archive_target
-from ckptstore.jobs.costs import estimate_of
-from ckptstore.jobs.held import is_settled
 from ckptstore.jobs.job_file import Archive, Job
-from ckptstore.jobs.letting_go import evict_source, retain_source, retained
 from ckptstore.jobs.report import JobReport, Overdue, StepName, StepReport, problem_of
+from ckptstore.jobs.source_retention import is_settled, retain_source, retained
+from ckptstore.maintenance.cold.archive import ArchiveReport, archivable, archive
 from ckptstore.maintenance.core.select_versions import select_versions
-from ckptstore.maintenance.replicas.replicate import ReplicateReport, ReplicateRequest, replicate
+from ckptstore.maintenance.replicas.evict import evict
+from ckptstore.maintenance.replicas.replicate import ReplicateReport, replicate
+from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest, read_back
 from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
 from ckptstore.store import Store, open_store
-from ckptstore.store.targets import open_target_of
+from ckptstore.store.opening import open_target_of
+from ckptstore.store.replicating import missing
 
 _log = logging.getLogger("ckptstore")
-
-# The smallest part of an upload that S3 takes; a store that is not there yet has no backend to ask.
-_PART_BYTES_MIN = 5 * limits.MIB
 
 
 def run_job(
@@ -47,20 +46,20 @@ def run_job(
     environment: Environment = SYSTEM,
     progress: ProgressCallback = silent,
 ) -> JobReport:
-    """Run a job once; return what it did.
+    """Run a job once; return its report.
 
-    A step that fails is in the report, and what does not depend on it goes on: where something
-    could not be copied nothing is evicted, and the retention of the source waits too.
+    The report has each step that failed, and steps that do not depend on it run: if a version
+    could not be copied, nothing is evicted and the source's retention is skipped.
 
     Parameters
     ----------
     dry_run
-        Change nothing in either store; the report says what would be done.
+        Change nothing in either store; the report says what a run would do.
     since_s
-        Only versions saved at or after this time are copied, in seconds since 1970; besides what
-        the file says. What is overdue is told in any case.
+        Also copy only versions saved at or after this time, in seconds since 1970. The report
+        lists late versions in any case.
     since_target
-        Id of the store that `since_s` is about; for another target it does not count.
+        Id of the store to which `since_s` applies; another target ignores it.
 
     Raises
     ------
@@ -98,12 +97,11 @@ def run_job(
             seconds=environment.monotonic() - began,
             steps=tuple(run.steps),
             overdue=tuple(run.overdue()),
-            estimate=run.estimate(),
         )
 
 
 def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]:
-    """Return source and target, which are closed with the stack; they are two stores."""
+    """Return source and target, two stores, which the stack closes."""
     with _told_which("source", job.source.url):
         source = stack.enter_context(
             open_store(
@@ -115,7 +113,7 @@ def _opened(stack: ExitStack, job: Job, *, dry_run: bool) -> tuple[Store, Store]
                 **job.source.options,
             )
         )
-    _selected(source, job)  # a selection that names nothing is refused before a store is made
+    _selected(source, job)  # refuses a selection that names nothing before a store is made
     with _told_which("target", job.target.url):
         target = stack.enter_context(
             open_target_of(
@@ -142,7 +140,7 @@ def _selected(source: Store, job: Job) -> list[Version]:
 
 @contextmanager
 def _told_which(place: str, url: str) -> Iterator[None]:
-    """Have an error say which of the two stores could not be opened."""
+    """Name the store that could not be opened in an error."""
     try:
         yield
     except CkptStoreError as error:
@@ -151,12 +149,17 @@ def _told_which(place: str, url: str) -> Iterator[None]:
 
 
 def _shown(url: str) -> str:
-    """Return where a store is to be that may not be there, without credentials."""
+    """Return the location of a store, which may not exist, without credentials."""
     if "://" not in url:
         return url
     from ckptstore.backends.fsspec_backend import without_credentials
 
     return without_credentials(url)
+
+
+def _own_policy(wanted: Mapping[str, Any] | bool) -> Mapping[str, Any] | None:
+    """Return the policy in a job file; None for the store's own."""
+    return wanted if isinstance(wanted, Mapping) else None
 
 
 def _moment(seconds: float) -> str:
@@ -179,7 +182,7 @@ class _Run:
     replicated: ReplicateReport | None = None
 
     def work(self) -> None:
-        """Do all steps, as far as one does not need another that failed."""
+        """Do all steps, except those that need one that failed."""
         scrub = self.job.scrub
         if scrub.source:
             self._step("scrub-source", lambda: self._scrub(self.source, self.target, scrub.source))
@@ -212,7 +215,7 @@ class _Run:
     def chosen(
         self, versions: Sequence[Version], *, older_s: float, since_s: float | None = None
     ) -> list[Version]:
-        """Return those that were saved in the time that is asked for."""
+        """Return the versions saved within the wanted time."""
         since = self.age(self.job.select.since)
         earliest = max(self.now_s - since if since else 0.0, since_s or 0.0)
         latest = self.now_s - older_s
@@ -223,9 +226,8 @@ class _Run:
         return 0.0 if text is None else float(parse_duration(text))
 
     def _step(self, name: StepName, work: Callable[[], Mapping[str, Any]]) -> bool:
-        """Do one step; return whether it did all that it should."""
+        """Do one step; return whether it did everything."""
         began = self.environment.monotonic()
-        error, code = "", 0
         result: Mapping[str, Any] = {}
         try:
             result = work()
@@ -248,7 +250,7 @@ class _Run:
         return not error
 
     def _scrub(self, store: Store, other: Store, share: float) -> Mapping[str, Any]:
-        """Read a part of a store; if anything is damaged, mend all of it from the other."""
+        """Read a part of a store; after damage, repair the store from the other."""
         copy = self.job.copy
         found = store.verify(
             sample=share, executor=copy.engine, workers=copy.tasks, progress=self.progress
@@ -270,15 +272,9 @@ class _Run:
             bytes_per_s=float(parse_bytes(str(self.job.copy.rate))),
             progress=self.progress,
         )
-        source, target = self.source, self.target
-        report = replicate(
-            source.repo,
-            target.repo,
-            versions,
-            request,
-            executor=self.job.copy.engine,
-            workers=self.job.copy.tasks,
-        )
+        engine, tasks = self.job.copy.engine, self.job.copy.tasks
+        source, target = self.source.repo, self.target.repo
+        report = replicate(source, target, versions, request, executor=engine, workers=tasks)
         self.replicated = report
         return {
             "selected": len(versions),
@@ -294,49 +290,69 @@ class _Run:
         }
 
     def _retain_source(self) -> Mapping[str, Any]:
-        """Thin out the source, but for what is selected and not in the target."""
-        policy = self.job.retain.source
+        """Thin out the source, but for selected versions that the target lacks."""
         return retain_source(
-            self.source,
-            self.target,
+            self.source.repo,
+            self.target.repo,
             self.selected(),
-            policy if isinstance(policy, Mapping) else None,
-            coming=self.replicated.copied if self.replicated else (),
+            _own_policy(self.job.retain.source),
+            coming=self.replicated.copied if self.replicated and self.dry_run else (),
             dry_run=self.dry_run,
         )
 
     def _retain_target(self) -> Mapping[str, Any]:
-        policy = self.job.retain.target
-        report = retain(
-            self.target.repo,
-            policy=policy if isinstance(policy, Mapping) else None,
-            dry_run=self.dry_run,
-            early=True,
-        )
-        return retained(report)
+        policy = _own_policy(self.job.retain.target)
+        return retained(retain(self.target.repo, policy=policy, dry_run=self.dry_run))
 
     def _evict(self) -> Mapping[str, Any]:
-        """Keep the record alone of what the target has and no rule keeps."""
-        rules = self.job.retain.evict
-        kept = {version.id for version in select_versions(self.source.repo, rules=rules)}
-        return evict_source(
-            self.source,
-            self.target,
+        """Keep only the record of versions that the target holds and no rule keeps."""
+        source, target = self.source.repo, self.target.repo
+        kept = {one.id for one in select_versions(source, rules=self.job.retain.evict)}
+        report = evict(
+            source,
+            target,
             [version for version in self.selected() if version.id not in kept],
+            missing=partial(missing, target),
             coming=self.replicated.copied if self.replicated and self.job.copy.check else (),
             pin=self.job.retain.pin_evicted,
             dry_run=self.dry_run,
         )
+        return {
+            "evicted": len(report.evicted),
+            "pinned": len(report.pinned),
+            "unpinned": len(report.unpinned),
+            "reclaimable_bytes": report.reclaimable_bytes,
+            "missed": len(report.missed),
+            "returned": len(report.returned),
+            "failures": [asdict(failure) for failure in report.lost],
+        }
 
     def _archive(self, wanted: Archive) -> Mapping[str, Any]:
-        return archive_target(
-            self.target,
-            wanted,
-            checked=self.job.copy.check,
-            prices=self.job.prices,
-            dry_run=self.dry_run,
-            progress=self.progress,
-        )
+        """Move old versions of the target to a colder class; with `copy.check`, checked ones."""
+        repo, checked = self.target.repo, self.job.copy.check
+        if self.dry_run and repo.backend.capabilities.private and not cold_storage(repo.backend):
+            # The backend stands for a target that is not made yet.
+            report = ArchiveReport(dry_run=True, storage_class=wanted.storage_class)
+        else:
+            old = archivable(repo, keep_hot=wanted.keep_hot, min_age_s=self.age(wanted.min_age))
+            report = archive(
+                repo,
+                [version for version in old if read_back(version) or not checked],
+                wanted.storage_class,
+                dry_run=self.dry_run,
+                progress=self.progress,
+            )
+        return {
+            "class": report.storage_class,
+            "versions": len(report.versions),
+            "moved": report.moved.count,
+            "moved_bytes": report.moved.size_bytes,
+            "there": report.there.count,
+            "left": len(report.left),
+            "skipped": [asdict(one) for one in report.skipped],
+            "cooled": list(report.cooled),
+            "warnings": list(report.warnings),
+        }
 
     def _collect(self, store: Store) -> Mapping[str, Any]:
         grace = self.job.gc.grace
@@ -347,7 +363,7 @@ class _Run:
             workers=self.job.copy.tasks,
         )
         freed = sum(tally.size_bytes for tally in report.reclaimable_now.values())
-        return {"reclaimable_now_bytes": freed, "early": list(report.early)}
+        return {"reclaimable_now_bytes": freed}
 
     def overdue(self) -> list[Overdue]:
         """Return the selected versions that are old enough, and not in the target."""
@@ -364,8 +380,3 @@ class _Run:
                     Overdue(version=version.id, run=version.run, step=version.step, age_s=age)
                 )
         return late
-
-    def estimate(self) -> dict[str, float | str]:
-        """Return requests and costs of the copies; empty without a table of prices."""
-        part = max(_PART_BYTES_MIN, self.target.repo.backend.capabilities.part_bytes)
-        return estimate_of(self.job, self.replicated, part_bytes=part)

@@ -1,8 +1,8 @@
-"""Chunks copied by tasks: each fills packs of its own in the target, and reads them back.
+"""Chunks copied to another storage and read back there: in this process, or by tasks of an engine.
 
-A task that runs twice leaves packs that nobody names, for a collection; which of the two is used
-says its result. Deltas are not read back here, since what they refer to may lie elsewhere: that is
-for whoever knows the whole table.
+Each task fills packs of its own in the target. One that runs twice leaves packs that nobody names,
+for a collection; its result says which of the two is used. A copy does not read deltas back, since
+their bases may lie elsewhere: the caller, who knows the whole table, does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.throttled import ThrottledBackend
-from ckptstore.config import SYSTEM, Options
+from ckptstore.config import SYSTEM, Environment, Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import Engine
 from ckptstore.errors import IntegrityError
@@ -83,10 +83,13 @@ def read_part(task: CopyTask) -> None:
     StorageError
         The storage failed.
     """
-    target = _target(task)
     wants = [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)]
+    _read_back(task.table, wants, _target(task), task.options)
+
+
+def _read_back(table: PieceTable, wants: Sequence[Want], target: Backend, options: Options) -> None:
     try:
-        read_pieces(task.table, wants, backend=target, options=task.options, progress=silent)
+        read_pieces(table, wants, backend=target, options=options, progress=silent)
     except IntegrityError as error:
         raise altered(target.url, error) from error
 
@@ -99,28 +102,42 @@ def _target(task: CopyTask) -> Backend:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpreadCopy:
-    """Copies chunks from one storage to another by tasks of an engine."""
+class ChunkCopies:
+    """Copies chunks from one storage to another, in this process or by tasks of an engine."""
 
-    engine: Engine
     source: Shared[Backend]
     target: Shared[Backend]
     options: Options
     """Of the target, whole: tasks that share a machine share its budget."""
+    environment: Environment
+    """Of this process; tasks elsewhere have that of theirs."""
+    engine: Engine | None = None
     bytes_per_s: float = 0.0
     """Of all tasks together; 0 for no limit."""
-    check: bool = True
+    check: bool = False
+    """Read back what was written, but for what deltas decode to."""
 
     def copy(self, table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
-        """Do as :func:`ckptstore.objects.copying.copy_chunks`, and read back what was written.
+        """Copy the chunks of pieces; see :func:`ckptstore.objects.copying.copy_chunks`.
 
         Raises
         ------
         CorruptTensorError, CorruptObjectError, StorageError
             As :func:`copy_part`, of the first task that failed; WorkerDiedError of the engine.
         """
+        if self.engine is None:
+            return copy_read_back(
+                table,
+                wants,
+                source=self.source.value,
+                target=self._throttled(),
+                environment=self.environment,
+                options=self.options,
+                progress=progress,
+                check=self.check,
+            )
         copied = Copied()
-        tasks, total = self._plan(table, wants)
+        tasks, total = self._plan(self.engine, table, wants)
         done = 0
         for _, part in self.engine.map_unordered(copy_part, tasks):
             copied.places.update(part.places)
@@ -133,7 +150,7 @@ class SpreadCopy:
         return copied
 
     def read_back(self, table: PieceTable, wants: Sequence[Want]) -> None:
-        """Read pieces from the target, where `table` says that they lie.
+        """Read pieces from the target, where `table` says that they lie, as a load does.
 
         Raises
         ------
@@ -142,15 +159,27 @@ class SpreadCopy:
         StorageError
             The storage failed; WorkerDiedError of the engine.
         """
+        if self.engine is None:
+            _read_back(table, wants, self._throttled(), self.options)
+            return
         labels = {want.row: want.label for want in wants}
         rows = np.fromiter(labels, np.int64, len(labels))
         parts = cut_rows(table, rows, limits.COPY_TASK_BYTES_MIN)
-        tasks = (self._task(table, part, labels, 0) for part in parts)
+        tasks = (self._task(self.engine, table, part, labels, 0) for part in parts)
         for _ in self.engine.map_unordered(read_part, tasks):
             pass
 
+    def _throttled(self) -> Backend:
+        """Return the target at the bandwidth that is allowed."""
+        if not self.bytes_per_s:
+            return self.target.value
+        return ThrottledBackend(
+            self.target.value, bytes_per_s=self.bytes_per_s, environment=self.environment
+        )
+
     def _task(
         self,
+        engine: Engine,
         table: PieceTable,
         rows: npt.NDArray[np.int64],
         labels: Mapping[int, str],
@@ -159,15 +188,17 @@ class SpreadCopy:
         return CopyTask(
             source=self.source,
             target=self.target,
-            options=self.engine.options_of_tasks(self.options),
-            bytes_per_s=self.bytes_per_s / self.engine.workers,
+            options=engine.options_of_tasks(self.options),
+            bytes_per_s=self.bytes_per_s / engine.workers,
             check=self.check,
             table=table.take(rows),
             labels=tuple(labels[row] for row in rows.tolist()),
             whole_bytes=whole_bytes,
         )
 
-    def _plan(self, table: PieceTable, wants: Sequence[Want]) -> tuple[Iterator[CopyTask], int]:
+    def _plan(
+        self, engine: Engine, table: PieceTable, wants: Sequence[Want]
+    ) -> tuple[Iterator[CopyTask], int]:
         """Return the tasks, and the stored bytes of them all."""
         labels = {want.row: want.label for want in wants}
         rows = np.fromiter(labels, np.int64, len(labels))
@@ -180,6 +211,6 @@ class SpreadCopy:
         )
         total = sum(sizes.values()) + CHUNK_HEADER_BYTES * len(sizes)
         most = max(self.target.value.capabilities.pack_bytes, limits.COPY_TASK_BYTES)
-        size = max(limits.COPY_TASK_BYTES_MIN, min(most, -(-total // self.engine.workers)))
+        size = max(limits.COPY_TASK_BYTES_MIN, min(most, -(-total // engine.workers)))
         parts = cut_rows(table, rows, size)
-        return (self._task(table, part, labels, total) for part in parts), total
+        return (self._task(engine, table, part, labels, total) for part in parts), total

@@ -259,7 +259,8 @@ class Replicas:
         """
         if version.level != "record" or not self._repo.log.catalog.replicas:
             return version
-        from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
+        from ckptstore.maintenance.replicas.replicate import replicate
+        from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
         msg = f"only the record of {_said(version)} is kept"
         asked = self._fall_through(version, VersionNotFoundError(msg))

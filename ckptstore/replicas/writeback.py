@@ -25,7 +25,8 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_ops import had_content
 from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
 from ckptstore.events import Events, SaveEvent
-from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
+from ckptstore.maintenance.replicas.replicate import replicate
+from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.pool import beside
 from ckptstore.repo import Repo

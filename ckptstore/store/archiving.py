@@ -12,7 +12,7 @@ from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.replicas.options import HasRepo
 from ckptstore.repo import Repo
-from ckptstore.store.refs import named_version, named_versions
+from ckptstore.store.version_lookup import named_version, named_versions
 
 if TYPE_CHECKING:
     from ckptstore.format.paths import Pattern

@@ -1,4 +1,4 @@
-"""Methods of :class:`ckptstore.Store` that check, and the stores that a repair reads."""
+"""Methods of :class:`ckptstore.Store` that check and repair."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from ckptstore.model import Version
 from ckptstore.replicas.options import HasRepo
 from ckptstore.replicas.places import name_in
 from ckptstore.repo import Repo, open_repo
-from ckptstore.store.refs import named_versions
-from ckptstore.store.session import Session
-from ckptstore.store.transfers import Place
+from ckptstore.store.replicating import Place
+from ckptstore.store.store_session import HasSession, Session
+from ckptstore.store.version_lookup import named_versions
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.check.verify import Level, VerifyReport
+    from ckptstore.maintenance.repair.repair_report import RepairReport
 
 
 def verify(
@@ -97,6 +98,58 @@ def verify(
     )
 
 
+def repair(
+    self: HasSession,
+    source: Place | Sequence[Place] | None = None,
+    *,
+    level: Level = "full",
+    dry_run: bool = False,
+    source_key: KeyInput | None = None,
+    progress: ProgressCallback = silent,
+) -> RepairReport:
+    """Bring back what is damaged as far as it can be had, and say exactly what is lost.
+
+    Nothing is deleted and no object is changed: what is brought back is written anew, and a
+    commit makes the versions lie there. Versions of which something stays lost are recorded
+    as damaged, so that no save shares with them.
+
+    Parameters
+    ----------
+    source
+        A second store, or where it is: a copy of this one, or any store that holds the same
+        tensors. Or ``"replica:NAME"``. It is only read. Of several the next is asked for what
+        one has not, or only in an archive class: that is in the report, as ``cold``.
+    level
+        How the damage is found: ``full`` reads every byte of this store first.
+    dry_run
+        Say what would be done; write nothing.
+    source_key
+        Opens the second store if it is encrypted; as ``encryption_key`` of
+        :func:`ckptstore.open`. Of several all that are given as places.
+
+    Returns
+    -------
+    RepairReport
+        Its ``ok`` says whether nothing is lost.
+
+    Raises
+    ------
+    ReadOnlyError, UnsafeBackendError
+        The store cannot be written to.
+    StoreNotFoundError, CorruptObjectError
+        There is no second store, or its log is damaged.
+    StorageError
+        One of the storages failed; what was committed before stands.
+    """
+    from ckptstore.maintenance.repair.repair import repair
+
+    with ExitStack() as stack:
+        sources = _second_stores(self._session, source, hidden(source_key), stack)
+        return repair(
+            self._session.repo, sources=sources, level=level, dry_run=dry_run, progress=progress
+        )
+
+
 def _chosen(
     repo: Repo, refs: Sequence[str] | None, *, unverified: bool
 ) -> Sequence[Version] | None:
@@ -110,11 +163,10 @@ def _chosen(
     return [version for version in repo.refresh().versions() if not version.verified]
 
 
-def second_stores(
+def _second_stores(
     session: Session, source: Place | Iterable[Place] | None, key: KeyInput | None, stack: ExitStack
 ) -> list[Repo]:
     """Return the stores to repair from; those that are given as places are open for the stack."""
-    key = hidden(key)
     if isinstance(source, HasRepo | str | os.PathLike):
         source = (source,)
     found = []

@@ -10,8 +10,8 @@ from ckptstore.catalog.refs import parse_ref
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import Ref, Version
 from ckptstore.store import resume_check
-from ckptstore.store.refs import named_version
-from ckptstore.store.session import HasSession, Session
+from ckptstore.store.store_session import HasSession, Session
+from ckptstore.store.version_lookup import named_version
 
 if TYPE_CHECKING:
     from ckptstore.format.paths import Pattern

@@ -1,13 +1,18 @@
-"""Opens a store at a location; what :func:`ckptstore.open` is."""
+"""Opens a store at a location, or the one that versions are to come to."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
 from ckptstore.backends.key_sources import hidden
+from ckptstore.errors import InvalidInputError
 from ckptstore.replicas.options import ReplicaOptions, check_given, open_place
+from ckptstore.replicas.places import PLACE, name_in
+from ckptstore.replicas.targets import open_target
 from ckptstore.store.pickling import Opening
 from ckptstore.store.store import Store
 
@@ -117,3 +122,35 @@ def open_store(
     repo = open_place(url, {**travelling, **here})
     opening = Opening.of(open_store, url, encryption_key, travelling)
     return Store(repo, replicas=replicas, opening=opening)
+
+
+@contextmanager
+def open_target_of(
+    source: Store,
+    url: str,
+    /,
+    *,
+    dry_run: bool,
+    **options: Any,  # noqa: ANN401 - passed on to open_target
+) -> Iterator[Store]:
+    """Open what versions of a store are to come to: a place, or ``replica:NAME``.
+
+    Raises
+    ------
+    NotFoundError
+        The store has no replica of this name.
+    CkptStoreError
+        As :func:`ckptstore.replicas.targets.open_target`.
+    """
+    name = name_in(url)
+    if name is not None:
+        given = {key: value for key, value in options.items() if value}
+        if given:
+            source.give_options(name, given)
+        yield source.replica(name)
+        return
+    if PLACE in options:
+        msg = f"the place of a store is {url}, and {PLACE} among its options is another word for it"
+        raise InvalidInputError(msg, hint=f"{PLACE} goes with replica:NAME alone")
+    with open_target(source.repo, url, dry_run=dry_run, **options) as repo, Store(repo) as target:
+        yield target

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.replicas.options import HasRepo
-from ckptstore.store.refs import named_version
-from ckptstore.store.session import HasSession
+from ckptstore.store.store_session import HasSession
+from ckptstore.store.version_lookup import named_version
 
 if TYPE_CHECKING:
     from ckptstore.catalog.commits import Commit

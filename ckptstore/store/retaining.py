@@ -1,12 +1,12 @@
-"""Methods of :class:`ckptstore.Store` about what is kept: pins, retention, removal, space."""
+"""Methods of :class:`ckptstore.Store` about single versions and what is kept of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptstore import limits
-from ckptstore.catalog import pin_ops
+from ckptstore.catalog import pin_ops, run_ops
 from ckptstore.catalog.levels import LowerLevel
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.errors import InvalidInputError
@@ -15,14 +15,14 @@ from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.replicas.options import HasRepo
 from ckptstore.repo import Repo
-from ckptstore.store.refs import named_version, named_versions
+from ckptstore.store import resume_check
+from ckptstore.store.version_lookup import named_version, named_versions
 
 if TYPE_CHECKING:
     from ckptstore.encodings.encoding import Encoding
     from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.collect.gc import GcReport
-    from ckptstore.maintenance.retention.ageing import Target
-    from ckptstore.maintenance.retention.early_deletion import Early
+    from ckptstore.maintenance.retention.reduce import Target
     from ckptstore.maintenance.retention.remove import Removal
     from ckptstore.maintenance.retention.retain import AnyPolicy, RetainReport
 
@@ -39,6 +39,60 @@ def unpin(self: HasRepo, ref: str) -> Version:
     version = named_version(self.repo, ref)
     self.repo.log.append_any(lambda now: pin_ops.unpin(now, version.id))
     return self.repo.catalog.version(version.id)
+
+
+def tag(self: HasRepo, ref: str, tag: str) -> Version:
+    """Give a version a tag in its run; a tag of this name moves. Return the version.
+
+    Raises
+    ------
+    InvalidInputError
+        The tag is not accepted (digits only, ``latest``, ``best:...`` and ``~...`` are refs).
+    ReadOnlyError, UnsafeBackendError, StorageError
+        It could not be committed.
+    """
+    version = named_version(self.repo, ref)
+    self.repo.log.append(lambda now: run_ops.tag(now, version.run, version.id, tag))
+    return self.repo.catalog.version(version.id)
+
+
+def untag(self: HasRepo, ref: str, tag: str) -> Version:
+    """Take a tag away from a version; return the version.
+
+    Raises
+    ------
+    VersionNotFoundError
+        The version does not have this tag. Else as :meth:`resolve`.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        It could not be committed.
+    """
+    found = named_version(self.repo, ref)
+    self.repo.log.append(lambda now: run_ops.untag(now, found.run, tag, version=found.id))
+    return self.repo.catalog.version(found.id)
+
+
+def annotate(self: HasRepo, ref: str, metrics: Mapping[str, float]) -> Version:
+    """Add metrics to a version, or replace their values; return the version.
+
+    Raises
+    ------
+    InvalidInputError
+        A metric is not a number.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        It could not be committed.
+    """
+    version = named_version(self.repo, ref)
+    self.repo.log.append(lambda now: run_ops.annotate(now, version.id, metrics))
+    return self.repo.catalog.version(version.id)
+
+
+def rollback(self: HasRepo, ref: str, *, reason: str = "") -> Version:
+    """Make a version the head of its run again; return it. See :meth:`Run.rollback`."""
+    from ckptstore.maintenance.retention.rollback import rollback
+
+    version = named_version(self.repo, ref)
+    resume_check.chosen(self.repo, version.run)
+    return rollback(self.repo, version.run, version.id, reason=reason).target
 
 
 def set_policy(self: HasRepo, policy: AnyPolicy | None) -> None:
@@ -120,7 +174,7 @@ def age(
     PolicyError
         One is pinned, or needs `force`, or has no tensors of role ``weights``.
     """
-    from ckptstore.maintenance.retention.ageing import age
+    from ckptstore.maintenance.retention.retain import age
 
     target = _lowered(level, lossy)
     ids = age(self.repo, named_versions(self.repo, refs), target, force=force)
@@ -171,33 +225,6 @@ def remove(
     return _part_removed(self.repo, versions, target, reason=reason, force=force, dry_run=dry_run)
 
 
-def leaving_early(self: HasRepo, refs: Sequence[str], *, keep: LowerLevel | None = None) -> Early:
-    """Return what it costs that versions go, where storage classes have a least of days.
-
-    Packs in `GLACIER`, say, are charged for 90 days, whenever they are deleted. Nothing on
-    storage without classes. What was not looked at, since the store is too large, is said.
-
-    Parameters
-    ----------
-    refs
-        The versions that would go.
-    keep
-        What would stay of each, as in :meth:`remove`.
-
-    Raises
-    ------
-    VersionNotFoundError
-        A ref names nothing.
-    StorageError
-        The storage failed.
-    """
-    from ckptstore.maintenance.retention.early_deletion import Leaving, leaving_early
-
-    versions = named_versions(self.repo, refs)
-    leaving = [Leaving(version=version, fate=keep or "gone") for version in versions]
-    return leaving_early(self.repo, self.repo.catalog, leaving)
-
-
 def undelete(self: HasRepo, refs: Sequence[str]) -> list[Version]:
     """Make deleted versions be there again, all or none; return them.
 
@@ -229,7 +256,6 @@ def gc(
     orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
     repack_below: float | None = limits.GC_REPACK_BELOW,
     dry_run: bool = False,
-    holders: bool = False,
     force: bool = False,
     executor: EngineSpec | None = None,
     workers: int | None = None,
@@ -247,7 +273,6 @@ def gc(
         orphan_age_s=orphan_age_s,
         repack_below=repack_below,
         dry_run=dry_run,
-        holders=holders,
         force=force,
         executor=executor,
         workers=workers,
@@ -265,7 +290,7 @@ def _lowered(level: LowerLevel, lossy: Encoding | str | None) -> Target:
     """
     from ckptstore.catalog.policy import rounding_of
     from ckptstore.encodings.encoding import Encoding
-    from ckptstore.maintenance.retention.ageing import Target
+    from ckptstore.maintenance.retention.reduce import Target
 
     given = None if lossy is None else Encoding.of(lossy)
     encodings = rounding_of(level, [] if given is None else [given])
@@ -285,7 +310,7 @@ def _part_removed(
     dry_run: bool,
 ) -> list[Removal]:
     """Delete a part of versions; see :meth:`ckptstore.Store.remove` with `keep`."""
-    from ckptstore.maintenance.retention.ageing import age, foresee
+    from ckptstore.maintenance.retention.retain import age, foresee
 
     if reason or not versions:
         msg = "no version to remove a part of" if not versions else "a part goes without reason"

@@ -12,9 +12,9 @@ from ckptstore.catalog.refs import parse_ref, resolve
 from ckptstore.errors import CkptStoreError, InvalidInputError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.model import RunInfo, Version
-from ckptstore.store import loading, resume_check, retaining, tagging
+from ckptstore.store import loading, resume_check, retaining
 from ckptstore.store.loading import lazy_version, load_state_of
-from ckptstore.store.session import Session
+from ckptstore.store.store_session import Session
 
 if TYPE_CHECKING:
     from ckptstore.catalog.catalog import Catalog
@@ -409,7 +409,7 @@ class Run:
 
     def tag(self, ref: str | int, tag: str) -> Version:
         """Give a version of this run a tag; see :meth:`Store.tag`."""
-        return tagging.tag(self._session, f"#{self.resolve(ref).id}", tag)
+        return retaining.tag(self._session, f"#{self.resolve(ref).id}", tag)
 
     def untag(self, tag: str) -> None:
         """Take a tag away.
@@ -423,7 +423,7 @@ class Run:
 
     def annotate(self, ref: str | int, metrics: Mapping[str, float]) -> Version:
         """Add metrics to a version of this run; see :meth:`Store.annotate`."""
-        return tagging.annotate(self._session, f"#{self.resolve(ref).id}", metrics)
+        return retaining.annotate(self._session, f"#{self.resolve(ref).id}", metrics)
 
     def rollback(self, ref: str | int, *, reason: str = "") -> Version:
         """Make a version the head of the run again; return it.
@@ -446,7 +446,7 @@ class Run:
         ReadOnlyError, UnsafeBackendError, StorageError
             It could not be committed.
         """
-        return tagging.rollback(self._session, f"#{self.resolve(ref).id}", reason=reason)
+        return retaining.rollback(self._session, f"#{self.resolve(ref).id}", reason=reason)
 
     def pin(self, ref: str | int) -> Version:
         """Pin a version of this run; see :meth:`Store.pin`."""

@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Self
 
-from ckptstore.backends.key_sources import hidden
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.metrics import check_directions
-from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import CkptStoreError
 from ckptstore.events import Observer, ProgressCallback, silent
 from ckptstore.format.names import check_run_name
 from ckptstore.model import RunInfo, Version
 from ckptstore.replicas.options import ReplicaOptions
 from ckptstore.repo import Repo
-from ckptstore.store import (
-    archiving,
-    checking,
-    loading,
-    reporting,
-    retaining,
-    tagging,
-    tiers,
-    transfers,
-)
+from ckptstore.store import archiving, checking, loading, replicating, reporting, retaining
 from ckptstore.store.pickling import Opening, unpickled
-from ckptstore.store.refs import known, named_version
 from ckptstore.store.run import Run
-from ckptstore.store.session import Session
+from ckptstore.store.store_session import Session
+from ckptstore.store.version_lookup import known, named_version
 
 if TYPE_CHECKING:
-    from ckptstore.backends.key_sources import KeyInput
     from ckptstore.encodings.encoding_rules import Encodings
     from ckptstore.format.paths import Pattern
     from ckptstore.format.superblock import Superblock
-    from ckptstore.maintenance.check.verify import Level
-    from ckptstore.maintenance.repair.repair_report import RepairReport
-    from ckptstore.maintenance.replicas.replicate import ReplicateReport
     from ckptstore.saver.saver import Saver
 
 _log = logging.getLogger("ckptstore")
-
-Source: TypeAlias = "Store | str | os.PathLike[str]"
-"""A second store, its location, or ``replica:NAME``."""
 
 
 class Store:
@@ -283,9 +263,9 @@ class Store:
         return self._session.saver
 
     # --- changes of the catalog -------------------------------------------------------------------
-    tag = tagging.tag
-    untag = tagging.untag
-    annotate = tagging.annotate
+    tag = retaining.tag
+    untag = retaining.untag
+    annotate = retaining.annotate
 
     def fork(
         self,
@@ -353,10 +333,10 @@ class Store:
             progress=progress,
         )
         target = self if store is None or store.repo is self.repo else store
-        transfers.fork(self._session, ref, request, target.repo)
+        replicating.fork(self._session, ref, request, target.repo)
         return target.run(new_run)
 
-    rollback = tagging.rollback
+    rollback = retaining.rollback
     pin = retaining.pin
     unpin = retaining.unpin
 
@@ -365,7 +345,6 @@ class Store:
     retain = retaining.retain
     age = retaining.age
     remove = retaining.remove
-    leaving_early = retaining.leaving_early
     undelete = retaining.undelete
     gc = retaining.gc
     archive = archiving.archive
@@ -374,68 +353,17 @@ class Store:
     # --- checks and figures -----------------------------------------------------------------------
     verify = checking.verify
 
-    def repair(
-        self,
-        source: Source | Sequence[Source] | None = None,
-        *,
-        level: Level = "full",
-        dry_run: bool = False,
-        source_key: KeyInput | None = None,
-        progress: ProgressCallback = silent,
-    ) -> RepairReport:
-        """Bring back what is damaged as far as it can be had, and say exactly what is lost.
-
-        Nothing is deleted and no object is changed: what is brought back is written anew, and a
-        commit makes the versions lie there. Versions of which something stays lost are recorded
-        as damaged, so that no save shares with them.
-
-        Parameters
-        ----------
-        source
-            A second store, or where it is: a copy of this one, or any store that holds the same
-            tensors. Or ``"replica:NAME"``. It is only read. Of several the next is asked for what
-            one has not, or only in an archive class: that is in the report, as ``cold``.
-        level
-            How the damage is found: ``full`` reads every byte of this store first.
-        dry_run
-            Say what would be done; write nothing.
-        source_key
-            Opens the second store if it is encrypted; as ``encryption_key`` of
-            :func:`ckptstore.open`. Of several all that are given as places.
-
-        Returns
-        -------
-        RepairReport
-            Its ``ok`` says whether nothing is lost.
-
-        Raises
-        ------
-        ReadOnlyError, UnsafeBackendError
-            The store cannot be written to.
-        StoreNotFoundError, CorruptObjectError
-            There is no second store, or its log is damaged.
-        StorageError
-            One of the storages failed; what was committed before stands.
-        """
-        from ckptstore.maintenance.repair.repair import repair
-
-        source_key = hidden(source_key)
-        with ExitStack() as stack:
-            sources = checking.second_stores(self._session, source, source_key, stack)
-            return repair(
-                self.repo, sources=sources, level=level, dry_run=dry_run, progress=progress
-            )
-
+    repair = checking.repair
     usage = reporting.usage
     stats = reporting.stats
     sharing = reporting.sharing
     sharing_of = reporting.sharing_of
 
     # --- replicas ---------------------------------------------------------------------------------
-    add_replica = tiers.add_replica
-    remove_replica = tiers.remove_replica
-    replicas = tiers.replicas
-    give_options = tiers.give_options
+    add_replica = replicating.add_replica
+    remove_replica = replicating.remove_replica
+    replicas = replicating.replicas
+    give_options = replicating.give_options
 
     def replica(self, name: str) -> Store:
         """Return a replica, opened; it is closed with this store.
@@ -454,97 +382,8 @@ class Store:
         given = self._session.replicas.pool.given.get(name)
         return given if isinstance(given, Store) else Store(self._session.of_replica(name, repo))
 
-    def replicate(
-        self,
-        to: Store | str | os.PathLike[str],
-        refs: Sequence[str] | None = None,
-        *,
-        runs: Sequence[str] | None = None,
-        keep: str | Sequence[str] | None = None,
-        check: bool = True,
-        bytes_per_s: float = 0.0,
-        to_key: KeyInput | None = None,
-        again: bool | None = None,
-        dry_run: bool = False,
-        executor: EngineSpec | None = None,
-        workers: int | None = None,
-        progress: ProgressCallback = silent,
-    ) -> ReplicateReport:
-        """Make versions of this store versions of another, under the same ids.
-
-        Only chunks that the other store does not have travel. Metrics, tags, the heads of runs and
-        where forks began come along, and of ancestors that are not copied the record. A repetition
-        finishes what was interrupted, and costs a few requests where nothing is new. Nothing is
-        deleted in either store.
-
-        Parameters
-        ----------
-        to
-            The other store; or where it is: it is made there, if there is none. Or
-            ``"replica:NAME"``; see :meth:`Store.add_replica`.
-        refs
-            Versions; with neither `refs` nor `runs` nor `keep`: all of the store.
-        runs
-            Names of runs, of which all versions count.
-        keep
-            Rules as in a retention policy, such as ``"tagged, best 2 val_loss"``: the versions of
-            `runs`, or of all runs, that they would keep.
-        check
-            Read back every chunk that travelled before its version becomes visible in the target.
-        bytes_per_s
-            Bandwidth limit, both directions together; 0 for none.
-        to_key
-            Opens the other store if it is encrypted, and makes a new one such; as
-            ``encryption_key`` of :func:`ckptstore.open`. Only where `to` is a place.
-        again
-            Whether versions come that the other store has deleted, or of which it keeps less than
-            this one. None: those that `refs` name alone. Others are ``left`` in the report.
-        dry_run
-            Change nothing; the report says what would travel.
-        executor
-            Who copies chunks and reads them back: ``threads`` of this process, which None means
-            too, ``processes``, ``dask:local``, ``dask://HOST:PORT``, or any executor of
-            ``concurrent.futures``. This process alone writes manifests and commits.
-        workers
-            How many tasks run at once; by default what the engine has.
-        progress
-            Called with the bytes (in memory) of the versions that are done.
-
-        Returns
-        -------
-        ReplicateReport
-            Versions that could not be copied since they are damaged are listed in it.
-
-        Raises
-        ------
-        InvalidRefError, RunNotFoundError, VersionNotFoundError, InvalidInputError
-            Something names nothing. Nothing was written.
-        ConflictError
-            Both are one store; or the other has a run of the same name with other versions.
-            Nothing was written.
-        WorkerDiedError, MissingDependencyError
-            Of the engine. What was committed stays.
-        ReadOnlyError, UnsafeBackendError, StorageError
-            The other store cannot be written to, or a storage failed. What was committed stays.
-        """
-        from ckptstore.maintenance.replicas.replicate import ReplicateRequest
-
-        to_key = hidden(to_key)
-        request = ReplicateRequest(
-            dry_run=dry_run, check=check, bytes_per_s=bytes_per_s, progress=progress
-        )
-        return transfers.replicate(
-            self._session,
-            to,
-            to_key,
-            transfers.Chosen(refs=refs, runs=runs, keep=keep),
-            request,
-            again=again,
-            executor=executor,
-            workers=workers,
-        )
-
-    evict = tiers.evict
-    unpin_for = tiers.unpin_for
-    write_back = tiers.write_back
-    wait_replicated = tiers.wait_replicated
+    replicate = replicating.replicate
+    evict = replicating.evict
+    unpin_for = replicating.unpin_for
+    write_back = replicating.write_back
+    wait_replicated = replicating.wait_replicated

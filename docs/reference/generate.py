@@ -62,7 +62,6 @@ API = {
     "ckptstore.maintenance.replicas.evict": "What `Store.evict` returns.",
     "ckptstore.catalog.early_stopping": "What `DivergenceGuard.update` returns.",
     "ckptstore.catalog.history": "The values that a metric had.",
-    "ckptstore.catalog.intervals": "How often to save.",
     "ckptstore.integrations.plots": "Pictures of a metric; needs the extra `plots`.",
     "ckptstore.integrations.receipt_plots": "Pictures of what saves took; the same extra.",
     "ckptstore.integrations.preemption": "Signals that announce the end, on all ranks.",

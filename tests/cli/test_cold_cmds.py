@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,23 +110,6 @@ def test_verify_says_what_it_did_not_read(cli: Cli, store: list[str]) -> None:
     assert len(done.document["cold_versions"]) == 1
     shown = cli("verify", *store)
     assert "not read: cold" in shown.out
-
-
-def test_a_lifecycle_rule_is_taken_by_the_storage(
-    cli: Cli, s3_bucket: S3Bucket, store: list[str]
-) -> None:
-    """It names packs and nothing else, and S3 takes it as it is."""
-    rule = ("archive", "--lifecycle", "--class", "GLACIER", "--min-age", "30d")
-    printed = cli(*rule, *store)
-    wanted: dict[str, Any] = json.loads(printed.out)
-    assert cli(*rule, "--json", *store).document["lifecycle"] == wanted
-    client = s3_bucket._client
-    client.put_bucket_lifecycle_configuration(Bucket=s3_bucket.name, LifecycleConfiguration=wanted)
-    (kept,) = client.get_bucket_lifecycle_configuration(Bucket=s3_bucket.name)["Rules"]
-    assert kept["Filter"] == {"Prefix": f"{PREFIX}packs/"}
-    assert kept["Transitions"] == [{"Days": 30, "StorageClass": "GLACIER"}]
-    early = ("archive", "--lifecycle", "--class", "STANDARD_IA", "--min-age", "7d")
-    assert cli(*early, *store).code == 2
 
 
 def test_new_packs_can_be_written_in_a_class(

@@ -56,17 +56,6 @@ def test_gc_says_when_to_come_again(cli: Any, store_path: Path) -> None:  # noqa
     assert "again" not in second.out
 
 
-def test_gc_shows_who_holds_what(cli: Any, store_path: Path) -> None:  # noqa: ANN401
-    """Each live version with its bytes, those that hold most alone first."""
-    shown = cli("gc", "--dry-run", "--holders", "--store", store_path)
-    document = cli("gc", "--dry-run", "--holders", "--store", store_path, "--json").document
-
-    assert "gpt@100" in shown.out
-    alone = [holder["alone_bytes"] for holder in document["holders"]]
-    assert len(alone) == document["versions_count"] == 6
-    assert alone == sorted(alone, reverse=True)
-
-
 def test_gc_refuses_times_that_are_none(cli: Any, store_path: Path) -> None:  # noqa: ANN401
     """A number without a unit could be anything."""
     for words in (["--grace", "10"], ["--orphan-age", "soon"], ["--repack-below", "2"]):

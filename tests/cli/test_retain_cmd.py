@@ -211,27 +211,6 @@ def test_fork_to_the_name_of_a_deleted_run(cli: Cli, store_path: Path) -> None:
     assert "undelete" not in cli("fork", "gpt@latest", "gpt", "-s", store_path).err
 
 
-def test_interval(cli: Cli, store_path: Path) -> None:
-    """From receipts or from what is said; without a restart in the log it must be told more."""
-    document = cli(
-        "interval", "gpt", "--mtbf", "1d", "--save", "5m", "--json", "-s", store_path
-    ).document
-    assert document["young_s"] == pytest.approx(7200)
-    assert document["daly_s"] == pytest.approx(7001.39, abs=0.01)
-    longer = cli(
-        "interval", "gpt", "--mtbf", "1d", "--save", "5m", "--restart", "1h", "--json",
-        "-s", store_path,
-    ).document  # fmt: skip
-    assert longer["lost"] > document["lost"]
-    text = cli("interval", "gpt", "--mtbf", "12h", "-s", store_path).out
-    assert "interval (Daly)" in text
-    assert "12 h" in text
-    assert "steps" in text
-    assert cli("interval", "gpt", "-s", store_path).code == 2
-    assert cli("interval", "gtp", "--mtbf", "12h", "-s", store_path).code == 3
-    assert cli("interval", "gpt", "--mtbf", "soon", "-s", store_path).code == 2
-
-
 def test_log_metric(cli: Cli, store_path: Path, tmp_path: Path) -> None:
     """A line of blocks and a table, newest first; a document, oldest first; a picture."""
     result = cli("log", "gpt", "--metric", "val_loss", "-s", store_path)

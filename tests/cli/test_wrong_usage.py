@@ -13,7 +13,7 @@ from ckptstore.backends.registry import open_backend
 from ckptstore.replicas.targets import open_target
 from ckptstore.repo import create_repo
 from ckptstore.store import Store, mend_superblock, open_store, rotate_key
-from ckptstore.store.targets import open_target_of
+from ckptstore.store.opening import open_target_of
 from tests.cli.conftest import Cli
 
 TAKING: tuple[Callable[..., Any], ...] = (
@@ -144,7 +144,7 @@ def test_an_empty_store_answers_every_question(cli: Cli, tmp_path: Path) -> None
         ["stats"],
         ["stats", "--prometheus"],
         ["retain", "--full", "last 3"],
-        ["gc", "--dry-run", "--holders"],
+        ["gc", "--dry-run"],
         ["gc"],
         ["verify"],
         ["repair"],
@@ -156,9 +156,3 @@ def test_an_empty_store_answers_every_question(cli: Cli, tmp_path: Path) -> None
         assert "error" not in done.err
     assert "no commits yet" in cli("log", "-s", store).err
     assert cli("log", "--json", "-s", store).document["commits"] == []
-
-
-def test_no_restart_takes_no_time(cli: Cli, store_path: Path) -> None:
-    """--restart 0s, the default that the help names, may be given."""
-    words = ("interval", "gpt", "--mtbf", "12h", "--save", "3s", "-s", store_path, "--json")
-    assert cli(*words, "--restart", "0s").document == cli(*words).document

@@ -30,7 +30,6 @@ from ckptstore.repo import create_on
 
 CHUNK = 1 << 16
 ENGINES = ("own threads", "processes", "dask")
-_PLACES = {"verify": "core.task_pool", "replicate": "replicas.replicate"}
 Spec = Callable[[str], Any]
 
 
@@ -312,7 +311,7 @@ def test_workers_may_be_killed_in_the_middle(
             return _Noting(opened(*arguments, **options), engines)
 
         monkeypatch.setattr(module, "cut_rows", cut)
-        monkeypatch.setattr(f"ckptstore.maintenance.{_PLACES[operation]}.open_engine", opening)
+        monkeypatch.setattr("ckptstore.maintenance.core.task_pool.open_engine", opening)
         if operation == "verify":
             assert same(source.verify(executor=spec(name), workers=2)) == wanted
         else:

@@ -27,7 +27,7 @@ from ckptstore.errors import (
 )
 from ckptstore.manifests import relied_on
 from ckptstore.replicas.places import same_place
-from ckptstore.store.targets import open_target_of
+from ckptstore.store.opening import open_target_of
 
 
 @pytest.mark.parametrize("head", ["reference::file", "simplecache::file", "zip://x.zip::file"])

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.cold import ColdStorage, ObjectState
@@ -124,6 +123,3 @@ class _Cold:
         if key not in self._shelf.restored:
             self._shelf.left[key] = self._shelf.after
         return True
-
-    def lifecycle(self, storage_class: str, days: int) -> Mapping[str, Any]:
-        return {"class": storage_class, "days": days}

@@ -102,20 +102,13 @@ def test_versions_move_to_a_class_and_load(ceph: Ceph, bucket: S3Bucket) -> None
 
 
 def test_new_packs_are_written_in_a_class(bucket: S3Bucket) -> None:
-    """Packs alone; and the gateway takes the lifecycle rule as it is printed."""
+    """Packs alone."""
     options: dict[str, Any] = bucket.options()
     with ckptstore.open(bucket.url, create=True, pack_class="STANDARD_IA", **options) as store:
         store.run("gpt").save({"w": torch.randn(_MIB)}, step=1)
         for key, name in _classes(bucket).items():
             assert name == ("STANDARD_IA" if key.startswith("packs/") else "STANDARD")
         assert store.verify().ok
-        cold = cold_storage(store.repo.backend)
-        assert cold is not None
-        rule = cold.lifecycle("STANDARD_IA", 30)
-    client = bucket._client
-    client.put_bucket_lifecycle_configuration(Bucket=bucket.name, LifecycleConfiguration=rule)
-    (kept,) = client.get_bucket_lifecycle_configuration(Bucket=bucket.name)["Rules"]
-    assert kept["Transitions"] == [{"Days": 30, "StorageClass": "STANDARD_IA"}]
 
 
 class _opened:

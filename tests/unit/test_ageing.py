@@ -20,7 +20,7 @@ from ckptstore.errors import (
     StorageError,
     VersionNotFoundError,
 )
-from ckptstore.maintenance.retention import ageing
+from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
@@ -225,7 +225,7 @@ def test_a_collection_that_takes_the_new_manifest_for_an_orphan(
 ) -> None:
     """With no patience for orphans it may come between manifest and commit: another is written."""
     store, _ = _two(tmp_path)
-    real = ageing.prepare
+    real = retention_module.prepare
     collections = iter([True, True, False])
 
     def prepare(*arguments: Any) -> Any:  # noqa: ANN401 - passed on
@@ -234,7 +234,7 @@ def test_a_collection_that_takes_the_new_manifest_for_an_orphan(
             store.gc(grace_s=0, orphan_age_s=0)
         return move
 
-    monkeypatch.setattr(ageing, "prepare", prepare)
+    monkeypatch.setattr(retention_module, "prepare", prepare)
     (after,) = store.age(["gpt@1"], "weights")
     assert after.level == "weights"
     assert store.verify().ok
@@ -245,14 +245,14 @@ def test_a_collection_that_does_so_for_ever_is_an_error(
 ) -> None:
     """It ends, and the version is whole."""
     store, _ = _two(tmp_path)
-    real = ageing.prepare
+    real = retention_module.prepare
 
     def prepare(*arguments: Any) -> Any:  # noqa: ANN401 - passed on
         move = real(*arguments)
         store.gc(grace_s=0, orphan_age_s=0)
         return move
 
-    monkeypatch.setattr(ageing, "prepare", prepare)
+    monkeypatch.setattr(retention_module, "prepare", prepare)
     with pytest.raises(CondemnedError):
         store.age(["gpt@1"], "weights")
     with pytest.raises(CondemnedError):

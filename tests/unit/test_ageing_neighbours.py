@@ -18,7 +18,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Relocate
 from ckptstore.errors import CommitConflictError, VersionNotFoundError
 from ckptstore.format.snapshot import VersionRow, decode_snapshot, encode_snapshot
-from ckptstore.maintenance.retention import ageing
+from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import FaultyBackend
 
@@ -159,7 +159,7 @@ def test_what_is_damaged_is_not_rounded(store: ckptstore.Store, path: Path) -> N
 
 def test_two_that_age_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever commits second is told, changes nothing, and finds nothing left to do."""
-    real = ageing.prepare
+    real = retention_module.prepare
     turn = iter([True, False])
 
     def prepare(*arguments: Any) -> Any:  # noqa: ANN401 - passed on
@@ -169,7 +169,7 @@ def test_two_that_age_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
                 other.age(["gpt@1"], "weights-int8")
         return prepared
 
-    monkeypatch.setattr(ageing, "prepare", prepare)
+    monkeypatch.setattr(retention_module, "prepare", prepare)
     with ckptstore.open(path) as store:
         with pytest.raises(CommitConflictError):
             store.age(["gpt@1"], "weights-int8")
@@ -217,7 +217,7 @@ def test_a_collection_that_takes_the_new_packs_for_orphans(
     run = store.run("gpt")
     for step in range(4):
         run.save(_state(step), step=step)
-    real = ageing.prepare
+    real = retention_module.prepare
     collections = iter([True, True, False, True])
 
     def prepare(*arguments: Any) -> Any:  # noqa: ANN401 - passed on
@@ -226,7 +226,7 @@ def test_a_collection_that_takes_the_new_packs_for_orphans(
             store.gc(grace_s=0, orphan_age_s=0)
         return prepared
 
-    monkeypatch.setattr(ageing, "prepare", prepare)
+    monkeypatch.setattr(retention_module, "prepare", prepare)
     store.retain({"full": "last 1", "weights-bf16": "all"})
     assert [v.level for v in store.versions("gpt")] == ["weights-bf16"] * 3 + ["full"]
     for step in range(3):

@@ -12,8 +12,7 @@ from ckptstore.backends.base import Capabilities
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.task_pool import Tasks
+from ckptstore.maintenance.core.task_pool import Tasks, at_once
 
 WAIT_S = 30.0
 

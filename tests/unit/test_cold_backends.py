@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from buckets import PREFIX, GcsBucket, S3Bucket
+from buckets import GcsBucket, S3Bucket
 from coldbackend import ColdBackend, Shelf
 
 from ckptstore import limits
@@ -258,12 +258,10 @@ def test_gcs_rewrites_large_objects_in_several_requests() -> None:
         found["class"] = name
         return {"done": True}
 
-    cold = GcsColdStorage(parse_bucket_url("gs://bucket/place"), stat, rewrite)
+    cold = GcsColdStorage(stat, rewrite)
     assert cold.set_class(KEY, "ARCHIVE")
     assert tokens == ["", "t1", "t2"]
     assert not cold.set_class(KEY, "ARCHIVE")
-    (rule,) = cold.lifecycle("ARCHIVE", 90)["rule"]
-    assert rule["condition"] == {"age": 90, "matchesPrefix": ["place/packs/"]}
 
 
 def test_wrappers_pass_classes_on() -> None:
@@ -285,24 +283,13 @@ def test_wrappers_pass_classes_on() -> None:
     assert failed
     assert wrapped.restore_state(KEY).access == "cold"
     assert wrapped.classes
-    assert wrapped.lifecycle("GLACIER", 3) == {"class": "GLACIER", "days": 3}
     reading = _cold(ReadOnlyBackend(inner))
     assert reading.class_of(KEY) == "GLACIER"
     assert reading.restore_state(KEY).access == "cold"
     assert reading.classes == wrapped.classes
-    assert reading.lifecycle("GLACIER", 3)
     with pytest.raises(ReadOnlyError):
         reading.set_class(KEY, STANDARD)
     with pytest.raises(ReadOnlyError):
         reading.request_restore(KEY, days=1, tier="Bulk")
     assert cold_storage(RetryingBackend(MemoryBackend("plain"))) is None
     assert cold_storage(ReadOnlyBackend(MemoryBackend("plain"))) is None
-
-
-def test_a_lifecycle_rule_is_for_packs_alone(backend: Backend) -> None:
-    """Below the store's prefix; and not earlier than S3 allows."""
-    cold = _cold(backend)
-    (rule,) = cold.lifecycle("DEEP_ARCHIVE", 1)["Rules"]
-    assert rule["Filter"] == {"Prefix": f"{PREFIX}packs/"}
-    with pytest.raises(InvalidInputError):
-        cold.lifecycle("STANDARD_IA", 29)

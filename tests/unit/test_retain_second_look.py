@@ -17,7 +17,7 @@ from ckptstore.catalog.state import Op
 from ckptstore.errors import StorageError, TransientStorageError
 from ckptstore.jobs import Job, JobReport, read_job, run_job
 from ckptstore.jobs.report import StepReport
-from ckptstore.maintenance.replicas import recheck
+from ckptstore.maintenance.replicas.evict import SecondLook
 
 STEPS = (1, 2, 3)
 
@@ -159,16 +159,16 @@ def test_no_answer_to_the_second_look(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the target cannot be looked at again, everything is here as before."""
-    look = recheck.SecondLook.look
+    look = SecondLook.look
 
-    def deaf(self: recheck.SecondLook, gone: Any, **more: Any) -> Any:  # noqa: ANN401
+    def deaf(self: SecondLook, gone: Any, **more: Any) -> Any:  # noqa: ANN401
         def refresh() -> None:
             raise TransientStorageError("injected")
 
         monkeypatch.setattr(self.there, "refresh", refresh)
         return look(self, gone, **more)
 
-    monkeypatch.setattr(recheck.SecondLook, "look", deaf)
+    monkeypatch.setattr(SecondLook, "look", deaf)
     report = run_job(job)
     assert not _step(report).ok
     assert "injected" in _step(report).error
@@ -187,15 +187,15 @@ def test_collected_here_at_the_same_moment(
             cold.remove(["gpt@1"])
 
     meanwhile(let_go)
-    look = recheck.SecondLook.look
+    look = SecondLook.look
 
-    def late(self: recheck.SecondLook, gone: Any, **more: Any) -> Any:  # noqa: ANN401
+    def late(self: SecondLook, gone: Any, **more: Any) -> Any:  # noqa: ANN401
         with ckptstore.open(tmp_path / "hot") as hot:
             hot.gc(grace_s=0.0, orphan_age_s=0.0)
         return look(self, gone, **more)
 
     with pytest.MonkeyPatch.context() as patching:
-        patching.setattr(recheck.SecondLook, "look", late)
+        patching.setattr(SecondLook, "look", late)
         step = _step(run_job(job))
     (failure,) = step.result["failures"]
     assert failure["step"] == 1

@@ -13,7 +13,7 @@ import torch
 import ckptstore
 from ckptstore.catalog import content_ops, retention
 from ckptstore.errors import InvalidInputError, PolicyError, ReadOnlyError, RunNotFoundError
-from ckptstore.maintenance.retention import ageing
+from ckptstore.maintenance.retention import retain as retention_module
 from ckptstore.maintenance.retention.reduce import Target
 from ckptstore.maintenance.retention.retain import RetainReport
 
@@ -78,7 +78,7 @@ def test_what_is_tagged_or_pinned_meanwhile_stays(
     store: ckptstore.Store, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is made again on the catalog that the commit follows."""
-    real = ageing.prepare
+    real = retention_module.prepare
 
     def prepare(*arguments: Any) -> Any:  # noqa: ANN401 - passed on
         with ckptstore.open(path) as other:
@@ -87,7 +87,7 @@ def test_what_is_tagged_or_pinned_meanwhile_stays(
             other.run("gpt").rollback(0)
         return real(*arguments)
 
-    monkeypatch.setattr(ageing, "prepare", prepare)
+    monkeypatch.setattr(retention_module, "prepare", prepare)
     store.retain({"full": "last 1", "weights": "best 1 loss"})
     assert _levels(store)[10] == _levels(store)[20] == _levels(store)[0] == "full"
 
@@ -98,7 +98,7 @@ def test_what_is_pinned_after_the_plan_keeps_its_content(
 ) -> None:
     """The commit refuses by itself, whatever the plan was."""
     version = store.resolve("gpt@10")
-    less = ageing.prepare(store.repo, version, Target(level=level), []).move
+    less = retention_module.prepare(store.repo, version, Target(level=level), []).move
     with ckptstore.open(path) as other:
         other.pin("gpt@10")
     before = store.repo.refresh().number

@@ -15,8 +15,7 @@ from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog import run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import Body, encode_commit
-from ckptstore.catalog.fold import extended
+from ckptstore.catalog.commits import Body, encode_commit, extended
 from ckptstore.catalog.log import Build, Log
 from ckptstore.catalog.run_ops import CreateRun, Save
 from ckptstore.errors import CorruptObjectError, UnsupportedFeatureError

@@ -66,7 +66,6 @@ def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -
     def attempt(version: Version) -> Version:
         """Return a version of which every byte is right; raise what is wrong with another."""
         survey = Survey(repo=repo, full=True, progress=progress)
-        survey.total_bytes = sum(part.logical for part in version.roles.values())
         for _ in check_all(survey, [version]):
             pass
         touching = [problem for problem in survey.problems if problem.version]

@@ -9,6 +9,7 @@ once. Damage to one object never stops the check of the others. Nothing is chang
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,8 +27,8 @@ from ckptstore.errors import (
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
 from ckptstore.maintenance.check.integrity_scan import Problem, Sample, Survey
-from ckptstore.maintenance.check.leftovers import Notice, cut_short, find_leftovers
-from ckptstore.maintenance.check.verify_state import VerifyState
+from ckptstore.maintenance.check.leftovers import Notice, find_leftovers, report_lost_commits
+from ckptstore.maintenance.check.verify_state import VerifyState, open_state
 from ckptstore.maintenance.check.verify_tasks import check_all
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.model import Version
@@ -155,98 +156,72 @@ def verify(
     began = repo.environment.monotonic()
     repo.refresh()
     survey = Survey(repo=repo, full=level == "full", sample=sample, progress=progress)
-    with open_tasks(repo, executor, workers) as tasks:
-        return _verify(survey, versions, began, tasks, record=record, resume=resume)
+    with open_tasks(repo, executor, workers) as tasks, _state(survey, resume) as survey.state:
+        return _verify(survey, versions, tasks, began, record=record)
 
 
 def _verify(
-    survey: Survey,
-    versions: Sequence[Version] | None,
-    began: float,
-    tasks: Tasks,
-    *,
-    record: bool,
-    resume: Path | None,
+    survey: Survey, versions: Sequence[Version] | None, tasks: Tasks, began: float, *, record: bool
 ) -> VerifyReport:
-    """Check what is to be checked, and report it."""
+    """Check some versions, or all and the log itself, and report the findings."""
     repo = survey.repo
-    everything = versions is None
     if versions is None:
         _check_log(survey)
-        versions = list(repo.catalog.versions())
-    recorded = _check_versions(survey, versions, tasks, record=record, resume=resume)
-    notices = find_leftovers(survey) if everything else ()
-    if everything and (cut := cut_short(survey, notices)) is not None:
-        survey.found(cut, None)
+    chosen = list(repo.catalog.versions()) if versions is None else versions
+    recorded = _check_versions(survey, chosen, tasks, record=record)
+    notices = find_leftovers(survey) if versions is None else ()
+    if versions is None:
+        report_lost_commits(survey, notices)
     return VerifyReport(
         level="full" if survey.full else "records",
-        versions_count=len(versions),
+        versions_count=len(chosen),
         packs_count=len(survey.packs),
         chunks_count=len({key[:2] for key in survey.read}),
         read_bytes=survey.read_bytes,
         seconds=repo.environment.monotonic() - began,
         problems=tuple(survey.problems),
         notices=notices,
-        recorded=recorded,
+        recorded=tuple(version.id for version in chosen if version.id in recorded),
         cold_packs_count=len(survey.cold_packs),
-        cold_versions=tuple(v.id for v in versions if v.id in survey.cold_versions),
+        cold_versions=tuple(v.id for v in chosen if v.id in survey.cold_versions),
         sample=survey.sample,
     )
 
 
+def _state(survey: Survey, path: Path | None) -> AbstractContextManager[VerifyState | None]:
+    """Return the file in which the progress of a check is kept, if one is named."""
+    if path is None:
+        return nullcontext()
+    sample = survey.sample or Sample(parts=1, part=0)
+    store_id = survey.repo.superblock.store_id
+    return open_state(path, store_id=store_id, parts=sample.parts, part=sample.part)
+
+
 def _check_versions(
-    survey: Survey,
-    versions: Sequence[Version],
-    tasks: Tasks,
-    *,
-    record: bool,
-    resume: Path | None,
-) -> tuple[str, ...]:
-    """Check version after version; return the ids of those recorded as sound."""
-    survey.total_bytes = sum(map(survey.share, versions))
-    if resume is None:
-        return _check_each(survey, versions, tasks, record=record)
-    state = VerifyState.begin(
-        resume, store_id=survey.repo.superblock.store_id, sample=survey.sample
-    )
-    with state:
-        survey.known = state.known
-
-        def told(version: Version, rows: range, wrong: Mapping[int, str]) -> None:
-            if version.id not in survey.cold_versions:  # may be thawed when the check goes on
-                state.told(version, rows, wrong)
-
-        survey.told = told
-        recorded = _check_each(survey, versions, tasks, record=record)
-    state.remove()
-    return recorded
-
-
-def _check_each(
     survey: Survey, versions: Sequence[Version], tasks: Tasks, *, record: bool
-) -> tuple[str, ...]:
-    repo = survey.repo
+) -> set[str]:
+    """Check version after version; return the ids of those recorded as sound."""
+    environment = survey.repo.environment
     recorded: set[str] = set()
     waiting: dict[str, str] = {}
-
-    def write() -> None:
-        """Record what was found sound since the last time."""
-        fresh = {v.id for v in repo.refresh().versions() if v.id in waiting and not v.verified}
-        repo.log.append_any(lambda now: content_ops.verified(now, waiting))
-        recorded.update(fresh)
-        waiting.clear()
-
-    last = repo.environment.monotonic()
+    last = environment.monotonic()
     kept = [version for version in versions if version.level != "record"]
     for version, _ in check_all(survey, kept, tasks):
         if record and version.id in survey.sound:
             waiting[version.id] = survey.sound[version.id]
-            if repo.environment.monotonic() - last >= limits.VERIFY_RECORD_S:
-                write()
-                last = repo.environment.monotonic()
-    if waiting:
-        write()
-    return tuple(version.id for version in versions if version.id in recorded)
+            if environment.monotonic() - last >= limits.VERIFY_RECORD_S:
+                recorded |= _record(survey.repo, waiting)
+                waiting, last = {}, environment.monotonic()
+    return recorded | _record(survey.repo, waiting)
+
+
+def _record(repo: Repo, sound: Mapping[str, str]) -> set[str]:
+    """Record versions as sound; return the ids of those that were not."""
+    if not sound:
+        return set()
+    fresh = {v.id for v in repo.refresh().versions() if v.id in sound and not v.verified}
+    repo.log.append_any(lambda now: content_ops.verified(now, sound))
+    return fresh
 
 
 def _check_log(survey: Survey) -> None:

@@ -1,23 +1,22 @@
-"""How far a verification has come, in a file of the user's: what makes it resumable.
+"""Progress of a resumable verification, in a file of the user's.
 
-One JSON object a line; the first says which check it is, each further one what was found of some
-rows of a version. A line is on disk before the check goes on; a last line that is cut off, because
-the machine stopped while it was written, is dropped.
+One JSON object a line; the first says which check it is, each further one holds the findings of
+some rows of a version. A line is on disk before the check goes on; a last line that is cut off,
+because the machine stopped while it was written, is dropped.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError, StorageError
-from ckptstore.maintenance.check.integrity_scan import Sample
 from ckptstore.model import Version
 
 
@@ -36,7 +35,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     first: int
     end: int
     bad: dict[str, str] = {}
-    """Row, in decimal, to what is wrong with it."""
+    """Damaged rows, in decimal, each with its damage."""
 
 
 class VerifyState:
@@ -47,43 +46,15 @@ class VerifyState:
         self._file = file
         self._lines = {(line.version, line.manifest, line.first, line.end): line for line in lines}
 
-    @classmethod
-    def begin(cls, path: Path, *, store_id: str, sample: Sample | None) -> Self:
-        """Open the file of a check, new or interrupted.
-
-        Raises
-        ------
-        InvalidInputError
-            It is the file of another check, or something else.
-        StorageError
-            It cannot be read or written.
-        """
-        parts, part = (sample.parts, sample.part) if sample else (1, 0)
-        head = _Head(verify=1, store=store_id, parts=parts, part=part)
-        try:
-            lines, size = _read(path, head)
-            file = path.open("ab")
-            try:
-                file.truncate(size)
-                if not size:
-                    file.write(msgspec.json.encode(head) + b"\n")
-                    _settle(file)
-            except BaseException:
-                file.close()
-                raise
-        except OSError as error:
-            raise _failed(path, error) from error
-        return cls(path, lines, file)
-
     def known(self, version: Version, rows: range) -> Mapping[int, str] | None:
-        """Return what the interrupted check found of some rows, None if it did not look."""
+        """Return the damage that the interrupted check found in some rows; None if it read none."""
         line = self._lines.get((version.id, version.manifest_digest, rows.start, rows.stop))
         if line is None:
             return None
         return {int(row): text for row, text in line.bad.items()}
 
     def told(self, version: Version, rows: range, wrong: Mapping[int, str]) -> None:
-        """Keep what was found of some rows."""
+        """Keep the findings of some rows."""
         line = _Line(
             version=version.id,
             manifest=version.manifest_digest,
@@ -91,31 +62,37 @@ class VerifyState:
             end=rows.stop,
             bad={str(row): text for row, text in wrong.items()},
         )
-        try:
-            self._file.write(msgspec.json.encode(line) + b"\n")
-            _settle(self._file)
-        except OSError as error:
-            raise _failed(self._path, error) from error
+        with _typed_errors(self._path):
+            _append(self._file, line)
 
-    def remove(self) -> None:
-        """Remove the file: the check is complete."""
-        try:
-            self._path.unlink(missing_ok=True)
-        except OSError as error:
-            raise _failed(self._path, error) from error
 
-    def __enter__(self) -> Self:
-        """Return itself."""
-        return self
+@contextmanager
+def open_state(path: Path, *, store_id: str, parts: int, part: int) -> Iterator[VerifyState]:
+    """Open the file of a check, new or interrupted; remove it when the block completes the check.
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the file; it stays."""
-        self._file.close()
+    Parameters
+    ----------
+    parts, part
+        Parts that all chunks are split into, and the one that is read; 1 and 0 for all chunks.
+
+    Raises
+    ------
+    InvalidInputError
+        It is the file of another check, or something else.
+    StorageError
+        It cannot be read or written.
+    """
+    head = _Head(verify=1, store=store_id, parts=parts, part=part)
+    with ExitStack() as stack:
+        with _typed_errors(path):
+            lines, size = _read(path, head)
+            file = stack.enter_context(path.open("ab"))
+            file.truncate(size)
+            if not size:
+                _append(file, head)
+        yield VerifyState(path, lines, file)
+    with _typed_errors(path):
+        path.unlink(missing_ok=True)
 
 
 def _read(path: Path, head: _Head) -> tuple[list[_Line], int]:
@@ -135,25 +112,32 @@ def _read(path: Path, head: _Head) -> tuple[list[_Line], int]:
     try:
         found = msgspec.json.decode(first, type=_Head)
         lines = [msgspec.json.decode(line, type=_Line) for line in rest]
-        if not all(row.isdecimal() for line in lines for row in line.bad):
-            raise _foreign(path, "a row is no number")
     except (msgspec.DecodeError, UnicodeError) as error:
         raise _foreign(path, str(error)) from error
+    if not all(row.isdecimal() for line in lines for row in line.bad):
+        raise _foreign(path, "a row is no number")
     if found != head:
         raise _foreign(path, "it is of another store, another sample or another format")
     return lines, len(whole)
 
 
-def _settle(file: BinaryIO) -> None:
+def _append(file: BinaryIO, line: msgspec.Struct) -> None:
+    file.write(msgspec.json.encode(line) + b"\n")
     file.flush()
     os.fsync(file.fileno())
 
 
 def _foreign(path: Path, why: str) -> InvalidInputError:
     msg = f"{path} is not the state of this verification: {why}"
-    return InvalidInputError(msg, hint="name another file, or remove it to begin anew")
+    return InvalidInputError(msg, hint="name another file, or remove it to start again")
 
 
-def _failed(path: Path, error: OSError) -> StorageError:
-    msg = f"the state of the verification in {path}: {error.strerror or error}"
-    return StorageError(msg, hint="name a file in a folder that is there and may be written to")
+@contextmanager
+def _typed_errors(path: Path) -> Iterator[None]:
+    """Raise StorageError where the system refuses to read or write the file."""
+    try:
+        yield
+    except OSError as error:
+        msg = f"the state of the verification in {path}: {error.strerror or error}"
+        hint = "name a file in a folder that is there and may be written to"
+        raise StorageError(msg, hint=hint) from error

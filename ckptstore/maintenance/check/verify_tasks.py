@@ -1,43 +1,53 @@
-"""Reads what versions need, in tasks: some packs or pieces each, wherever these run.
+"""Reads what versions need, in tasks: some packs or pieces each, in any process.
 
 The coordinator reads manifests ahead, decides which pieces no version before had, and cuts them
-into tasks; results are what is wrong with which piece, and are taken in the order of the tasks. So
-each version is concluded when the last of its pieces has been read, by it or by one before, and the
-findings are the same in any engine, and in this process without one.
+into tasks; results are the damaged pieces, and are taken in the order of the tasks. So each version
+is concluded when the last of its pieces has been read, by it or by one before, and the findings are
+the same in any engine, and in this process without one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content, read_content
+from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
-from ckptstore.errors import CkptStoreError, FormatError, IntegrityError
-from ckptstore.format.manifest import PieceTable
-from ckptstore.maintenance.check.integrity_scan import Loaded, Survey
-from ckptstore.maintenance.check.piece_checks import (
-    PieceKey,
-    batches,
-    frame_problem,
-    piece_key,
-    why_lost,
+from ckptstore.errors import (
+    CkptStoreError,
+    CorruptTensorError,
+    FormatError,
+    IntegrityError,
+    NotFoundError,
 )
-from ckptstore.maintenance.check.recipe_checks import problems_of, row_of_recipe
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.task_pool import Tasks
+from ckptstore.format.manifest import PieceTable
+from ckptstore.maintenance.check.integrity_scan import Survey, piece_key, row_of_recipe
+from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
+from ckptstore.objects.pack_index import read_index
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
+
+# Manifests read ahead. Source: hides the latency of an object store (20 ms) behind the reading of
+# data; a manifest of 1 TB takes some 16 MB.
+_AHEAD = 8
+
+Loaded = Content | CkptStoreError
+"""The content of a version, or the reason why it cannot be read."""
+
+
+# --- one task -------------------------------------------------------------------------------------
 
 
 class Held:
@@ -64,31 +74,31 @@ class Held:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookTask:
-    """What one task reads and compares."""
+    """The objects that one task reads and compares."""
 
     storage: Shared[Backend]
     options: Options
-    frames: tuple[tuple[str, int], ...] = ()
+    frames: Sequence[tuple[str, int]] = ()
     """Packs whose header, index and trailer are checked, with their sizes."""
     table: PieceTable | None = None
-    """Pieces that are read, and behind them what these refer to."""
+    """Pieces that are read, and behind them the bases of those that are deltas."""
     count: int = 0
     """How many of the table's rows are asked for: the first ones."""
     held: Held | None = None
     """The version of which tensors are made that follow from others."""
-    indices: tuple[int, ...] = ()
+    indices: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Looked:
-    """What a task found."""
+    """The damage that a task found."""
 
-    frames: tuple[tuple[str, CkptStoreError], ...] = ()
+    frames: Mapping[str, CkptStoreError]
     """Packs whose frame is damaged, and how."""
-    bad: Mapping[int, str] = field(default_factory=dict)
-    """Rows of the task's table, and why they cannot be had."""
-    unlike: Mapping[int, str] = field(default_factory=dict)
-    """Tensors of which something else came than there should."""
+    bad: Mapping[int, str]
+    """Damaged rows of the task's table, each with its damage."""
+    unlike: Mapping[int, str]
+    """Tensors whose recipe gave other bytes than it should, each with the difference."""
 
 
 def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked:
@@ -104,35 +114,40 @@ def look(task: LookTask, tell: Callable[[int], None] = lambda _: None) -> Looked
     StorageError
         The storage failed.
     """
-    backend, options = task.storage.value, task.options
+    backend, table = task.storage.value, task.table
     bad: dict[int, str] = {}
-    if task.table is not None:
-        table = task.table
+    if table is not None:
 
         def failed(want: Want, error: CkptStoreError) -> None:
-            bad[want.row] = why_lost(piece_key(table, want.row), error)
+            cause = error.__cause__
+            why = cause.message if isinstance(cause, CkptStoreError) else error.message
+            pack, offset, *_ = piece_key(table, want.row)
+            bad[want.row] = f"pack {pack}, chunk at byte {offset}: {why}"
 
         read_pieces(
             table,
             [Want(row=row, out=None, label="") for row in range(task.count)],
             backend=backend,
-            options=options,
+            options=task.options,
             progress=lambda step: tell(step.done),
             on_failure=failed,
         )
-    return Looked(frames=_frames(task), bad=bad, unlike=_unlike(task))
+    found = at_once(backend, partial(_frame_problem, backend), task.frames)
+    frames = {frame[0]: error for frame, error in zip(task.frames, found, strict=True) if error}
+    return Looked(frames=frames, bad=bad, unlike=_unlike(task))
 
 
-def _frames(task: LookTask) -> tuple[tuple[str, CkptStoreError], ...]:
-    """Check frames of packs, some at a time, and return those that are damaged."""
-    backend = task.storage.value
-    found = at_once(backend, lambda frame: frame_problem(backend, *frame), task.frames)
-    pairs = [(frame[0], error) for frame, error in zip(task.frames, found, strict=True)]
-    return tuple((pack, error) for pack, error in pairs if error is not None)
+def _frame_problem(backend: Backend, frame: tuple[str, int]) -> CkptStoreError | None:
+    """Return the damage of header, index or trailer of a pack: a rebuild needs them, no load."""
+    try:
+        read_index(backend, *frame)
+    except (IntegrityError, FormatError, NotFoundError) as error:
+        return error
+    return None
 
 
 def _unlike(task: LookTask) -> Mapping[int, str]:
-    """Make the tensors that follow from others, and return what is wrong with which."""
+    """Make the tensors that follow from others; return the differences of those that are wrong."""
     if task.held is None:
         return {}
     backend = task.storage.value
@@ -140,51 +155,49 @@ def _unlike(task: LookTask) -> Mapping[int, str]:
         content = task.held.content(backend)
     except (IntegrityError, FormatError) as error:  # it was there when the task was made
         return dict.fromkeys(task.indices, error.message)
-    return problems_of(content, task.indices, backend=backend, options=task.options)
+    return _differences(content, task.indices, backend=backend, options=task.options)
 
 
-@dataclass(slots=True, kw_only=True)
-class _Batch:
-    """Rows of a version of which the state of a resumable check tells at once."""
+def _differences(
+    content: Content, indices: Sequence[int], *, backend: Backend, options: Options
+) -> dict[int, str]:
+    """Make some tensors; one by one, if one of them is not what its recipe says.
 
-    rows: range
-    keys: Mapping[int, PieceKey]
-    left: int = 0
-    """Tasks of which there is no result."""
+    Returns
+    -------
+    dict[int, str]
+        The differences of those that are wrong; the others are left out.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+
+    def difference(chosen: Sequence[int]) -> str:
+        """Return the first difference; empty if there is none."""
+        tensors = content.manifest.tensors
+        whole = [Range(index=n, start=0, nbytes=tensors[n].nbytes, out=None) for n in chosen]
+        try:
+            read_ranges(content, whole, backend=backend, options=options)
+        except CorruptTensorError as error:
+            return error.message.partition(": ")[2]
+        return ""
+
+    if not difference(indices):
+        return {}
+    return {index: text for index in indices if (text := difference([index]))}
 
 
-@dataclass(slots=True, kw_only=True)
-class _Stage:
-    """A version whose tasks are under way."""
-
-    version: Version
-    loaded: Loaded
-    batches: list[_Batch] = field(default_factory=list)
-    frames: dict[str, CkptStoreError] = field(default_factory=dict)
-    counted_bytes: int = 0
-    resumed: bool = False
-    """An interrupted check has made tensors of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sent:
-    """What the coordinator keeps of a task."""
-
-    stage: _Stage
-    batch: _Batch | None = None
-    keys: Sequence[PieceKey] = ()
-    """Of the rows of its table."""
-    read_bytes: int = 0
-    recipes: Mapping[int, bytes] = field(default_factory=dict)
-    """Tensors that it makes, with the keys of their recipes."""
-    last: bool = False
-    """The last one of its version, which does nothing: all others are done when it is."""
+# --- all tasks ------------------------------------------------------------------------------------
 
 
 def check_all(
     survey: Survey, versions: Sequence[Version], tasks: Tasks | None = None
 ) -> Iterator[tuple[Version, Content | None]]:
-    """Check versions in their order; yield each with its content, None if that cannot be had.
+    """Check versions in their order; yield each with its content, None if it cannot be read.
+
+    Manifests are read a little ahead, in parallel.
 
     Parameters
     ----------
@@ -197,8 +210,19 @@ def check_all(
         The storage failed, or workers died again and again: nothing is known of the versions that
         were not yielded.
     """
-    with closing(survey.loaded(versions)) as loaded:  # its threads end with the check, failed too
-        yield from _Scan(survey, tasks or Tasks.of(survey.repo)).run(loaded)
+
+    def load(version: Version) -> Loaded:
+        """Return the content of a version, or the reason why it cannot be read."""
+        try:
+            return read_content(survey.repo.manifests.read(version))
+        except (IntegrityError, FormatError) as error:
+            return error.with_traceback(None)  # whose frames hold the manifest
+
+    survey.total_bytes = sum(map(survey.share, versions))
+    found = at_once(survey.repo.backend, load, versions, most=_AHEAD)
+    with closing(found):  # its threads end with the check, failed too
+        scan = _Scan(survey, tasks or Tasks.of(survey.repo))
+        yield from scan.run(zip(versions, found, strict=True))
 
 
 def check_content(survey: Survey, version: Version, content: Content) -> None:
@@ -213,135 +237,149 @@ def check_content(survey: Survey, version: Version, content: Content) -> None:
         survey.sound.pop(one.id, None)  # its own manifest is damaged
 
 
+def _batches(table: PieceTable) -> Iterator[range]:
+    """Cut the rows of a table into ranges of at most ``VERIFY_BATCH_BYTES``, one row at least."""
+    ends = np.cumsum(table.raw, dtype=np.uint64)
+    start = 0
+    while start < len(table):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + limits.VERIFY_BATCH_BYTES, "right"))
+        stop = max(stop, start + 1)
+        yield range(start, stop)
+        start = stop
+
+
+@dataclass(slots=True, kw_only=True)
+class _Stage:
+    """A version whose tasks are under way."""
+
+    version: Version
+    loaded: Loaded
+    left: dict[range, int] = field(default_factory=dict)
+    """Rows whose findings are kept together, and how many of their tasks have no result yet."""
+    recipes: dict[int, bytes] = field(default_factory=dict)
+    """Tensors that tasks make, with the keys of their recipes."""
+    frames: dict[str, CkptStoreError] = field(default_factory=dict)
+    counted_bytes: int = 0
+    resumed: bool = False
+    """An interrupted check has made tensors of it."""
+
+
 class _Scan:
     """One check; owned by the calling thread."""
 
     def __init__(self, survey: Survey, tasks: Tasks) -> None:
         self._survey = survey
         self._tasks = tasks
+        self._task = partial(LookTask, storage=tasks.storage, options=tasks.options)
         # In this process a task has all threads and all memory: pieces of a version are not cut.
         local = tasks.engine is None
         self._task_bytes = limits.VERIFY_BATCH_BYTES if local else limits.VERIFY_TASK_BYTES
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[tuple[_Stage, LookTask | None, range]] = deque()
+        """Tasks under way, each with the rows whose findings it adds to. None is the last one of
+        its version, which reads nothing: all others are done when it is."""
         self._planned: set[bytes] = set()
         """Keys of the recipes of which there are tasks."""
 
     def run(
         self, versions: Iterable[tuple[Version, Loaded]]
-    ) -> Iterator[tuple[Version, Content | None]]:
+    ) -> Generator[tuple[Version, Content | None], None, None]:
         """Check all versions; yield each when it is done, in their order."""
-        for result in self._tasks.run(look, self._plan(versions), self._survey.tell):
-            sent = self._sent.popleft()
-            self._take(sent, result)
-            if sent.last:
-                yield sent.stage.version, self._conclude(sent.stage)
+        for found in self._tasks.run(look, self._plan(versions), self._survey.tell):
+            stage, task, rows = self._sent.popleft()
+            if task is None:
+                yield stage.version, self._conclude(stage)
+            else:
+                self._take(stage, task, rows, found)
 
     def _plan(self, versions: Iterable[tuple[Version, Loaded]]) -> Iterator[LookTask]:
         """Plan version after version, as there is room for tasks."""
         for version, loaded in versions:
             stage = _Stage(version=version, loaded=loaded)
-            for task, sent in self._of_stage(stage):
-                self._sent.append(sent)
-                yield task
-            self._sent.append(_Sent(stage=stage, last=True))
+            if isinstance(loaded, Content):
+                for task, rows in self._of_version(stage, loaded):
+                    self._sent.append((stage, task, rows))
+                    yield task
+            self._sent.append((stage, None, range(0)))
             yield self._task()
 
-    def _task(self) -> LookTask:
-        return LookTask(storage=self._tasks.storage, options=self._tasks.options)
-
-    def _of_stage(self, stage: _Stage) -> Iterator[tuple[LookTask, _Sent]]:
-        content = stage.loaded
-        if not isinstance(content, Content):
-            return
-        survey = self._survey
+    def _of_version(self, stage: _Stage, content: Content) -> Iterator[tuple[LookTask, range]]:
+        """Plan the tasks of one version: frames of packs, pieces, tensors that follow from them."""
+        survey, table = self._survey, content.manifest.pieces
         fresh = survey.check_sizes(content)
         if not survey.full:
             return
         for start in range(0, len(fresh), limits.VERIFY_TASK_PACKS):
-            part = fresh[start : start + limits.VERIFY_TASK_PACKS]
-            frames = tuple((pack, info.size_bytes) for pack, info in part)
-            yield dataclasses.replace(self._task(), frames=frames), _Sent(stage=stage)
-        table = content.manifest.pieces
-        for rows in batches(table):
-            keys = {row: piece_key(table, row) for row in rows}
-            chosen = survey.choose(stage.version, rows, keys)
+            yield self._task(frames=fresh[start : start + limits.VERIFY_TASK_PACKS]), range(0)
+        for rows in _batches(table):
+            chosen = survey.choose(stage.version, table, rows)
             if chosen is None:
                 continue
-            batch = _Batch(rows=rows, keys=keys)
-            stage.batches.append(batch)
             cuts = list(cut_rows(table, np.array(chosen, np.int64), self._task_bytes))
-            batch.left = len(cuts)  # before the first is sent: its result may come before the next
+            stage.left[rows] = len(cuts)  # now: the result of the first may come before the next
             for cut in cuts:
-                task = dataclasses.replace(self._task(), table=table.take(cut), count=len(cut))
-                size = int(table.raw[cut].sum(dtype=np.uint64))
-                found = [keys[row] for row in cut.tolist()]
-                yield task, _Sent(stage=stage, batch=batch, keys=found, read_bytes=size)
-        yield from self._recipes(stage, content)
-
-    def _recipes(self, stage: _Stage, content: Content) -> Iterator[tuple[LookTask, _Sent]]:
-        """Plan to make tensors, each recipe once."""
-        held = Held(stage.version, content)
-
-        def making(batch: Mapping[int, bytes]) -> tuple[LookTask, _Sent]:
-            task = dataclasses.replace(self._task(), held=held, indices=tuple(batch))
-            return task, _Sent(stage=stage, recipes=batch)
-
-        batch: dict[int, bytes] = {}
-        size = 0
-        for index, key in self._survey.recipes(content, self._planned):
+                yield self._task(table=table.take(cut), count=len(cut)), rows
+        for index, key in survey.recipes(content, self._planned):
             self._planned.add(key)
-            if self._survey.known(stage.version, row_of_recipe(content, index)) is not None:
+            if survey.known(stage.version, row_of_recipe(content, index)) is None:
+                stage.recipes[index] = key
+            else:
                 stage.resumed = True
-                continue
-            nbytes = content.manifest.tensors[index].nbytes
-            if batch and size + nbytes > self._task_bytes:
-                yield making(batch)
-                batch, size = {}, 0
-            batch[index] = key
-            size += nbytes
-        if batch:
-            yield making(batch)
+        indices = list(stage.recipes)
+        sizes = [content.manifest.tensors[index].nbytes for index in indices]
+        held = Held(stage.version, content)
+        for group in grouped(indices, sizes, size=self._task_bytes, count=len(indices)):
+            yield self._task(held=held, indices=group), range(0)
 
-    def _take(self, sent: _Sent, found: Looked) -> None:
+    def _take(self, stage: _Stage, task: LookTask, rows: range, found: Looked) -> None:
         """Note the result of a task; those of the tasks before are noted."""
-        survey, stage, batch = self._survey, sent.stage, sent.batch
+        survey, content, table = self._survey, stage.loaded, task.table
+        assert isinstance(content, Content)  # noqa: S101  # for the type checker: it has tasks
         stage.frames.update(found.frames)
-        survey.bad.update((sent.keys[row], text) for row, text in found.bad.items())
-        if batch is not None:
-            batch.left -= 1
-            if not batch.left:
-                self._tell(stage, batch)
-        if sent.recipes and isinstance(stage.loaded, Content):
-            table = stage.loaded.manifest.pieces
-            for index, key in sent.recipes.items():
-                # Of what has lost a piece, it is the piece that is told.
-                rows = stage.loaded.rows(index) if survey.bad else ()
-                if not any(survey.why(table, row) for row in rows):
-                    text = found.unlike.get(index, "")
-                    survey.followed_as(stage.version, stage.loaded, index, key, text)
-        survey.read_bytes += sent.read_bytes
-        stage.counted_bytes += sent.read_bytes
-        survey.advance(sent.read_bytes)
+        if table is not None:
+            survey.bad.update((piece_key(table, row), text) for row, text in found.bad.items())
+            stage.left[rows] -= 1
+            if not stage.left[rows]:
+                self._keep(stage, content, rows)
+            size = int(table.raw[: task.count].sum(dtype=np.uint64))
+            survey.read_bytes += size
+            stage.counted_bytes += size
+            survey.advance(size)
+        for index in task.indices:
+            if not survey.lost(content, index):  # else it is the piece that is reported
+                key, text = stage.recipes[index], found.unlike.get(index, "")
+                survey.followed_as(stage.version, content, index, key, text)
 
-    def _tell(self, stage: _Stage, batch: _Batch) -> None:
-        bad = self._survey.bad
-        wrong = {row: bad[key] for row, key in batch.keys.items() if key in bad}
-        self._survey.told(stage.version, batch.rows, wrong)
-        stage.batches.remove(batch)
+    def _keep(self, stage: _Stage, content: Content, rows: range) -> None:
+        """Keep the findings of rows that were all read, for a check that continues this one."""
+        table, bad = content.manifest.pieces, self._survey.bad
+        keys = {row: piece_key(table, row) for row in rows} if bad else {}
+        found = {row: bad[key] for row, key in keys.items() if key in bad}
+        self._survey.keep(stage.version, rows, found)
+        del stage.left[rows]
 
     def _conclude(self, stage: _Stage) -> Content | None:
         """Report a version of which everything was read."""
-        survey, content, sound = self._survey, stage.loaded, False
-        if isinstance(content, Content):
-            for pack in content.manifest.pieces.packs:
-                survey.found_frame(stage.version, pack, stage.frames.get(pack))
-            for batch in list(stage.batches):  # nothing of them was left to be read
-                self._tell(stage, batch)
-            if survey.full and (survey.bad or stage.resumed):  # else its tasks have made them all
-                self._follow_rest(stage.version, content)
-            sound = survey.report(stage.version, content)
-        counted = stage.counted_bytes
-        return survey.conclude(stage.version, content, sound=sound, counted_bytes=counted)
+        survey, version, content = self._survey, stage.version, stage.loaded
+        survey.seen.add(version.id)
+        # In all it counts for its share; what it has in common with others was counted before.
+        survey.advance(max(0, survey.share(version) - stage.counted_bytes))
+        if not isinstance(content, Content):
+            survey.unread[version.id] = content
+            survey.found(content, version)
+            return None
+        for pack, problem in stage.frames.items():
+            survey.broken_packs[pack] = problem.message
+            msg = f"{problem.message} (needed to rebuild, not to load {version.run}@{version.step})"
+            survey.found(type(problem)(msg), None)
+        for rows in list(stage.left):  # every piece in them was read before
+            self._keep(stage, content, rows)
+        if survey.full and (survey.bad or stage.resumed):  # else its tasks have made them all
+            self._follow_rest(version, content)
+        whole = survey.full and survey.sample is None and version.id not in survey.cold_versions
+        if survey.report(version, content) and whole:
+            survey.sound[version.id] = version.manifest_digest
+        return content
 
     def _follow_rest(self, version: Version, content: Content) -> None:
         """Make what a version before was to make, and has lost a piece of; take what is known."""
@@ -350,7 +388,7 @@ class _Scan:
         for index, key in survey.recipes(content, survey.followed):
             earlier = survey.known(version, row_of_recipe(content, index))
             if earlier is None:
-                found = problems_of(content, [index], backend=backend, options=options)
+                found = _differences(content, [index], backend=backend, options=options)
                 survey.followed_as(version, content, index, key, found.get(index, ""))
             else:
                 survey.followed.add(key)

@@ -37,11 +37,10 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
-from ckptstore.maintenance.core.cold_packs import early, states_of
-from ckptstore.maintenance.core.listing import Tally
-from ckptstore.maintenance.core.live_set import Footprint, Reach
-from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.cold_packs import states_of
+from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally
 from ckptstore.maintenance.core.select_versions import select_versions
+from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -333,7 +332,6 @@ class _Archiving:
     def _warnings(self, moved: Sequence[str]) -> Iterator[str]:
         """Say what costs more than it seems."""
         infos = [self.infos[pack] for pack in moved]
-        yield from early(infos, now_s=self.repo.environment.now_ms() / 1000)
         small = [info for info in infos if info.size_bytes < self.target.min_bytes]
         if small:
             yield (

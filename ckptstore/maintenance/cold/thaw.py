@@ -24,9 +24,8 @@ from ckptstore.errors import (
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.core.cold_packs import states_of
-from ckptstore.maintenance.core.listing import Tally
-from ckptstore.maintenance.core.live_set import Footprint
-from ckptstore.maintenance.core.parallel_map import at_once
+from ckptstore.maintenance.core.live_set import Footprint, Tally
+from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 

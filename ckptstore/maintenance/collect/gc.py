@@ -1,8 +1,10 @@
 """Garbage collection: condemn what no live version reaches, and after a grace delete it.
 
 Any number of collections may run at once, beside savers, forks, rollbacks and retention, and may
-die at any point: everything that they agreed on stands in the log. Why no live version ever names
-what was deleted: docs/design/0008-collection.md.
+die at any point: everything that they agreed on stands in the log. What is to be deleted stands
+there too, so any client may begin a sweep and any other finish it. Deleting twice is harmless:
+names are never used again. Why no live version ever names what was deleted:
+docs/design/0008-collection.md.
 """
 
 from __future__ import annotations
@@ -10,36 +12,32 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckptstore import limits
-from ckptstore.backends.base import ObjectInfo
+from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
 from ckptstore.engine.engine import EngineSpec
-from ckptstore.errors import InvalidInputError
-from ckptstore.events import ProgressCallback, silent
-from ckptstore.format.keys import pack_key, version_id_of
-from ckptstore.maintenance.check.lost_log import check_log_is_whole
-from ckptstore.maintenance.collect.copy_live import Victim
-from ckptstore.maintenance.collect.holders import Holder, holders_of
-from ckptstore.maintenance.collect.inline_deltas import Rebased, dead_keys, rebase
-from ckptstore.maintenance.collect.repack import Repacked, choose, repack
-from ckptstore.maintenance.collect.sweep import due, sweep, wait_s
-from ckptstore.maintenance.collect.unreferenced import (
-    Candidates,
-    condemnable,
-    find_candidates,
-    storage_now,
+from ckptstore.errors import FormatError, IntegrityError, InvalidInputError, NotFoundError
+from ckptstore.events import Progress, ProgressCallback, silent
+from ckptstore.format.keys import (
+    MANIFESTS_PREFIX,
+    PACKS_PREFIX,
+    commit_key,
+    pack_id,
+    pack_key,
+    version_id_of,
 )
-from ckptstore.maintenance.core.cold_packs import early
-from ckptstore.maintenance.core.listing import Tally
-from ckptstore.maintenance.core.live_set import Reach
+from ckptstore.format.manifest import outline
+from ckptstore.maintenance.check.leftovers import check_log_is_whole
+from ckptstore.maintenance.collect.inline_deltas import Rebased, rebase
+from ckptstore.maintenance.collect.repack import Repacked, Victim, choose, repack
+from ckptstore.maintenance.core.live_set import Reach, Tally, list_objects
+from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.repo import Repo
-
-__all__ = ["GcReport", "Tally", "gc"]
-
 
 Kinds = Mapping[str, Tally]
 """``packs`` and ``manifests`` to what there is of them."""
@@ -47,7 +45,7 @@ Kinds = Mapping[str, Tally]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcReport:
-    """What a collection found and did; of a dry run, what it would do."""
+    """Result of a collection; of a dry run, the result that it would have."""
 
     dry_run: bool
     commit: int
@@ -55,13 +53,13 @@ class GcReport:
     versions_count: int
     """Live versions: not deleted, and more than a record."""
     logical_bytes: int
-    """What their tensors take in memory."""
+    """Size of their tensors in memory."""
     stored: Kinds
     """All packs and manifests, as listed."""
     live: Kinds
     """Those that live versions need."""
     live_chunk_bytes: int
-    """What live chunks take; the rest of `live` packs is dead, for a repack to free."""
+    """Size of live chunks; the rest of `live` packs is dead, for a repack to free."""
     reclaimable_now: Kinds
     """Condemned earlier, and the grace is over; with no grace, also what is condemned now."""
     reclaimable_later: Kinds
@@ -76,7 +74,7 @@ class GcReport:
     rebased: Rebased
     """Deltas that were stored by themselves, since nothing else needed their bases."""
     condemned: Kinds
-    """Condemned by this collection, packs that were written anew included; in a dry run, what it
+    """Condemned by this collection, packs that were rewritten included; in a dry run, what it
     would condemn, those packs apart."""
     swept: Kinds
     """Deleted by this collection; in a dry run, what it would delete."""
@@ -86,125 +84,6 @@ class GcReport:
     again_s: float = 0.0
     """Until a second collection deletes what is condemned now, and this one did not delete; of a
     dry run, from the collection on that it stands for. 0 if nothing is left."""
-    early: tuple[str, ...] = ()
-    """What of `condemned` and `swept` is charged for longer, since it leaves its storage class
-    before the days that this asks for; a sentence a class."""
-    holders: tuple[Holder, ...] = ()
-    """Who holds what, if it was asked for: the most bytes first."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Request:
-    """What the user asks for: see :func:`gc`."""
-
-    grace_s: float
-    orphan_age_s: float
-    repack_below: float | None
-    dry_run: bool
-    holders: bool
-    force: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sorted:
-    """Keys of objects, by what a collection would do with them before it has done anything."""
-
-    live: Sequence[str]
-    condemnable: Sequence[str]
-    """What can be condemned now."""
-    now: Sequence[str]
-    """What can be deleted now."""
-    later: Sequence[str]
-    """What can be deleted when the grace is over."""
-    orphans: Sequence[str]
-    """Of `condemnable`: named by no commit."""
-    nameless: Sequence[str]
-    """Named by no commit; `orphans` and `young` together."""
-    young: Sequence[str]
-
-
-@dataclass(slots=True, kw_only=True)
-class _Collection:
-    """One collection under way; owned by the calling thread."""
-
-    repo: Repo
-    request: _Request
-    reach: Reach
-    found: Candidates
-    progress: ProgressCallback
-    tasks: Tasks
-    condemned: list[str] = field(default_factory=list)
-    swept: list[str] = field(default_factory=list)
-
-    def condemn(self) -> None:
-        """Commit what may be condemned, part by part; each part is decided on what it follows."""
-        part: list[str] = []
-
-        def build(now: Catalog) -> Sequence[Op]:
-            part[:] = condemnable(self.found, now, self.reach)[: limits.KEYS_PER_OP_MAX]
-            return content_ops.condemn(now, part)
-
-        while self.repo.log.append_any(build) is not None:
-            self.condemned += part
-
-    def sweep(self) -> None:
-        """Delete what was condemned long enough ago, by whomever."""
-        grace_s = self.request.grace_s
-        catalog = self.repo.refresh()
-        now_s = storage_now(self.repo) if catalog.condemned and grace_s > 0 else self.found.now_s
-        keys = due(self.repo, catalog, grace_s=grace_s, now_s=now_s)
-        sweep(self.repo, keys, progress=self.progress, tasks=self.tasks)
-        self.swept += keys
-
-    def rebase(self) -> Rebased:
-        """Store deltas by themselves whose bases nothing else needs."""
-        if self.request.repack_below is None:
-            return Rebased()
-        dry_run = self.request.dry_run
-        rebased = rebase(self.repo, self.reach, dry_run=dry_run, progress=self.progress)
-        if not dry_run:
-            self.found.dead.update(dead_keys(rebased) & self.found.objects.keys())
-        return rebased
-
-    def free(self, victims: Sequence[Victim]) -> Repacked:
-        """Condemn what is dead, write packs anew that mostly are, delete what is due."""
-        self.condemn()
-        repacked = repack(
-            self.repo,
-            self.reach,
-            victims,
-            progress=self.progress,
-            tasks=self.tasks,
-        )
-        self.found.dead.update(pack_key(victim.pack) for victim in victims)
-        if repacked.versions_count:
-            self.condemn()
-        self.sweep()
-        return repacked
-
-    def pretend(self, victims: Sequence[Victim], before: _Sorted) -> Repacked:
-        """Note what :meth:`free` would do."""
-        self.condemned, self.swept = [*before.condemnable], [*before.now]
-        return Repacked(
-            packs_count=len(victims),
-            packs_bytes=sum(victim.size_bytes for victim in victims),
-            copied_bytes=sum(victim.live_bytes for victim in victims),
-        )
-
-    def listed(self, keys: Iterable[str]) -> list[ObjectInfo]:
-        """Return what the listing told of those of `keys` that were in it."""
-        return [info for key in keys if (info := self.found.objects.get(key)) is not None]
-
-    def tally(self, keys: Iterable[str]) -> dict[str, Tally]:
-        """Return count and bytes by kind of those of `keys` that were listed."""
-        kinds = {"packs": [0, 0], "manifests": [0, 0]}
-        for key in keys:
-            info = self.found.objects.get(key)
-            if info is not None:
-                kind = kinds[key.partition("/")[0]]
-                kind[0] += 1
-                kind[1] += info.size_bytes
-        return {name: Tally(count=count, size_bytes=size) for name, (count, size) in kinds.items()}
 
 
 def gc(
@@ -214,13 +93,12 @@ def gc(
     orphan_age_s: float = limits.GC_ORPHAN_AGE_S,
     repack_below: float | None = limits.GC_REPACK_BELOW,
     dry_run: bool = False,
-    holders: bool = False,
     force: bool = False,
     executor: EngineSpec | None = None,
     workers: int | None = None,
     progress: ProgressCallback = silent,
 ) -> GcReport:
-    """Condemn what no live version needs, write anew what is mostly dead, delete what is due.
+    """Condemn what no live version needs, rewrite what is mostly dead, delete what is due.
 
     May be interrupted at any point and called again; may run in several processes at once.
 
@@ -233,14 +111,12 @@ def gc(
         Objects that no commit names are left alone for so long; in seconds by the storage's
         clock. 0 may make savers at work write again what they had written; nothing is lost.
     repack_below
-        Packs of which a smaller share than this is live are written anew, and deltas whose bases
+        Packs of which a smaller share than this is live are rewritten, and deltas whose bases
         nothing else needs are stored by themselves, where that takes less; None leaves packs as
         they are, 1.0 leaves nothing dead in any.
     dry_run
         Say what would be done, and change nothing. Unless the store was opened read-only, one
         empty object is made and removed to read the storage's clock.
-    holders
-        Also tell which versions hold how many bytes.
     force
         Collect even if what lies in the store says that commits were lost.
     executor
@@ -259,7 +135,7 @@ def gc(
     CorruptObjectError, UnsupportedFeatureError
         The manifest of a live version cannot be read, so that nothing is condemned; it is named.
         Or commits seem to be lost, and it is not forced: see
-        :mod:`ckptstore.maintenance.check.lost_log`.
+        :mod:`ckptstore.maintenance.check.leftovers`.
     ReadOnlyError, UnsafeBackendError
         The store cannot be written to.
     StorageError
@@ -268,121 +144,319 @@ def gc(
     _check(grace_s, orphan_age_s, repack_below)
     if not dry_run:
         repo.check_writable()
-    request = _Request(
-        grace_s=grace_s,
-        orphan_age_s=orphan_age_s,
-        repack_below=repack_below,
-        dry_run=dry_run,
-        holders=holders,
-        force=force,
-    )
     with open_tasks(repo, executor, workers) as tasks:
-        return _collect(repo, request, progress, tasks)
+        return _Collection(
+            repo=repo,
+            tasks=tasks,
+            progress=progress,
+            grace_s=grace_s,
+            orphan_age_s=orphan_age_s,
+            repack_below=repack_below,
+            dry_run=dry_run,
+            reach=Reach(repo, progress=progress, tasks=tasks),
+        ).run(force=force)
 
 
-def _collect(
-    repo: Repo,
-    request: _Request,
-    progress: ProgressCallback,
-    tasks: Tasks,
-) -> GcReport:
-    """Look at everything first; the figures are those of before anything is done."""
-    began = repo.environment.monotonic()
-    catalog = repo.refresh()
-    clockless = request.dry_run and repo.options.read_only
-    found = find_candidates(
-        repo,
-        catalog,
-        now_s=None if clockless else storage_now(repo),
-        orphan_age_s=request.orphan_age_s,
-        progress=progress,
-        tasks=tasks,
-    )
-    work = _Collection(
-        repo=repo,
-        request=request,
-        reach=Reach(repo, progress=progress, tasks=tasks),
-        found=found,
-        progress=progress,
-        tasks=tasks,
-    )
-    before = _sort(work, catalog)
-    if not request.force:
-        strays = [key for key in before.orphans if version_id_of(key) is not None]
-        check_log_is_whole(repo, catalog, strays, in_flight=request.orphan_age_s <= 0)
-    rebased = work.rebase()
-    chunks = work.reach.chunks(repo.catalog if rebased.versions_count else catalog)
-    victims, live_bytes = choose(chunks, found.objects, below=request.repack_below or 0.0)
-    repacked = work.pretend(victims, before) if request.dry_run else work.free(victims)
-    age_s = max(request.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
-    left = repo.backend.remove_leftovers(
-        modified_before=found.now_s - age_s, dry_run=request.dry_run
-    )
-    contents = [details for _, details in catalog.contents(known={})]
-    return GcReport(
-        dry_run=request.dry_run,
-        commit=catalog.number,
-        versions_count=len(contents),
-        logical_bytes=sum(logical for each in contents for logical, _, _ in each.roles.values()),
-        live_chunk_bytes=live_bytes,
-        orphan_age_s_max=max(map(found.age_s, before.nameless), default=0.0),
-        repacked=repacked,
-        rebased=rebased,
-        leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
-        seconds=repo.environment.monotonic() - began,
-        again_s=_again_s(work, before),
-        early=tuple(early(work.listed({*work.condemned, *work.swept}), now_s=found.now_s)),
-        holders=holders_of(catalog, work.reach, found.objects) if request.holders else (),
-        **_tallies(work, before),
-    )
+@dataclass(slots=True, kw_only=True)
+class Candidates:
+    """The objects of one listing; owned by one collection.
+
+    Which of them may be condemned is decided again for each catalog that a commit would follow.
+    """
+
+    now_s: float
+    """By the storage's clock, before the listing."""
+    orphan_age_s: float
+    objects: dict[str, ObjectInfo]
+    """Packs and manifests by key."""
+    named: frozenset[str]
+    """Keys of all manifests that the catalog named before the listing, of deleted versions too."""
+    back: frozenset[str]
+    """Listed, though condemned and deleted before: a request that arrived late."""
+    settled: frozenset[str]
+    """Deleted versions whose manifest was gone by the time of the listing: nothing is left to do,
+    and in an old store that is nearly all of them."""
+    dead: set[str] = field(default_factory=set)
+    """Needed no more, whatever their age: a manifest that is not live any more named them."""
+
+    def condemnable(self, now: Catalog, reach: Reach) -> list[str]:
+        """Return what may be condemned by a commit that follows `now`, manifests first.
+
+        Raises
+        ------
+        CorruptObjectError, UnsupportedFeatureError, StorageError
+            As :meth:`ckptstore.maintenance.core.live_set.Reach.of`.
+        """
+        first = self.first(now)
+        before = set(first)
+        return [*first, *(key for key in self.rest(now, reach.keys(now)) if key not in before)]
+
+    def first(self, now: Catalog) -> list[str]:
+        """Return the manifests of deleted versions that are still there.
+
+        They are condemned no later than any pack that they name. So a client that can still read
+        the manifest of a deleted version, wherever it began to read the log, knows of every
+        condemnation that concerns that version: ``undelete`` rests on that.
+        """
+        # One that was named before the listing, but not listed, has been swept long ago.
+        dead = now.deleted_manifests(without=self.settled)
+        there = [key for _, key in dead if key in self.objects or key not in self.named]
+        return sorted(set(there) - self._condemned(now, there))
+
+    def rest(self, now: Catalog, reached: set[str]) -> list[str]:
+        """Return what no version that is live in `now` reaches, and what is no upload in flight."""
+        found = (key for key in self.objects if key not in reached)
+        # The others are too young to be no upload in flight.
+        ripe = [key for key in found if key in self.dead or self.age_s(key) >= self.orphan_age_s]
+        return sorted(set(ripe) - self._condemned(now, ripe))
+
+    def age_s(self, key: str) -> float:
+        """Return the age of a listed object by the storage's clock, in seconds; 0 if negative."""
+        return max(0.0, self.now_s - self.objects[key].modified_at)
+
+    def _condemned(self, now: Catalog, keys: Iterable[str]) -> set[str]:
+        """Return those that were condemned and not deleted, or condemned since the listing."""
+        gone = now.gone(keys)
+        return {key for key in gone if key not in self.back or key in now.condemned}
 
 
-def _again_s(work: _Collection, before: _Sorted) -> float:
-    """Return when what a collection leaves condemned can be deleted."""
-    grace_s = work.request.grace_s
-    if work.request.dry_run and before.condemnable:
-        return grace_s
-    return wait_s(work.repo, work.repo.catalog, grace_s=grace_s, now_s=work.found.now_s)
+@dataclass(slots=True, kw_only=True)
+class _Collection:
+    """One collection under way, with its options; owned by the calling thread."""
+
+    repo: Repo
+    tasks: Tasks
+    progress: ProgressCallback
+    grace_s: float
+    orphan_age_s: float
+    repack_below: float | None
+    dry_run: bool
+    reach: Reach
+    found: Candidates = field(init=False)
+    condemned: list[str] = field(default_factory=list)
+    swept: list[str] = field(default_factory=list)
+
+    def run(self, *, force: bool) -> GcReport:
+        """Look at everything first; the figures are those of before anything is done."""
+        repo, began = self.repo, self.repo.environment.monotonic()
+        catalog = repo.refresh()
+        self.found = self._look(catalog)
+        condemnable = self.found.condemnable(catalog, self.reach)
+        before = self._kinds(catalog, condemnable)
+        if not force:
+            strays = [key for key in before["orphans"] if version_id_of(key) is not None]
+            check_log_is_whole(repo, catalog, strays, in_flight=self.orphan_age_s <= 0)
+        rebased = self._rebase()
+        chunks = self.reach.chunks(repo.catalog if rebased.versions_count else catalog)
+        victims, live_bytes = choose(chunks, self.found.objects, below=self.repack_below or 0.0)
+        if self.dry_run:
+            repacked = Repacked.of(victims)
+            self.condemned, self.swept = condemnable, [*before["reclaimable_now"]]
+        else:
+            repacked = self._free(victims)
+        age_s = max(self.orphan_age_s, limits.GC_LEFTOVER_AGE_MIN_S)
+        left = repo.backend.remove_leftovers(
+            modified_before=self.found.now_s - age_s, dry_run=self.dry_run
+        )
+        live = [details.roles.values() for _, details in catalog.contents(known={})]
+        kinds = {**before, "condemned": self.condemned, "swept": self.swept}
+        return GcReport(
+            dry_run=self.dry_run,
+            commit=catalog.number,
+            versions_count=len(live),
+            logical_bytes=sum(logical for roles in live for logical, _, _ in roles),
+            live_chunk_bytes=live_bytes,
+            orphan_age_s_max=max(
+                map(self.found.age_s, [*before["orphans"], *before["young"]]), default=0.0
+            ),
+            repacked=repacked,
+            rebased=rebased,
+            leftovers=Tally(count=left.count, size_bytes=left.size_bytes),
+            seconds=repo.environment.monotonic() - began,
+            again_s=self.grace_s if self.dry_run and condemnable else self._wait_s(),
+            **{name: self._tally(keys) for name, keys in kinds.items()},
+        )
+
+    def _look(self, catalog: Catalog) -> Candidates:
+        """List packs and manifests, and find out which are dead beyond doubt.
+
+        By the storage's clock; a dry run of a read-only store takes the time of the newest object,
+        which is never too late.
+
+        Parameters
+        ----------
+        catalog
+            The newest: folded before the listing.
+        """
+        repo = self.repo
+        clockless = self.dry_run and repo.options.read_only
+        now_s = None if clockless else _storage_now(repo)
+        objects: dict[str, ObjectInfo] = {}
+        for prefix in (MANIFESTS_PREFIX, PACKS_PREFIX):
+            for info in list_objects(self.tasks, prefix, environment=repo.environment):
+                if version_id_of(info.key) or pack_id(info.key):
+                    objects[info.key] = info
+                    self.progress(
+                        Progress(stage="list", done=len(objects), total=0, unit="objects")
+                    )
+        if now_s is None:
+            now_s = max((info.modified_at for info in objects.values()), default=0.0)
+        live = [details.manifest_key for _, details in catalog.contents(known={})]
+        dead = catalog.deleted_manifests()
+        found = Candidates(
+            now_s=now_s,
+            orphan_age_s=self.orphan_age_s,
+            objects=objects,
+            named=frozenset([*live, *(key for _, key in dead)]),
+            settled=frozenset(version for version, key in dead if key not in objects),
+            back=frozenset(key for key in catalog.gone(objects) if key not in catalog.condemned),
+        )
+        pending = [key for key in objects if key in catalog.condemned and version_id_of(key)]
+        found.dead.update(found.first(catalog))
+        for packs in self.tasks.map(
+            _packs_in,
+            [(key, objects[key].size_bytes) for key in (*pending, *found.dead) if key in objects],
+            count=limits.GC_TASK_MANIFESTS,
+            bytes_of=lambda manifest: manifest[1],
+            bytes_max=limits.GC_TASK_MANIFEST_BYTES,
+        ):
+            found.dead.update(map(pack_key, packs))
+        return found
+
+    def _kinds(self, catalog: Catalog, condemnable: Sequence[str]) -> dict[str, Sequence[str]]:
+        """Return keys by the field of the report that counts them, before anything is done."""
+        found, no_grace = self.found, self.grace_s <= 0
+        live = self.reach.keys(catalog)
+        over = self._due(catalog, found.now_s)
+        waiting = sorted(catalog.condemned.keys() - set(over))
+        chosen = set(condemnable)
+        # Named by a manifest that is dead now, or by none at all?
+        nameless = [
+            key
+            for key in found.objects
+            if key not in live and key not in found.dead and key not in catalog.condemned
+        ]
+        return {
+            "stored": list(found.objects),
+            "live": sorted(live),
+            "reclaimable_now": [*over, *condemnable] if no_grace else over,
+            "reclaimable_later": waiting if no_grace else [*waiting, *condemnable],
+            "orphans": [key for key in nameless if key in chosen],
+            "young": [key for key in nameless if key not in chosen],
+        }
+
+    def _rebase(self) -> Rebased:
+        """Store deltas by themselves whose bases nothing else needs."""
+        if self.repack_below is None:
+            return Rebased()
+        rebased = rebase(self.repo, self.reach, dry_run=self.dry_run, progress=self.progress)
+        if not self.dry_run:
+            self.found.dead.update(self.found.objects.keys() & map(pack_key, rebased.packs))
+        return rebased
+
+    def _free(self, victims: Sequence[Victim]) -> Repacked:
+        """Condemn what is dead, rewrite packs that mostly are, delete what is due."""
+        self._condemn()
+        repacked = repack(self.repo, self.reach, victims, progress=self.progress, tasks=self.tasks)
+        self.found.dead.update(pack_key(victim.pack) for victim in victims)
+        if repacked.versions_count:
+            self._condemn()
+        self._sweep()
+        return repacked
+
+    def _condemn(self) -> None:
+        """Commit what may be condemned, part by part; each part is decided on what it follows."""
+        part: list[str] = []
+
+        def build(now: Catalog) -> Sequence[Op]:
+            part[:] = self.found.condemnable(now, self.reach)[: limits.KEYS_PER_OP_MAX]
+            return content_ops.condemn(now, part)
+
+        while self.repo.log.append_any(build) is not None:
+            self.condemned += part
+
+    def _sweep(self) -> None:
+        """Delete what any collection condemned long enough ago, then commit that it is."""
+        catalog = self.repo.refresh()
+        clock = catalog.condemned and self.grace_s > 0
+        now_s = _storage_now(self.repo) if clock else self.found.now_s
+        keys = self._due(catalog, now_s)
+        for part in batches(keys, limits.KEYS_PER_OP_MAX):
+            deleted = self.tasks.map(_delete, part, count=limits.GC_TASK_DELETES)
+            for done, _ in enumerate(deleted, len(self.swept) + 1):
+                self.progress(Progress(stage="sweep", done=done, total=len(keys), unit="objects"))
+            self.repo.log.append_any(partial(content_ops.swept, keys=part))
+            self.swept += part
+
+    def _due(self, catalog: Catalog, now_s: float) -> list[str]:
+        """Return the condemned objects whose grace is over, by the storage's clock.
+
+        Parameters
+        ----------
+        now_s
+            The storage's clock now; an object was condemned when its commit was stored.
+        """
+        pending = catalog.condemned
+        over = {
+            number
+            for number in set(pending.values())
+            if self.grace_s <= 0 or now_s - self._stored_at(number) >= self.grace_s
+        }
+        return sorted(key for key, number in pending.items() if number in over)
+
+    def _wait_s(self) -> float:
+        """Return the seconds until the grace of all condemned objects is over; 0 if none are."""
+        condemned = self.repo.catalog.condemned
+        if not condemned:
+            return 0.0
+        age_s = self.found.now_s - self._stored_at(max(condemned.values()))
+        return min(self.grace_s, max(0.0, self.grace_s - age_s))
+
+    def _stored_at(self, number: int) -> float:
+        """Return when a commit was stored, by the storage's clock."""
+        return self.repo.backend.stat(commit_key(number)).modified_at
+
+    def _tally(self, keys: Iterable[str]) -> Kinds:
+        """Return count and bytes by kind of those of `keys` that were listed."""
+        kinds: dict[str, list[int]] = {"packs": [], "manifests": []}
+        for key in keys:
+            info = self.found.objects.get(key)
+            if info is not None:
+                kinds[key.partition("/")[0]].append(info.size_bytes)
+        return {
+            name: Tally(count=len(sizes), size_bytes=sum(sizes)) for name, sizes in kinds.items()
+        }
 
 
-def _tallies(work: _Collection, before: _Sorted) -> dict[str, Kinds]:
-    """Return the fields of a report that say how many objects of each kind there were."""
-    keys: dict[str, Iterable[str]] = {
-        "stored": work.found.objects,
-        "live": before.live,
-        "reclaimable_now": before.now,
-        "reclaimable_later": before.later,
-        "orphans": before.orphans,
-        "young": before.young,
-        "condemned": work.condemned,
-        "swept": work.swept,
-    }
-    return {name: work.tally(some) for name, some in keys.items()}
+def _storage_now(repo: Repo) -> float:
+    """Return the storage's clock: that of an object made for the purpose, and removed again.
+
+    Raises
+    ------
+    StorageError
+        It could not be written.
+    """
+    key = f"probe/{repo.environment.random_hex(8)}-clock"
+    try:
+        repo.backend.put(key, b"clock")
+        return repo.backend.stat(key).modified_at
+    finally:
+        repo.backend.delete(key)
 
 
-def _sort(work: _Collection, catalog: Catalog) -> _Sorted:
-    """Sort the listed objects by what a collection would do with them."""
-    found, no_grace = work.found, work.request.grace_s <= 0
-    live = work.reach.keys(catalog)
-    condemnable_now = condemnable(found, catalog, work.reach)
-    over = due(work.repo, catalog, grace_s=work.request.grace_s, now_s=found.now_s)
-    waiting = sorted(catalog.condemned.keys() - set(over))
-    chosen = set(condemnable_now)
-    # Named by a manifest that is dead now, or by none at all?
-    nameless = [
-        key
-        for key in found.objects
-        if key not in live and key not in found.dead and key not in catalog.condemned
-    ]
-    return _Sorted(
-        live=sorted(live),
-        condemnable=condemnable_now,
-        now=[*over, *condemnable_now] if no_grace else over,
-        later=waiting if no_grace else [*waiting, *condemnable_now],
-        orphans=[key for key in nameless if key in chosen],
-        nameless=nameless,
-        young=[key for key in nameless if key not in chosen],
-    )
+def _packs_in(backend: Backend, manifest: tuple[str, int]) -> tuple[str, ...]:
+    """Return the packs that a manifest of some size names; one that cannot be read tells none."""
+    key, size = manifest
+    if size > limits.MANIFEST_STORED_BYTES_MAX:
+        return ()
+    try:
+        return outline(backend.get(key, bytes_max=size), where=key)[1]
+    except (IntegrityError, FormatError, NotFoundError):
+        return ()
+
+
+def _delete(backend: Backend, key: str) -> None:
+    backend.delete(key)
 
 
 def _check(grace_s: float, orphan_age_s: float, repack_below: float | None) -> None:

@@ -19,7 +19,6 @@ import numpy.typing as npt
 
 from ckptstore.errors import ColdObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.maintenance.collect.repack import relocate_needing
@@ -122,7 +121,7 @@ def rebase(
         )
     rescue = Rescue(repo=repo, dry_run=False, codec="auto")
     for child in chosen.values():
-        rescue.need(child.manifest.pieces, child.row, _dtype(child))
+        rescue.need(child.manifest, child.row)
     for manifest, rows in _by_manifest(chosen.values()):
         with contextlib.suppress(ColdObjectError):  # what is in an archive class stays there
             rescue.fetch(manifest.pieces, rows, repo, "moved")
@@ -199,11 +198,6 @@ def _chunk(table: PieceTable, row: int) -> _Chunk:
     return table.packs[int(table.pack[row])], int(table.offset[row])
 
 
-def _dtype(child: _Child) -> str:
-    first = np.asarray(child.manifest.first)
-    return child.manifest.tensors[int(np.searchsorted(first, child.row, "right")) - 1].dtype
-
-
 def _by_manifest(children: Iterable[_Child]) -> list[tuple[Manifest, list[int]]]:
     found: dict[int, tuple[Manifest, list[int]]] = {}
     for child in children:
@@ -230,8 +224,3 @@ def _change(
         return replaced(table, manifest.first[-1], places) if places else None
 
     return change
-
-
-def dead_keys(rebased: Rebased) -> set[str]:
-    """Return the keys of the packs that may be needed no more."""
-    return {pack_key(pack) for pack in rebased.packs}

@@ -1,43 +1,81 @@
 """Repack: copies the live chunks of mostly dead packs into new packs.
 
-:mod:`ckptstore.maintenance.collect.copy_live` copies, in tasks where there is an engine. Every live
-version that needs one of the packs gets a new manifest; one commit for many versions relocates them
-and condemns their old manifests. The old packs are then dead, and condemned like any other. A crash
-leaves new packs and manifests that no commit names: orphans.
+Every live version that needs one of the packs gets a new manifest; one commit for many versions
+relocates them and condemns their old manifests. The old packs are then dead, and condemned like any
+other. A crash leaves new packs and manifests that no commit names: orphans.
+
+A task of the copying holds all that it needs and commits nothing: it writes packs under names that
+nobody knows, and tells where the chunks lie now. So it may run in another process, on another
+machine, twice, or die; it too leaves orphans at most.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import ObjectInfo
+from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
-from ckptstore.errors import IntegrityError, NotFoundError
+from ckptstore.config import Environment
+from ckptstore.engine.calls import Shared
+from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
-from ckptstore.maintenance.collect.copy_live import Moved, Recopy, Victim, recopy
+from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES, IndexRow
 from ckptstore.maintenance.core.live_set import ChunkTable, Reach, changed
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.relocate import relocate, still, write_move
-from ckptstore.maintenance.core.task_pool import Tasks, grouped
+from ckptstore.maintenance.core.relocate import batches, relocate, still, write_move
+from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.model import Version
+from ckptstore.objects.copying import Room, broken, read_rows
+from ckptstore.objects.pack_index import read_index
+from ckptstore.objects.pack_plan import PackPlan
+from ckptstore.objects.packs import PackSink
+from ckptstore.objects.plan import join_chunks
+from ckptstore.objects.threads import in_threads
 from ckptstore.repo import Repo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A pack that is to be rewritten."""
+
+    pack: str
+    size_bytes: int
+    live: ChunkTable
+
+    @property
+    def live_bytes(self) -> int:
+        """Return what its live chunks take."""
+        return self.live.size_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved:
+    """New places of the chunks of one old pack, in the order of their old offsets."""
+
+    old: npt.NDArray[np.uint64]
+    packs: tuple[str, ...]
+    """New pack per chunk."""
+    new: npt.NDArray[np.uint64]
+    """New offset per chunk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Repacked:
-    """What a repack did, or would do."""
+    """Result of a repack, or of its dry run."""
 
     packs_count: int = 0
-    """Packs that were written anew."""
+    """Packs that were rewritten."""
     packs_bytes: int = 0
     copied_bytes: int = 0
     """The live part of them."""
@@ -50,6 +88,17 @@ class Repacked:
     def freed_bytes(self) -> int:
         """Return the difference."""
         return self.packs_bytes - self.copied_bytes
+
+    @classmethod
+    def of(cls, packs: Sequence[Victim], versions: int = 0, skipped: Sequence[str] = ()) -> Self:
+        """Return the result for packs that were rewritten in whole."""
+        return cls(
+            packs_count=len(packs),
+            packs_bytes=sum(pack.size_bytes for pack in packs),
+            copied_bytes=sum(pack.live_bytes for pack in packs),
+            versions_count=versions,
+            skipped=tuple(skipped),
+        )
 
 
 def choose(
@@ -95,36 +144,27 @@ def repack(
         As :meth:`ckptstore.catalog.log.Log.append`.
     """
     sizes = [victim.live_bytes for victim in victims]
-    total = sum(sizes)
-    done = Repacked()
+    whole: list[Victim] = []
+    skipped: list[str] = []
+    moved = before = 0
+
+    def tell(size: int) -> None:
+        progress(Progress(stage="repack", done=before + size, total=sum(sizes)))
+
     batch_bytes = limits.GC_REPACK_BATCH_BYTES
     for batch in grouped(victims, sizes, size=batch_bytes, count=len(victims)):
-
-        def tell(size: int, before: int = done.copied_bytes) -> None:
-            progress(Progress(stage="repack", done=before + size, total=total))
-
-        places, skipped = _copied(repo, batch, tell, tasks)
-        moved = relocate_needing(
-            repo,
-            reach,
-            places,
-            lambda manifest, places=places: _elsewhere(manifest.pieces, places),  # type: ignore[misc]
-        )
-        whole = [victim for victim in batch if victim.pack in places]
-        done = Repacked(
-            packs_count=done.packs_count + len(whole),
-            packs_bytes=done.packs_bytes + sum(victim.size_bytes for victim in whole),
-            copied_bytes=done.copied_bytes + sum(victim.live_bytes for victim in whole),
-            versions_count=done.versions_count + moved,
-            skipped=(*done.skipped, *skipped),
-        )
-    return done
+        before = sum(victim.live_bytes for victim in whole)
+        places, why = _copied(repo, batch, tell, tasks)
+        moved += relocate_needing(repo, reach, places, partial(_elsewhere, places=places))
+        whole += [victim for victim in batch if victim.pack in places]
+        skipped += why
+    return Repacked.of(whole, moved, skipped)
 
 
 def _copied(
     repo: Repo, batch: Sequence[Victim], tell: Callable[[int], None], tasks: Tasks
-) -> tuple[Mapping[str, Moved], tuple[str, ...]]:
-    """Copy one batch; return where the chunks of which packs are now, and why not of the others."""
+) -> tuple[Mapping[str, Moved], Sequence[str]]:
+    """Copy one batch; return where the chunks of each pack are now, and why not of the others."""
     engine = tasks.engine
     groups: list[Sequence[Victim]] = [batch]
     if engine is not None:
@@ -145,12 +185,119 @@ def _copied(
     places: dict[str, Moved] = {}
     skipped: list[str] = []
     done = 0
-    for group, part in zip(groups, tasks.run(recopy, copies, tell), strict=True):
-        places |= part.places
-        skipped += part.skipped
+    for group, (there, why) in zip(groups, tasks.run(recopy, copies, tell), strict=True):
+        places |= there
+        skipped += why
         done += sum(victim.live_bytes for victim in group)
         tell(done)
-    return places, tuple(sorted(skipped))
+    return places, sorted(skipped)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recopy:
+    """A task: some packs of one storage, with what it may use."""
+
+    storage: Shared[Backend]
+    environment: Environment
+    host_bytes: int
+    """Memory for chunks in flight."""
+    workers: int
+    """Threads at most."""
+    victims: tuple[Victim, ...]
+
+
+def recopy(
+    task: Recopy, tell: Callable[[int], None] = lambda _: None
+) -> tuple[Mapping[str, Moved], Sequence[str]]:
+    """Copy the live chunks of packs; return where they lie, and why a pack was left as it is.
+
+    Durable in their new packs, by old pack; those of a pack in whole or not at all.
+
+    Each chunk is copied as it is stored. On the way its stored bytes are compared with their
+    checksum, its id with the index of the pack, and its content with its id (that of deltas is not:
+    see :mod:`ckptstore.objects.copying`). A pack that fails a check, or whose index is damaged, is
+    left as it is, since a repair may still find the right chunks in it.
+
+    Parameters
+    ----------
+    tell
+        Told the live bytes of the task that are done so far, by one thread at a time.
+
+    Raises
+    ------
+    StorageError
+        The storage failed; what was written is left as orphans.
+    """
+    run = _Copying(task=task, tell=tell)
+    run.run()
+    return run.places, run.skipped
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copying:
+    """One task while its threads run."""
+
+    task: Recopy
+    tell: Callable[[int], None]
+    done: int = 0
+    places: dict[str, Moved] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self) -> None:
+        """Copy; return when the new packs are durable."""
+        task = self.task
+        capabilities = task.storage.value.capabilities
+        each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
+        room = max(1, task.host_bytes // each)
+        workers = max(1, min(task.workers, room, len(task.victims)))
+        size = capabilities.pack_bytes
+        plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
+        sink = PackSink(task.storage.value, task.environment, plan)
+
+        def begin(turn: int) -> Callable[[Victim], None]:
+            return partial(self._copy, turn, sink, Room())
+
+        try:
+            in_threads(workers, iter(task.victims), begin, self.stop, name="ckptstore-gc")
+            sink.finish()
+        except BaseException:
+            sink.abort()
+            raise
+
+    def _copy(self, turn: int, sink: PackSink, room: Room, victim: Victim) -> None:
+        packs: list[str] = []
+        offsets: list[int] = []
+        backend = self.task.storage.value
+        try:
+            for part in join_chunks(_live_rows(backend, victim), backend.capabilities):
+                for found in read_rows(backend, victim.pack, part, room):
+                    placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
+                    packs.append(placed.pack)
+                    offsets.append(placed.offset)
+                with self.lock:
+                    self.done += sum(row.stored_bytes for row in part)
+                    self.tell(self.done)
+        except (ColdObjectError, IntegrityError, FormatError, NotFoundError) as error:
+            with self.lock:
+                self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
+            return
+        moved = Moved(old=victim.live.offset, packs=tuple(packs), new=np.array(offsets, np.uint64))
+        with self.lock:
+            self.places[victim.pack] = moved
+
+
+def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:
+    """Yield the rows of a pack's index whose chunks are live, in the order of their offsets."""
+    index = {row.offset: row for row in read_index(backend, victim.pack, victim.size_bytes)}
+    live = victim.live
+    columns = (live.offset.tolist(), live.stored.tolist(), live.raw.tolist())
+    for offset, stored, raw in zip(*columns, strict=True):
+        row = index.get(offset)
+        if row is None or (row.stored_bytes, row.raw_bytes) != (stored, raw):
+            raise broken(f"{victim.pack} at {offset}", "its index names another chunk there")
+        yield row
 
 
 # --- versions -----------------------------------------------------------------------------------
@@ -189,8 +336,7 @@ def relocate_needing(
     # Of a version that has lost parts, a relocation would say that it is mended.
     concerned = [version for version in concerned if not version.damaged]
     moved = 0
-    for start in range(0, len(concerned), limits.GC_MOVES_PER_COMMIT):
-        part = concerned[start : start + limits.GC_MOVES_PER_COMMIT]
+    for part in batches(concerned, limits.RELOCATES_PER_COMMIT):
         moved += len(relocate(repo, partial(_standing, list(_moves(repo, reach, part, change)))))
     return moved
 
@@ -235,11 +381,12 @@ def _moves(
             yield pair[0]
 
 
-def _elsewhere(table: PieceTable, places: Mapping[str, Moved]) -> PieceTable | None:
-    """Return a table whose pieces lie where their chunks were copied to.
+def _elsewhere(manifest: Manifest, places: Mapping[str, Moved]) -> PieceTable | None:
+    """Return the table of a manifest whose pieces lie where their chunks were copied to.
 
     None if a chunk was not copied: a version that came after the copying was planned needs it.
     """
+    table = manifest.pieces
     packs: dict[str, int] = {}
     pack = table.pack.copy()
     offset = table.offset.copy()
@@ -255,14 +402,6 @@ def _elsewhere(table: PieceTable, places: Mapping[str, Moved]) -> PieceTable | N
             return None
         pack[rows] = [packs.setdefault(moved.packs[row], len(packs)) for row in at]
         offset[rows] = moved.new[at]
-    return PieceTable(
-        ids=table.ids,
-        raw=table.raw,
-        pack=pack,
-        offset=offset,
-        stored=table.stored,
-        inner=table.inner,
-        slab=table.slab,
-        packs=list(packs),
-        base=table.base,
-    )
+    moved_table = copy(table)
+    moved_table.pack, moved_table.offset, moved_table.packs = pack, offset, tuple(packs)
+    return moved_table

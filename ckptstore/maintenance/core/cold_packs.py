@@ -6,7 +6,7 @@ request each. On storage without classes nothing is asked.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -16,9 +16,7 @@ from ckptstore.backends.storage_classes import class_named
 from ckptstore.errors import ObjectNotFoundError
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.maintenance.core.parallel_map import at_once
-
-_DAY_S = 86_400.0
+from ckptstore.maintenance.core.task_pool import at_once
 
 
 def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set[str]:
@@ -72,38 +70,3 @@ def states_of(
             return None
 
     return dict(zip(packs, at_once(backend, ask, packs), strict=True))
-
-
-def days_left(info: ObjectInfo, *, now_s: float) -> float:
-    """Return for how many days a storage class is charged if an object leaves it now.
-
-    0 or less where the least days of the class have passed, or it has none.
-
-    Parameters
-    ----------
-    now_s
-        The time, in seconds since 1970.
-    """
-    return class_named(info.storage_class).min_days - (now_s - info.modified_at) / _DAY_S
-
-
-def early(infos: Sequence[ObjectInfo], *, now_s: float) -> Iterator[str]:
-    """Yield a sentence for each class that objects would leave too early to be free of charge.
-
-    Parameters
-    ----------
-    infos
-        Of objects that are to be deleted, or moved to another class.
-    now_s
-        The time, in seconds since 1970.
-    """
-    found: dict[str, list[int]] = {}
-    for info in infos:
-        if days_left(info, now_s=now_s) > 0:
-            found.setdefault(class_named(info.storage_class).name, []).append(info.size_bytes)
-    for name, sizes in sorted(found.items()):
-        days = class_named(name).min_days
-        yield (
-            f"{len(sizes)} packs of {sum(sizes)} bytes leave {name} before {days} days have"
-            " passed, and are charged for all of them"
-        )

@@ -1,6 +1,11 @@
-"""What live versions need: their manifests, and the packs and chunks that those name.
+"""Objects of a store: those that it holds, and those that its live versions need.
 
-A version is live unless it was deleted or only its record is kept. What live versions reach may
+A listing begins as one, page after page. Most stores end there. Where it goes on for longer than
+``GC_LIST_TOGETHER`` objects, the rest is listed by the first two digits of the ids, in tasks of an
+engine; or in threads, if so far it was slow, as the pages of an object store are. A local folder,
+where listing is work and not waiting, is read by one thread as fast as by any.
+
+A version is live unless it was deleted or only its record is kept. What live versions need may
 never be condemned; so a manifest of a live version that cannot be read stops every collection.
 """
 
@@ -10,14 +15,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from sys import intern
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend
+from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.catalog.catalog import Catalog
+from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
@@ -28,6 +34,18 @@ from ckptstore.maintenance.core.task_pool import Tasks
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+
+# Folders that one task lists; each by itself where more tasks than this run at once.
+_WIDTH: Final = 4
+_MANY: Final = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Some objects."""
+
+    count: int = 0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,3 +257,55 @@ def changed(repo: Repo, version: Version) -> bool:
 def live_versions(catalog: Catalog) -> Iterator[Version]:
     """Yield the versions that have content: neither deleted nor kept as a record only."""
     return (version for version in catalog.versions() if version.level != "record")
+
+
+# --- listings ------------------------------------------------------------------------------------
+
+
+def list_objects(tasks: Tasks, prefix: str, *, environment: Environment) -> Iterator[ObjectInfo]:
+    """Yield the objects below ``packs/`` or ``manifests/``, in the order of their keys.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    backend, engine = tasks.storage.value, tasks.engine
+    began = environment.monotonic()
+    count = 0
+    last = ""
+    for info in backend.list(prefix):
+        yield info
+        count += 1
+        last = info.key
+        if count == limits.GC_LIST_TOGETHER:
+            break
+    else:
+        return
+    slow = environment.monotonic() - began > count * limits.GC_LIST_SLOW_S
+    if engine is None and not slow:
+        yield from backend.list(prefix, after=last)
+        return
+    # A task costs milliseconds; a listing of 16 million objects has results of 20 MB then.
+    width = 1 if engine is not None and engine.workers > _MANY else _WIDTH
+    for part in tasks.map(_list_folder, list(_folders(prefix, last)), count=width):
+        yield from part
+
+
+def _list_folder(backend: Backend, folder: tuple[str, str]) -> list[ObjectInfo]:
+    """Return the objects below a prefix, after a key."""
+    prefix, after = folder
+    return list(backend.list(prefix, after=after))
+
+
+def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:
+    """Yield the prefixes that may hold keys after `last`, each with the key to begin after.
+
+    Ids begin with two hex digits, which are their folder; nothing else is an object of the store.
+    """
+    for number in range(256):
+        part = f"{prefix}{number:02x}/"
+        if last < part:
+            yield part, ""
+        elif last.startswith(part):
+            yield part, last

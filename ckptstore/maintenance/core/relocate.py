@@ -6,7 +6,8 @@ version as it was. The commit that makes the version point to it condemns the ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
@@ -18,6 +19,8 @@ from ckptstore.format.manifest import Manifest
 from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
 from ckptstore.repo import Repo
+
+T = TypeVar("T")
 
 
 def write_move(
@@ -110,3 +113,8 @@ def relocate(repo: Repo, choose: Callable[[Catalog], Sequence[Move]]) -> Sequenc
         return relocating(now, moves)
 
     return moves if repo.log.append_any(build) is not None else ()
+
+
+def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yield a sequence in parts, each as long as one commit or one task takes."""
+    return (items[start : start + size] for start in range(0, len(items), size))

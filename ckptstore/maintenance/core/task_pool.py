@@ -1,18 +1,23 @@
-"""Runs the steps of one operation on a store: in this process, or as tasks of an engine."""
+"""Runs the steps of one operation on a store: in this process, or as tasks of an engine.
+
+Small requests run in as many threads as the storage likes; their results come in order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, Self, TypeVar
+from itertools import islice
+from typing import Any, Final, Protocol, Self, TypeVar
 
 from ckptstore.backends.base import Backend
 from ckptstore.config import Options
 from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import THREADS, Engine, EngineSpec, open_engine
-from ckptstore.maintenance.core.parallel_map import at_once
 from ckptstore.repo import Repo
 
 S = TypeVar("S")
@@ -22,6 +27,41 @@ T_contra = TypeVar("T_contra", contravariant=True)
 R_co = TypeVar("R_co", covariant=True)
 
 Tell = Callable[[int], None]
+
+_AHEAD: Final = 16
+"""Items a thread that are under way, or done and not yet taken: bounds the results that wait
+for their reader. Source: enough that one slow request does not leave the other threads idle."""
+
+
+def at_once(
+    backend: Backend, work: Callable[[S], T], items: Sequence[S], *, most: int | None = None
+) -> Generator[T, None, None]:
+    """Yield ``work(item)`` for each item, in their order; `work` is called from several threads.
+
+    What `work` raises comes in its turn; then, and when the caller stops taking, nothing more is
+    begun, and what is under way is waited for.
+
+    Parameters
+    ----------
+    backend
+        The storage that `work` asks; its ``concurrency`` says how many threads there are.
+    most
+        Items that are under way, or done and not yet taken; None for 16 a thread.
+    """
+    workers = min(backend.capabilities.concurrency, len(items), most or len(items))
+    if workers < 2:
+        yield from map(work, items)
+        return
+    ahead = iter(items)
+    with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-requests") as pool:
+        coming = deque(pool.submit(work, item) for item in islice(ahead, most or workers * _AHEAD))
+        try:
+            while coming:
+                result = coming.popleft().result()
+                coming.extend(pool.submit(work, item) for item in islice(ahead, 1))
+                yield result
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _ignore(_done: int) -> None:

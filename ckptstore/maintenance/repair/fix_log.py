@@ -17,8 +17,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import decode_commit
-from ckptstore.catalog.fold import extended
+from ckptstore.catalog.commits import decode_commit, extended
 from ckptstore.catalog.reading import LogReader
 from ckptstore.errors import (
     CorruptObjectError,

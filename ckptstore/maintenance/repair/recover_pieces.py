@@ -1,40 +1,41 @@
 """Brings back pieces whose bytes are damaged where they should be, and writes them to new packs.
 
-Where they may still be, in the order in which it is tried: elsewhere in the store; at their place
+The places where they may still be are tried in this order: elsewhere in the store; at their place
 after all (only the chunk's header, or another piece of the chunk, is damaged); in the same pack at
-another offset; in a second store. Whatever the origin, the digest in the piece's id decides.
+another offset; in a second store. Of every origin the digest in the piece's id decides.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
+from ckptstore.backends.base import Backend
 from ckptstore.codecs.codec import CodecError
-from ckptstore.codecs.codec_table import DELTAS, BaseData, check_choice, decode
-from ckptstore.errors import (
-    CkptStoreError,
-    ColdObjectError,
-    CorruptObjectError,
-    IntegrityError,
-    NotFoundError,
-)
+from ckptstore.codecs.codec_table import CODECS, DELTAS, BaseData, check_choice, decode
+from ckptstore.codecs.plane_layout import Layout
+from ckptstore.errors import ColdObjectError, CorruptObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.keys import pack_key
-from ckptstore.format.manifest import PieceTable
+from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, parse_chunk_header
 from ckptstore.hashing import blake3_digest
-from ckptstore.maintenance.repair.raw_recovery import decodings, legible, read_chunk
+from ckptstore.maintenance.core.task_pool import grouped
 from ckptstore.objects.index import Base, KnownPieces, Location, location_of, placed_table, remap
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.piece_writer import write_pieces
-from ckptstore.objects.scan import FoundChunk, scan_chunks
+from ckptstore.objects.scan import scan_chunks
+from ckptstore.objects.sources import PieceSource
 from ckptstore.repo import Repo
 
 _Place = tuple[str, int, int]
@@ -52,39 +53,18 @@ class Need:
     places: dict[_Place, tuple[int, int]] = field(default_factory=dict)
     """Where it should be: stored and decoded length of the chunk."""
     bases: dict[bytes, Base] = field(default_factory=dict)
-    """What it refers to in places where it is a delta, by the id of that."""
+    """Its bases in places where it is a delta, by their ids."""
 
 
-_Slabs = dict[tuple[int, int], list[tuple[int, Need]]]
-"""Stored and decoded length of a chunk to the places in it, and what should be there."""
+_Members = list[tuple[int, Need]]
+"""Pieces that a chunk should hold, each with its place in the decoded chunk."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Bytes:
-    """A piece in memory, as what a writer of packs takes."""
+class _InMemory:
+    """Bytes in memory, as the payload of a source."""
 
-    need: Need
     data: bytes | bytearray
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    @property
-    def dtype(self) -> str:
-        return self.need.dtype
-
-    @property
-    def itemsize(self) -> int:
-        return ITEM_BYTES[self.need.dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        return len(self.data)  # never cut
-
-    @property
-    def payload(self) -> _Bytes:
-        return self
 
     def view(self) -> memoryview:
         return memoryview(self.data)
@@ -95,7 +75,7 @@ class _Bytes:
 
 @dataclass(slots=True, kw_only=True)
 class Rescue:
-    """The pieces that are needed, and how far they have come; owned by one thread.
+    """The pieces that are needed, and those of them that were found; owned by one thread.
 
     In a dry run pieces are found and checked, and not written.
     """
@@ -103,18 +83,18 @@ class Rescue:
     repo: Repo
     dry_run: bool
     codec: str = ""
-    """What pieces are written with; by default the store's."""
+    """Codec of the pieces that are written; by default the store's."""
     progress: ProgressCallback = silent
     needs: dict[bytes, Need] = field(default_factory=dict)
     placed: dict[bytes, Location] = field(default_factory=dict)
     """Where pieces lie that were brought back."""
     rescued: set[bytes] = field(default_factory=set)
     origins: Counter[str] = field(default_factory=Counter)
-    """How many came from where: ``elsewhere`` and ``moved`` (sound in
-    this store), ``salvaged``, ``scanned``, ``source``, ``rebased`` (what it refers to is back)."""
+    """How many came from where: ``elsewhere`` and ``moved`` (sound in this store), ``salvaged``,
+    ``scanned``, ``source``, ``rebased`` (their bases are back)."""
     written_bytes: int = 0
     """Bytes of new packs."""
-    _held: list[_Bytes] = field(default_factory=list)
+    _held: dict[bytes, PieceSource] = field(default_factory=dict)
     _held_bytes: int = 0
 
     @property
@@ -122,16 +102,18 @@ class Rescue:
         """Ids of pieces that were not found yet."""
         return self.needs.keys() - self.rescued
 
-    def need(self, table: PieceTable, row: int, dtype: str) -> None:
-        """Ask for the piece in one row."""
-        piece_id = table.ids[row].tobytes()
-        raw = int(table.raw[row])
-        need = self.needs.setdefault(piece_id, Need(piece_id=piece_id, raw_bytes=raw, dtype=dtype))
-        pack = table.packs[int(table.pack[row])]
-        place = (pack, int(table.offset[row]), int(table.inner[row]))
-        need.places[place] = (int(table.stored[row]), int(table.slab[row]))
-        if (base := location_of(table, row).base) is not None:
-            need.bases[base.piece_id] = base
+    def need(self, manifest: Manifest, row: int) -> None:
+        """Ask for the piece in one row of a manifest's table."""
+        table = manifest.pieces
+        piece_id, raw = table.ids[row].tobytes(), int(table.raw[row])
+        need = self.needs.get(piece_id)
+        if need is None:
+            need = Need(piece_id=piece_id, raw_bytes=raw, dtype=_dtype(manifest, row))
+            self.needs[piece_id] = need
+        at = location_of(table, row)
+        need.places[at.pack, at.offset, at.inner] = (at.stored_bytes, at.slab_bytes)
+        if at.base is not None:
+            need.bases[at.base.piece_id] = at.base
 
     def point(self, piece_id: bytes, location: Location) -> None:
         """Note that a piece lies, sound, in another place of the store."""
@@ -139,28 +121,14 @@ class Rescue:
         self._mark(piece_id, "elsewhere")
 
     def rebase(self, table: PieceTable, rows: Sequence[int]) -> None:
-        """Find out which missing deltas can be had now that what they refer to was brought back.
+        """Take the missing deltas that can be read now that their bases were brought back.
 
         Parameters
         ----------
         table
             In which the bases lie where they were brought to.
         """
-        lost: set[int] = set()
-        wants = [Want(row=row, out=None, label="") for row in rows]
-
-        def failed(want: Want, _: CkptStoreError) -> None:
-            lost.add(want.row)
-
-        repo = self.repo
-        read_pieces(
-            table,
-            wants,
-            backend=repo.backend,
-            options=repo.options,
-            progress=silent,
-            on_failure=failed,
-        )
+        lost = _read(self.repo, table, dict.fromkeys(rows))
         for row in rows:
             if row not in lost:
                 self.placed[table.ids[row].tobytes()] = location_of(table, row)
@@ -174,42 +142,49 @@ class Rescue:
             return False
         self._mark(piece_id, origin)
         if not self.dry_run:
-            self._held.append(_Bytes(self.needs[piece_id], data))
+            dtype = self.needs[piece_id].dtype
+            self._held[piece_id] = PieceSource(
+                nbytes=len(data),
+                dtype=dtype,
+                itemsize=ITEM_BYTES[dtype],
+                row_bytes=len(data),  # never cut
+                payload=_InMemory(data),
+            )
             self._held_bytes += len(data)
             if self._held_bytes >= limits.MEND_BATCH_BYTES:
                 self.flush()
         return True
 
     def flush(self) -> None:
-        """Write what was given; return when it is durable.
+        """Write the pieces that were given; return when they are durable.
 
         Raises
         ------
         StorageError
             The storage failed.
         """
-        held, self._held, self._held_bytes = self._held, [], 0
+        held, self._held, self._held_bytes = self._held, {}, 0
         if not held:
             return
         repo = self.repo
         written = write_pieces(
-            held,
+            list(held.values()),
             backend=repo.backend,
             environment=repo.environment,
             options=repo.options,
             known=KnownPieces([]),
-            chunk_bytes=max(repo.chunk_bytes, *(item.nbytes for item in held)),
+            chunk_bytes=max(repo.chunk_bytes, *(source.nbytes for source in held.values())),
             choice=check_choice(self.codec or repo.options.codec),
             progress=silent,
         )
         self.written_bytes += written.pack_bytes
         known = KnownPieces([written.table])
-        for item in held:
-            place = known.find(item.need.piece_id, item.nbytes)
+        for piece_id, source in held.items():
+            place = known.find(piece_id, source.nbytes)
             if place is None:  # pragma: no cover - its digest was checked above
-                msg = f"a piece of {item.nbytes} bytes changed in memory while it was written"
+                msg = f"a piece of {source.nbytes} bytes changed in memory while it was written"
                 raise IntegrityError(msg)
-            self.placed[item.need.piece_id] = place
+            self.placed[piece_id] = place
 
     def forget(self, packs: AbstractSet[str]) -> None:
         """Drop places in packs that were condemned meanwhile: those pieces are needed again."""
@@ -230,7 +205,8 @@ class Rescue:
     def fetch(self, table: PieceTable, rows: Sequence[int], repo: Repo, origin: str) -> list[int]:
         """Read rows of a store, take those that are right; return those in an archive class."""
         cold: list[int] = []
-        for batch in _batches(table, rows):
+        sizes = [int(table.raw[row]) for row in rows]
+        for batch in grouped(rows, sizes, size=limits.MEND_BATCH_BYTES, count=len(rows)):
             try:
                 self._fetch(table, batch, repo, origin)
             except ColdObjectError:  # of one pack at least: each by itself
@@ -246,34 +222,26 @@ class Rescue:
 
     def _fetch(self, table: PieceTable, rows: Sequence[int], repo: Repo, origin: str) -> None:
         memory = {row: bytearray(int(table.raw[row])) for row in rows}
-        lost: set[int] = set()
-        read_pieces(
-            table,
-            [Want(row=row, out=memoryview(memory[row]), label="") for row in rows],
-            backend=repo.backend,
-            options=repo.options,
-            progress=silent,
-            on_failure=lambda want, _: lost.add(want.row),
-        )
-        for row in rows:
+        lost = _read(repo, table, memory)
+        for row, data in memory.items():
             if row not in lost:
-                self.give(table.ids[row].tobytes(), memory[row], origin)
+                self.give(table.ids[row].tobytes(), data, origin)
 
     def salvage(self) -> None:
         """Decode chunks at their places whatever their headers say; the ids decide."""
-        chunks: dict[tuple[str, int, int, int], list[tuple[int, Need]]] = {}
+        chunks: dict[tuple[str, int, int, int], _Members] = {}
         for piece_id in self.missing:
             need = self.needs[piece_id]
             for (pack, offset, inner), (stored, slab) in need.places.items():
                 chunks.setdefault((pack, offset, stored, slab), []).append((inner, need))
         for (pack, offset, stored, slab), members in sorted(chunks.items(), key=lambda x: x[0]):
-            data = read_chunk(self.repo.backend, pack, offset, stored)
-            if data is not None:
-                bases = [base for _, need in members for base in self._bases_of(need)]
-                for decoded in decodings(data, stored, slab, bases):
-                    for inner, need in members:
-                        piece = decoded[inner : inner + need.raw_bytes]
-                        self.give(need.piece_id, bytes(piece), "salvaged")
+            data = bytearray(CHUNK_HEADER_BYTES + stored)
+            try:
+                self.repo.backend.read_into(pack_key(pack), offset, [memoryview(data)])
+            except (CorruptObjectError, NotFoundError):
+                continue
+            ways = _ways(bytes(data[:CHUNK_HEADER_BYTES]), stored, slab)
+            self._take(members, ways, memoryview(data)[CHUNK_HEADER_BYTES:], slab, "salvaged")
 
     def scan(self, sizes: Mapping[str, int]) -> None:
         """Search the packs of missing pieces from end to end.
@@ -283,70 +251,128 @@ class Rescue:
         sizes
             Bytes of each pack that is there, by its id.
         """
-        backend = self.repo.backend
-        for pack, slabs in sorted(self._missing_by_pack().items()):
-            if pack in sizes:
-                key = pack_key(pack)
-
-                def read(offset: int, size: int, key: str = key) -> bytes:
-                    return legible(backend, key, offset, size)
-
-                try:
-                    for chunk in scan_chunks(read, sizes[pack], start=0):
-                        self._take(chunk, slabs)
-                except (CorruptObjectError, NotFoundError):
-                    continue  # it was cut or removed meanwhile: no more to be had from it
-
-    def _missing_by_pack(self) -> dict[str, _Slabs]:
-        """Return, per pack, which chunks of it (by their lengths) should hold missing pieces."""
-        found: dict[str, _Slabs] = {}
+        packs: dict[str, dict[tuple[int, int], _Members]] = {}
         for piece_id in self.missing:
             need = self.needs[piece_id]
             for (pack, _, inner), lengths in need.places.items():
-                found.setdefault(pack, {}).setdefault(lengths, []).append((inner, need))
-        return found
+                packs.setdefault(pack, {}).setdefault(lengths, []).append((inner, need))
+        for pack, members in sorted(packs.items()):
+            if pack in sizes:
+                self._scan(pack, sizes[pack], members)
 
-    def _take(self, chunk: FoundChunk, slabs: _Slabs) -> None:
-        """Take what is missing out of a chunk that a scan found."""
-        header = chunk.header
-        wanted = list(slabs.get((header.stored_bytes, header.raw_bytes), ()))
-        if header.chunk_id in self.needs:
-            wanted.append((0, self.needs[header.chunk_id]))
-        if all(need.piece_id in self.rescued for _, need in wanted):
+    def _scan(self, pack: str, size: int, members: Mapping[tuple[int, int], _Members]) -> None:
+        """Search one pack for chunks of the lengths of those that should hold missing pieces."""
+        backend, key = self.repo.backend, pack_key(pack)
+        try:
+            for chunk in scan_chunks(partial(_legible, backend, key), size, start=0):
+                header = chunk.header
+                wanted = list(members.get((header.stored_bytes, header.raw_bytes), ()))
+                if header.chunk_id in self.needs:
+                    wanted.append((0, self.needs[header.chunk_id]))
+                way = (header.codec, header.layout)
+                stored = memoryview(chunk.stored)
+                self._take(wanted, [way], stored, header.raw_bytes, "scanned")
+        except (CorruptObjectError, NotFoundError):
+            return  # it was cut or removed meanwhile: it has no more to offer
+
+    def _take(
+        self,
+        members: _Members,
+        ways: Sequence[tuple[int, int]],
+        stored: memoryview,
+        size: int,
+        origin: str,
+    ) -> None:
+        """Take missing pieces out of a chunk, decoded in each of some ways."""
+        if all(need.piece_id in self.rescued for _, need in members):
             return
-        bases: list[BaseData | None] = [None]
-        if header.codec in DELTAS:
-            bases = [base for _, need in wanted for base in self._bases_of(need)]
-        for base in bases:
-            out = bytearray(header.raw_bytes)
-            stored = memoryview(chunk.stored)
-            try:
-                decode(header.codec, header.layout, stored, memoryview(out), base=base)
-            except CodecError:
-                continue
-            for inner, need in wanted:
-                self.give(need.piece_id, bytes(out[inner : inner + need.raw_bytes]), "scanned")
+        bases: list[BaseData] = []
+        if any(codec in DELTAS for codec, _ in ways):
+            bases = [base for _, need in members for base in self._bases_of(need)]
+        for codec, layout in ways:
+            for base in bases if codec in DELTAS else (None,):
+                out = memoryview(bytearray(size))
+                try:
+                    decode(codec, layout, stored, out, base=base)
+                except CodecError:
+                    continue
+                for inner, need in members:
+                    self.give(need.piece_id, bytes(out[inner : inner + need.raw_bytes]), origin)
 
     def _bases_of(self, need: Need) -> Iterator[BaseData]:
-        """Yield what a piece refers to where it is a delta, as far as that can be read."""
-        for piece_id, place in need.bases.items():
+        """Yield the bases of a piece where it is a delta, as far as they can be read."""
+        for piece_id, base in need.bases.items():
             table = placed_table(
                 np.frombuffer(piece_id, np.uint8).reshape(1, 32),
                 np.array([need.raw_bytes], np.uint32),
-                [self.placed.get(piece_id, place.location)],
+                [self.placed.get(piece_id, base.location)],
             )
-            lost: list[CkptStoreError] = []
-            memory = memoryview(bytearray(need.raw_bytes))
-            read_pieces(
-                table,
-                [Want(row=0, out=memory, label="")],
-                backend=self.repo.backend,
-                options=self.repo.options,
-                progress=silent,
-                on_failure=lambda _, error, lost=lost: lost.append(error),  # type: ignore[misc]
-            )
-            if not lost:
-                yield BaseData(piece_id=piece_id, data=memory)
+            memory = bytearray(need.raw_bytes)
+            if not _read(self.repo, table, {0: memory}):
+                yield BaseData(piece_id=piece_id, data=memoryview(memory))
+
+
+def _dtype(manifest: Manifest, row: int) -> str:
+    """Return the dtype of the tensor that a row belongs to, or of the first delta to it."""
+    base = manifest.pieces.base
+    if base is not None and row >= manifest.first[-1]:
+        row = int(np.flatnonzero(base == row)[0])
+    return manifest.tensors[bisect_right(manifest.first, row) - 1].dtype
+
+
+def _read(repo: Repo, table: PieceTable, outs: Mapping[int, bytearray | None]) -> set[int]:
+    """Read pieces of a store, None to check them alone; return the rows of those that are lost."""
+    lost: set[int] = set()
+    read_pieces(
+        table,
+        [
+            Want(row=row, out=None if out is None else memoryview(out), label="")
+            for row, out in outs.items()
+        ],
+        backend=repo.backend,
+        options=repo.options,
+        progress=silent,
+        on_failure=lambda want, _: lost.add(want.row),
+    )
+    return lost
+
+
+def _legible(backend: Backend, key: str, offset: int, size: int) -> bytes:
+    """Return a range of a pack; parts of an encrypted one that fail to decrypt are zeros.
+
+    Raises
+    ------
+    NotFoundError
+        The pack is gone, or ends before.
+    StorageError
+        The storage failed.
+    """
+    memory = bytearray(size)
+    try:
+        backend.read_into(key, offset, [memoryview(memory)])
+    except CorruptObjectError:
+        half = size // 2
+        if size <= limits.SEGMENT_BYTES_DEFAULT:
+            return bytes(size)
+        first = _legible(backend, key, offset, half)
+        return first + _legible(backend, key, offset + half, size - half)
+    return bytes(memory)
+
+
+def _ways(header: bytes, stored: int, slab: int) -> list[tuple[int, int]]:
+    """Return the codecs and layouts that a chunk may have: every one where its header is damaged.
+
+    Parameters
+    ----------
+    stored, slab
+        Stored and decoded length that the chunk should have; with others, another chunk lies there.
+    """
+    try:
+        found = parse_chunk_header(header, where="")
+    except CorruptObjectError:
+        return list(product((*CODECS, *DELTAS), Layout))
+    same = (found.stored_bytes, found.raw_bytes) == (stored, slab)
+    return [(found.codec, found.layout)] if same else []
 
 
 def rows_of(table: PieceTable, wanted: Collection[bytes]) -> list[int]:
@@ -365,11 +391,11 @@ def replaced(table: PieceTable, own: int, places: Mapping[int, Location]) -> Pie
     Parameters
     ----------
     own
-        Pieces of tensors; what deltas refer to comes behind them, as far as it is still needed.
+        Pieces of tensors; the bases of deltas come behind them, as far as they are still needed.
     """
 
     def place(row: int) -> Location:
-        """Return where a piece lies, and what it is a difference to."""
+        """Return where a piece and its base lie."""
         if row in places:
             return places[row]
         old, base = location_of(table, row), table.base_of(row)
@@ -378,18 +404,3 @@ def replaced(table: PieceTable, own: int, places: Mapping[int, Location]) -> Pie
         return replace(old, base=replace(old.base, location=places[base]))
 
     return remap(table, range(own), place)
-
-
-def _batches(table: PieceTable, rows: Sequence[int]) -> Iterator[list[int]]:
-    """Cut rows into batches that fit into memory, one row at least."""
-    batch: list[int] = []
-    held = 0
-    for row in rows:
-        raw = int(table.raw[row])
-        if batch and held + raw > limits.MEND_BATCH_BYTES:
-            yield batch
-            batch, held = [], 0
-        batch.append(row)
-        held += raw
-    if batch:
-        yield batch

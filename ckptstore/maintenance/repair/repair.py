@@ -1,36 +1,52 @@
 """Repair: bring back what is damaged, from the store itself or from other ones.
 
 Nothing is deleted, and no object is changed (catalog snapshots, which are caches, are written
-anew). What is brought back goes into new packs and new manifests under new names, and a commit
-``relocate`` makes the versions lie there; whatever nobody needs any more is left to the collector.
-Versions of which something stays lost are recorded (``quarantine``), so that no save shares with
-them. A repair may be stopped at any point, run again, and run twice at once: the log decides.
+again). Pieces that are brought back go into new packs and new manifests under new names, and a
+commit ``relocate`` makes the versions lie there; objects that nothing needs any more are left to
+the collector. Versions that stay incomplete are recorded (``quarantine``), so that no save shares
+with them. A repair may be stopped at any point, run again, and run twice at once: the log decides.
+
+Objects in an archive class of another store are not read, and do not end the repair: others may
+have them, and the rest is reported with the command that thaws it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
+
+import numpy as np
 
 from ckptstore import limits
 from ckptstore.catalog import content_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
+from ckptstore.checkpoint.cold_reads import thaw_command
+from ckptstore.checkpoint.content import Content, content_digest, read_content
 from ckptstore.committing import commit_retrying
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
-from ckptstore.maintenance.check.integrity_scan import Survey
-from ckptstore.maintenance.check.leftovers import cut_short, find_leftovers
+from ckptstore.format.keys import pack_id
+from ckptstore.format.manifest import Manifest
+from ckptstore.maintenance.check.integrity_scan import Survey, piece_key
+from ckptstore.maintenance.check.leftovers import find_leftovers, report_lost_commits
 from ckptstore.maintenance.check.verify import Level
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
+from ckptstore.maintenance.core.live_set import live_versions
 from ckptstore.maintenance.core.relocate import relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
-from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
-from ckptstore.maintenance.repair.repair_items import Item, RowDtype, is_unlike, lost_of, needed
-from ckptstore.maintenance.repair.repair_report import CommitFinding, Lost, Mended, RepairReport
-from ckptstore.maintenance.repair.repair_sources import Sources
+from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced, rows_of
+from ckptstore.maintenance.repair.repair_report import (
+    ColdSource,
+    CommitFinding,
+    Lost,
+    Mended,
+    RepairReport,
+)
 from ckptstore.model import Version
+from ckptstore.objects.index import location_of
 from ckptstore.repo import Repo
 
 
@@ -48,7 +64,7 @@ def repair(
     ----------
     sources
         Other stores: copies of this one, replicas, or any that hold the same tensors. They are
-        asked in turn. What one has in an archive class is left to the next; see
+        asked in turn. Objects that one has in an archive class are left to the next; see
         :attr:`RepairReport.cold`.
     level
         ``full`` reads every byte of this store to find the damage; ``records`` finds objects that
@@ -73,30 +89,26 @@ def repair(
     snapshots = mend_snapshots(repo, dry_run=dry_run)
     survey = Survey(repo=repo, full=level == "full", progress=progress)
     rescue = Rescue(repo=repo, dry_run=dry_run, progress=progress)
-    found = Sources(repo=repo, others=sources, survey=survey, rescue=rescue)
-    work = _Repair(repo=repo, sources=found, survey=survey, rescue=rescue)
+    work = _Repair(repo=repo, others=sources, survey=survey, rescue=rescue)
     work.look()
-    cut = cut_short(survey, find_leftovers(survey))
-    if cut is not None:
-        survey.found(cut, None)
+    cut = report_lost_commits(survey, find_leftovers(survey))
     work.mend()
     quarantined = () if dry_run else work.quarantine()
-    catalog = repo.catalog
     return RepairReport(
         dry_run=dry_run,
         commits=commits,
-        commits_readable=catalog.number,
-        versions_readable=catalog.versions_count,
+        commits_readable=repo.catalog.number,
+        versions_readable=repo.catalog.versions_count,
         commits_lost="" if cut is None else f"{cut.message}; {cut.hint}",
         snapshots=snapshots,
-        problems=tuple(work.survey.problems),
+        problems=tuple(survey.problems),
         mended=tuple(work.mended),
         lost=tuple(work.lost),
         quarantined=quarantined,
         relocated=tuple(work.relocated),
-        pieces=dict(work.rescue.origins),
-        written_bytes=work.rescue.written_bytes,
-        cold=tuple(found.cold()),
+        pieces=dict(rescue.origins),
+        written_bytes=rescue.written_bytes,
+        cold=tuple(work.cold()),
     )
 
 
@@ -140,105 +152,243 @@ def _unreadable(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool
 
 
 @dataclass(slots=True, kw_only=True)
+class _Item:
+    """One version to be mended."""
+
+    version: Version
+    content: Content
+    rebuilt: bool
+    """Its own manifest is lost: this is that of another version with the same content."""
+
+
+@dataclass(slots=True, kw_only=True)
 class _Repair:
-    """One repair while it runs."""
+    """One repair while it runs; owned by one thread."""
 
     repo: Repo
-    sources: Sources
+    """The store that is mended."""
+    others: Sequence[Repo]
+    """Other stores, in the order in which they are asked."""
     survey: Survey
     rescue: Rescue
-    items: list[Item] = field(default_factory=list)
+    items: list[_Item] = field(default_factory=list)
     mended: list[Mended] = field(default_factory=list)
     lost: list[Lost] = field(default_factory=list)
     relocated: list[str] = field(default_factory=list)
+    _cold: list[tuple[Repo, Version, set[bytes]]] = field(default_factory=list)
 
-    # --- what is damaged ------------------------------------------------------------------------
+    # --- the damage -----------------------------------------------------------------------------
 
     def look(self) -> None:
         """Survey every version, and collect those that are damaged."""
-        versions = [v for v in self.repo.catalog.versions() if v.level != "record"]
-        self.survey.total_bytes = sum(r.logical for v in versions for r in v.roles.values())
+        survey = self.survey
         unread: list[Version] = []
-        for version, content in check_all(self.survey, versions):
+        for version, content in check_all(survey, list(live_versions(self.repo.catalog))):
             if content is None:
                 unread.append(version)
-            elif needed(self.survey, content) or is_unlike(self.survey, content):
-                self.items.append(Item(version=version, content=content, rebuilt=False))
+            elif self._needed(content) or self._differs(content):
+                self.items.append(_Item(version=version, content=content, rebuilt=False))
         for version in unread:
-            found = self.sources.rebuilt(version)
+            found = self._rebuilt(version)
             if found is None:
-                self.lost.append(lost_of(version, (), self.survey.unread[version.id].message))
+                self._note_lost(version, (), survey.unread[version.id].message)
             else:
-                problems = len(self.survey.problems)
-                check_content(self.survey, version, found)
-                del self.survey.problems[problems:]  # its problem is its manifest, told already
-                self.items.append(Item(version=version, content=found, rebuilt=True))
+                problems = len(survey.problems)
+                check_content(survey, version, found)
+                del survey.problems[problems:]  # its problem is its manifest, reported already
+                self.items.append(_Item(version=version, content=found, rebuilt=True))
+
+    def _needed(self, content: Content) -> list[int]:
+        """Return the rows that must lie elsewhere."""
+        survey, table = self.survey, content.manifest.pieces
+        rows: set[int] = set()
+        if survey.broken_packs:
+            places = [
+                place for place, pack in enumerate(table.packs) if pack in survey.broken_packs
+            ]
+            rows.update(np.flatnonzero(np.isin(table.pack, places)).tolist())
+        if survey.bad:
+            rows.update(row for row in range(len(table)) if survey.why(table, row))
+        return sorted(rows)
+
+    def _differs(self, content: Content) -> bool:
+        """Return whether a tensor does not follow from others as it should; nothing mends that."""
+        records = enumerate(content.manifest.tensors)
+        made = (place for place, record in records if record.recipe is not None)
+        return any(self.survey.wrong(content, place) for place in made)
+
+    def _rebuilt(self, version: Version) -> Content | None:
+        """Return the content of a version from another with the same content, here or elsewhere."""
+        for repo in (self.repo, *self.others):
+            catalog = repo.catalog if repo is self.repo else repo.refresh()
+            for other in catalog.versions(newest_first=True):
+                if other.level == "record" or other.content != version.content:
+                    continue
+                if repo is self.repo and other.id in self.survey.unread:
+                    continue
+                try:
+                    manifest = repo.manifests.load(other)
+                    if content_digest(manifest) == version.content:
+                        return read_content(replace(manifest, version=version.id))
+                except (IntegrityError, FormatError):
+                    continue  # damaged too: another may be sound
+        return None
+
+    # --- where pieces are found -----------------------------------------------------------------
+
+    def _obtain(self) -> None:
+        """Find the missing pieces, nearest first."""
+        rescue = self.rescue
+        if not rescue.missing:
+            return
+        self._from_here()
+        rescue.salvage()
+        sizes = ((pack_id(key), info.size_bytes) for key, info in self.survey.sizes.items())
+        rescue.scan({pack: size for pack, size in sizes if pack})
+        for other in self.others:
+            if rescue.missing:
+                self._from_other(other)
+        rescue.flush()
+        if rescue.missing:
+            self._rebase()
+
+    def _from_here(self) -> None:
+        """Take pieces that other versions of this store have, or packs with a damaged index."""
+        rescue, survey = self.rescue, self.survey
+        contents = (item.content.manifest for item in self.items)
+        for manifest in chain(contents, (manifest for _, manifest in _manifests(self.repo))):
+            table = manifest.pieces
+            copies = []
+            for row in rows_of(table, rescue.missing):
+                key = piece_key(table, row)
+                if key in survey.bad:
+                    continue
+                if key in survey.read and key[0] not in survey.broken_packs:
+                    rescue.point(key[3], location_of(table, row))
+                else:
+                    copies.append(row)
+            rescue.fetch(table, copies, self.repo, "moved")
+            if not rescue.missing:
+                return
+
+    def _from_other(self, other: Repo) -> None:
+        """Take pieces from versions of another store: first from those with the same content."""
+        rescue = self.rescue
+        ids = {item.version.id for item in self.items}
+        contents = {item.version.content for item in self.items}
+        versions = list(other.refresh().versions())
+        near = [one for one in versions if one.id in ids or one.content in contents]
+        refused: set[str] = set()
+        noted: set[bytes] = set()
+        for version, manifest in _manifests(other, first=near):
+            table = manifest.pieces
+            names = table.packs
+            rows = rows_of(table, rescue.missing)
+            warm = [row for row in rows if names[int(table.pack[row])] not in refused]
+            cold = rescue.fetch(table, warm, other, "source")
+            refused.update(names[int(table.pack[row])] for row in cold)
+            left = {table.ids[row].tobytes() for row in set(rows).difference(warm).union(cold)}
+            if fresh := left - noted:
+                noted |= fresh
+                self._cold.append((other, version, fresh))
+            if not rescue.missing:
+                return
+
+    def _rebase(self) -> None:
+        """Take deltas as they are whose bases are back, now that they can be checked."""
+        rescue = self.rescue
+        for item in self.items:
+            manifest = item.content.manifest
+            table, own = manifest.pieces, manifest.first[-1]
+            bases = {row: table.base_of(row) for row in rows_of(table, rescue.missing)}
+            left = {row: base for row, base in bases.items() if base is not None}
+            if rescue.dry_run:  # no base was put back: the delta itself cannot be checked
+                rescue.rescued.update(
+                    table.ids[row].tobytes()
+                    for row, base in left.items()
+                    if table.ids[base].tobytes() in rescue.rescued
+                )
+                continue
+            places = {
+                row: place
+                for row in range(own, len(table))
+                if (place := rescue.placed.get(table.ids[row].tobytes())) and place.base is None
+            }
+            if left and places:
+                moved = replaced(table, own, places)
+                rescue.rebase(moved, [row for row, base in left.items() if base in places])
+
+    def cold(self) -> list[ColdSource]:
+        """Return the versions of other stores that hold missing pieces in an archive class."""
+        missing = self.rescue.missing
+        return [
+            ColdSource(
+                version=version.id,
+                run=version.run,
+                step=version.step,
+                url=repo.url,
+                command=thaw_command(version.id, repo.url),
+                pieces_count=len(pieces & missing),
+            )
+            for repo, version, pieces in self._cold
+            if pieces & missing
+        ]
+
+    # --- commits --------------------------------------------------------------------------------
 
     def mend(self) -> None:
-        """Bring back what is needed and relocate the versions.
+        """Bring back the missing pieces and relocate the versions.
 
-        What a collection condemns meanwhile is written again, as a save does.
+        Pieces in packs that a collection condemns meanwhile are written again, as a save does.
         """
         commit_retrying(self._try)
         for item in self.items:
             self._account(item)
 
     def _try(self, condemned: set[str]) -> None:
-        """Obtain what is needed, also what was to lie in condemned packs, and relocate."""
+        """Obtain missing pieces, also those that were to lie in condemned packs, and relocate."""
         self.rescue.forget(condemned)
         for pack in condemned:
             self.survey.broken_packs.setdefault(pack, "it was condemned")
         for item in self.items:
-            dtypes = RowDtype(item.content.manifest)
-            for row in needed(self.survey, item.content):
-                self.rescue.need(item.content.manifest.pieces, row, dtypes(row))
-        self.sources.obtain(self.items)
-        self._relocate([item for item in self.items if item.version.id not in self.relocated])
+            for row in self._needed(item.content):
+                self.rescue.need(item.content.manifest, row)
+        self._obtain()
+        if not self.rescue.dry_run:
+            self._relocate([item for item in self.items if item.version.id not in self.relocated])
 
-    # --- what is done ---------------------------------------------------------------------------
-
-    def _relocate(self, items: list[Item]) -> None:
+    def _relocate(self, items: list[_Item]) -> None:
         """Write new manifests and commit them, some versions at a time."""
-        if self.rescue.dry_run:
-            return
-        for start in range(0, len(items), limits.MOVES_PER_COMMIT):
-            part = items[start : start + limits.MOVES_PER_COMMIT]
+        for start in range(0, len(items), limits.RELOCATES_PER_COMMIT):
+            part = items[start : start + limits.RELOCATES_PER_COMMIT]
             moves = [move for item in part if (move := self._move(item)) is not None]
-            if not moves:
-                continue
-            # One that changed since this looked is left as it is now.
-            done = relocate(self.repo, partial(_standing, moves))
-            self.relocated += [move.version for move in done]
+            if moves:  # a version that changed since the survey is left as it is now
+                done = relocate(self.repo, partial(_standing, moves))
+                self.relocated += [move.version for move in done]
 
-    def _move(self, item: Item) -> Move | None:
+    def _move(self, item: _Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""
-        table = item.content.manifest.pieces
-        rows = needed(self.survey, item.content)
-        placed = self.rescue.placed
-        places = {
-            row: placed[piece_id]
-            for row in rows
-            if (piece_id := table.ids[row].tobytes()) in placed
-        }
+        old, placed = item.content.manifest, self.rescue.placed
+        ids = {row: old.pieces.ids[row].tobytes() for row in self._needed(item.content)}
+        places = {row: placed[piece_id] for row, piece_id in ids.items() if piece_id in placed}
         if not places and not item.rebuilt:
             return None
-        old = item.content.manifest
-        manifest = replace(old, pieces=replaced(table, old.first[-1], places))
-        # A name of its own: that of the manifest that is lost may be taken by what is left of it.
+        manifest = replace(old, pieces=replaced(old.pieces, old.first[-1], places))
+        # A name of its own: that of the lost manifest may be taken by a damaged object.
         return write_move(self.repo, item.version, manifest)
 
-    def _account(self, item: Item) -> None:
-        """Say which tensors of a version are whole again, and which are lost."""
+    def _account(self, item: _Item) -> None:
+        """Note which tensors of a version are whole again, and which are lost."""
         content, table = item.content, item.content.manifest.pieces
         whole: list[str] = []
         lost: dict[str, str] = {}
         for index, label in enumerate(content.labels):
-            if index in content.hidden:  # whatever follows from it is named
+            if index in content.hidden:  # the tensors that follow from it are named
                 continue
-            wrong = [(n, why) for n in content.rows(index) if (why := self.survey.why(table, n))]
+            wrong = self.survey.lost(content, index)
             back = self.rescue.rescued
-            gone = [why for row, why in wrong if table.ids[row].tobytes() not in back]
-            if not wrong:  # its pieces are sound, but what follows from them may be wrong
+            gone = [why for row, why in wrong.items() if table.ids[row].tobytes() not in back]
+            if not wrong:  # its pieces are sound, but the result of its recipe may be wrong
                 gone = self.survey.wrong(content, index)
             if gone:
                 lost[label] = gone[0]
@@ -256,10 +406,17 @@ class _Repair:
                 )
             )
         if lost:
-            self.lost.append(lost_of(version, tuple(lost), next(iter(lost.values()))))
+            self._note_lost(version, tuple(lost), next(iter(lost.values())))
+
+    def _note_lost(self, version: Version, tensors: tuple[str, ...], why: str) -> None:
+        """Note that tensors of a version are lost; all of them, if none is named."""
+        found = Lost(
+            version=version.id, run=version.run, step=version.step, tensors=tensors, why=why
+        )
+        self.lost.append(found)
 
     def quarantine(self) -> tuple[str, ...]:
-        """Record the versions of which something is lost; return those that were not yet."""
+        """Record the versions that lost tensors; return those that were not recorded yet."""
         catalog = self.repo.refresh()
         digests = {}
         for lost in self.lost:
@@ -282,6 +439,19 @@ class _Repair:
         return tuple(digests)
 
 
+def _manifests(repo: Repo, first: Sequence[Version] = ()) -> Iterator[tuple[Version, Manifest]]:
+    """Yield the versions of a store whose manifest can be read, newest first."""
+    done = {version.id for version in first}
+    rest = (v for v in repo.catalog.versions(newest_first=True) if v.id not in done)
+    for version in chain(first, rest):
+        if version.level != "record":
+            try:
+                manifest = repo.manifests.load(version)
+            except (IntegrityError, FormatError):
+                continue  # it holds nothing; of this store it is reported already
+            yield version, manifest
+
+
 def _standing(moves: Sequence[Move], now: Catalog) -> list[Move]:
-    """Return the moves of versions that are still as they were when this looked."""
+    """Return the moves of versions that are still as they were at the survey."""
     return [move for move in moves if still(now, move)]

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import logical_bytes, read_content
+from ckptstore.engine.calls import Shared
 from ckptstore.errors import IntegrityError
 from ckptstore.events import ProgressCallback
 from ckptstore.format.keys import pack_key
@@ -26,20 +27,20 @@ from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.model import RoleBytes, Version
-from ckptstore.objects.copying import Copied
+from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.objects.index import Base, KnownPieces, Location, remap
 from ckptstore.objects.packs import Placed
 from ckptstore.objects.piece_reader import Want
-from ckptstore.objects.read_back import copy_read_back
 from ckptstore.repo import Repo
 
 ORIGIN_KEY: Final = "forked_from"
 """Where the metadata of a version that came from another store says which one it was."""
 
-
-Copier = Callable[[PieceTable, Sequence[Want], ProgressCallback], Copied]
-"""Copies the chunks of pieces into new packs of the target; see
-:func:`ckptstore.objects.copying.copy_chunks`."""
+# Versions before and after one in its run that are asked for chunks that it shares, beside its
+# parent and the heads. Source: retention and eviction leave gaps; what is missed costs its bytes.
+_NEIGHBOURS = 8
+# Heads of other runs that are asked too. Source: each is one manifest in memory.
+_HEADS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +76,6 @@ class Landed:
         return _stored_bytes(self.resumed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foreseen:
-    """What would travel."""
-
-    chunks_count: int
-    chunk_bytes: int
-    """Stored bytes, headers included."""
-
-
 def transplant(
     manifest: Manifest,
     *,
@@ -93,7 +85,7 @@ def transplant(
     without: Collection[str],
     progress: ProgressCallback,
     only: Sequence[str] | None = None,
-    copier: Copier | None = None,
+    copies: ChunkCopies | None = None,
     orphans: Orphans | None = None,
 ) -> Landed:
     """Bring what `manifest` needs to `target`; return the manifest as it is to be written there.
@@ -106,8 +98,8 @@ def transplant(
         Packs of `target` that may not be shared.
     only
         Versions of `target` that are looked at, in this order; None for all, the likeliest first.
-    copier
-        Who copies chunks, in place of threads of this process from one backend to the other.
+    copies
+        Copies the chunks; None for threads of this process, from one backend to the other.
     orphans
         Finds what an interrupted copy left: the caller reads it before relying on it.
 
@@ -136,8 +128,13 @@ def transplant(
         for row in missing
         if chunk_of(manifest.pieces, row) not in resumed
     ]
-    copier = copier or copier_between(source.backend, target.backend, target)
-    copied = copier(manifest.pieces, wants, progress)
+    copies = copies or ChunkCopies(
+        source=Shared(source.backend),
+        target=Shared(target.backend),
+        options=target.options,
+        environment=target.environment,
+    )
+    copied = copies.copy(manifest.pieces, wants, progress)
     arrived = [row for row in missing if row < own]
     table = _placed(manifest.pieces, own, found, {**copied.places, **resumed})
     return Landed(
@@ -167,28 +164,6 @@ def chunk_of(table: PieceTable, row: int) -> tuple[str, int]:
     return table.packs[int(table.pack[row])], int(table.offset[row])
 
 
-def copier_between(source: Backend, target: Backend, repo: Repo, *, check: bool = False) -> Copier:
-    """Return who copies by threads of this process.
-
-    Parameters
-    ----------
-    target
-        What chunks are written through: the backend of `repo`, or one around it.
-    check
-        Read back what was written, but for what deltas decode to.
-    """
-    return lambda table, wants, progress: copy_read_back(
-        table,
-        wants,
-        source=source,
-        target=target,
-        environment=repo.environment,
-        options=repo.options,
-        progress=progress,
-        check=check,
-    )
-
-
 def foresee(
     manifest: Manifest,
     *,
@@ -196,8 +171,10 @@ def foresee(
     source_id: str,
     only: Sequence[str],
     planned: set[bytes],
-) -> Foreseen:
-    """Count what :func:`transplant` would copy; reads manifests of the target, nothing else.
+) -> tuple[int, int]:
+    """Return how many chunks :func:`transplant` would copy, and their stored bytes with headers.
+
+    Reads manifests of the target, nothing else.
 
     Parameters
     ----------
@@ -213,7 +190,7 @@ def foresee(
             planned.add(piece)
             chunks[int(table.pack[row]), int(table.offset[row])] = int(table.stored[row])
     total = sum(chunks.values()) + CHUNK_HEADER_BYTES * len(chunks)
-    return Foreseen(chunks_count=len(chunks), chunk_bytes=total)
+    return len(chunks), total
 
 
 def _located(
@@ -277,6 +254,44 @@ def _find(
             found[row] = known.find(table.ids[row].tobytes(), int(table.raw[row]))
         left = [row for row in left if found[row] is None]
     return found
+
+
+def near_versions(
+    catalog: Catalog,
+    version: Version,
+    *,
+    ids: Sequence[str],
+    place: int,
+    heads: Sequence[str],
+    wanted: Callable[[str], bool],
+    last: str = "",
+) -> list[str]:
+    """Return ids of versions that are likely to share chunks with one, the likeliest first.
+
+    Itself, the nearest before and after it in its run, its parent, and heads.
+
+    Parameters
+    ----------
+    catalog
+        Of the store that has them.
+    ids, place
+        Of the versions of its run, in order, and where it stands among them.
+    wanted
+        Says whether a version counts; also asked for ids that the store does not know.
+    last
+        Id of a version that was looked at just before; empty for none.
+    """
+    before = ids[max(0, place - _NEIGHBOURS) : place][::-1]
+    after = ids[place + 1 : place + 1 + _NEIGHBOURS]
+    near = [one for part in (before, after) for one in islice(filter(wanted, part), 1)]
+    others = (version.parent, last, catalog.head_id(version.run), *heads)
+    return list(dict.fromkeys(filter(wanted, (version.id, *near, *others))))
+
+
+def newest_heads(catalog: Catalog) -> list[str]:
+    """Return the ids of the heads that were committed last, the newest at the end."""
+    heads = [catalog.version(info.head) for info in catalog.runs() if info.head]
+    return [head.id for head in sorted(heads, key=lambda head: head.commit)[-_HEADS:]]
 
 
 def _is_at_hand(version: Version) -> bool:

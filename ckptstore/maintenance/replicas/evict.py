@@ -3,28 +3,39 @@
 No lock spans two stores: between the last look at the other one and the commit that lets go here,
 somebody there may delete what was seen. So the other store is looked at once more after the commit.
 What it no longer holds then is brought back, from the chunks that are still here: nothing is swept
-before its grace. Who is killed between the two looks no second time.
+before its grace. A process killed between the two leaves the second look undone. Why so:
+docs/design/0021-replication.md.
 
 Afterwards the other store may have the only copy, and does not know it by itself. So it is told:
 each version is pinned there, for this store, before it is let go here. No retention there takes it
 then, and no removal, unless somebody takes the pin away. Without pins its own rules decide.
+
+No commit spans two logs either: a client that changes the one looks at the other afterwards. An
+eviction pins there, lets go here, and looks whether the pins are still there; who takes pins away
+looks whether this store needs them again. Whichever of two at once comes last sees what the other
+did. A kill in between can only leave a pin that nobody needs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ckptstore import limits
+from ckptstore.catalog import replica_ops
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.content_ops import Move
+from ckptstore.catalog.content_ops import Move, Quarantine
 from ckptstore.catalog.levels import LEVELS
-from ckptstore.maintenance.core.relocate import record_move, relocate
-from ckptstore.maintenance.replicas.recheck import SecondLook
-from ckptstore.maintenance.replicas.remote_pins import Pins
-from ckptstore.maintenance.replicas.replicate_report import Failure
-from ckptstore.maintenance.replicas.replication_context import read_back
+from ckptstore.catalog.pin_ops import Pin, pin_for, unpin_for
+from ckptstore.catalog.replica_ops import Arrival
+from ckptstore.catalog.state import Op
+from ckptstore.errors import CkptStoreError, ReadOnlyError, UnsafeBackendError
+from ckptstore.maintenance.core.relocate import batches, record_move, relocate
+from ckptstore.maintenance.replicas.replicate_version import Failure, read_back
+from ckptstore.maintenance.retention.remove import undelete
+from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
@@ -110,9 +121,193 @@ def evict(
         _log.warning(what, len(missed), here.url, there.url)
     there.refresh()
     chosen = [one for one in chosen if one.id not in missed]
-    for start in range(0, len(chosen), limits.RELOCATES_PER_COMMIT):
-        work.let_go(chosen[start : start + limits.RELOCATES_PER_COMMIT])
+    for batch in batches(chosen, limits.RELOCATES_PER_COMMIT):
+        work.let_go(batch)
     return work.report(missed)
+
+
+@dataclass(slots=True, kw_only=True)
+class SecondLook:
+    """Looks at another store once more, and takes back what has to be; owned by one thread."""
+
+    here: Repo
+    there: Repo
+    holds: Callable[[Version], bool]
+    """Says whether the other store holds a version, by its log as it was last read."""
+    done: str
+    """What was done to versions here, such as ``evicted``; for messages."""
+    returned: list[str] = field(default_factory=list)
+    """Ids of versions that were taken back."""
+    lost: list[Failure] = field(default_factory=list)
+    """Those for which that failed, since a collection was faster, say."""
+
+    def look(self, gone: Sequence[Version], *, deleted: Container[str] = ()) -> list[Version]:
+        """Return those that the other store still holds; the rest is here as before, or lost.
+
+        Parameters
+        ----------
+        gone
+            Versions that a commit has just let go of, or of a part of them, as they were.
+        deleted
+            Ids of those that it deleted; of what somebody else has deleted, nothing comes back.
+
+        Raises
+        ------
+        StorageError
+            The other store does not answer: everything was taken back.
+        """
+        try:
+            self.there.refresh()
+        except CkptStoreError:
+            for version in gone:
+                self._return(version, f"{self.there.url} could not be looked at again", deleted)
+            raise
+        kept = []
+        for version in gone:
+            if self.holds(version):
+                kept.append(version)
+            else:
+                self._return(version, f"{self.there.url} let it go at the same moment", deleted)
+        return kept
+
+    def _return(self, version: Version, why: str, deleted: Container[str]) -> None:
+        """Take a version back, and note what became of that."""
+        named = version.label
+        try:
+            if version.id in deleted:
+                undelete(self.here, [version.id])
+            else:
+                self._take_back(version)
+        except CkptStoreError as error:
+            _log.warning("%s is %s, though %s: %s", named, self.done, why, error)
+            message = f"it was {self.done}, though {why}; undelete it there: {error}"
+            failure = Failure(
+                version=version.id, run=version.run, step=version.step, message=message
+            )
+            self.lost.append(failure)
+        else:
+            _log.warning("%s is not %s: %s", named, self.done, why)
+            self.returned.append(version.id)
+
+    def _take_back(self, version: Version) -> None:
+        """Make a version of which less is here be here as it was: its chunks still are.
+
+        Raises
+        ------
+        CorruptObjectError, CondemnedError
+            They are not: a collection without patience was faster.
+        StorageError
+            The storage failed.
+        """
+        manifest = self.here.manifests.load(version)
+        pointer = self.here.manifests.put(manifest)
+        arrival = Arrival(
+            manifest=pointer,
+            roles=version.roles,
+            receipt=version.receipt,
+            relies_on=relied_on(pointer, manifest),
+        )
+        store = self.here.superblock.store_id
+
+        def build(now: Catalog) -> list[Op]:
+            """Let the version arrive here again, by what the catalog says of it now."""
+            again = () if now.version(version.id).deleted else (version.id,)
+            ops = replica_ops.arrive(
+                now, now, [version], store=store, arrivals={version.id: arrival}, again=again
+            )
+            if ops and version.damaged:  # what is lost of it is lost still: none may share with it
+                ops.append(Quarantine(versions=[version.id]))
+            return ops
+
+        self.here.log.append_any(build)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pins:
+    """The pins in one store for another."""
+
+    here: Repo
+    """The store that lets go."""
+    there: Repo
+    """The store that is to keep."""
+
+    @property
+    def store(self) -> str:
+        """Id of the store that they are for."""
+        return self.here.superblock.store_id
+
+    def check_writable(self) -> None:
+        """Return if pins can be left there.
+
+        Raises
+        ------
+        ReadOnlyError, UnsafeBackendError
+            They cannot; the hint says how to do without.
+        """
+        try:
+            self.there.check_writable()
+        except (ReadOnlyError, UnsafeBackendError) as error:
+            msg = f"what is evicted is pinned in the other store, and {error.message}"
+            hint = "if its own rules may delete what is evicted here: --no-pin, or pin=False"
+            raise type(error)(msg, hint=hint) from error
+
+    def has(self, version_id: str) -> bool:
+        """Say whether a version is pinned there, by its log as it was last read."""
+        catalog = self.there.catalog
+        return (
+            catalog.has_version(version_id) and self.store in catalog.version(version_id).pinned_for
+        )
+
+    def leave(self, versions: Sequence[Version]) -> set[str]:
+        """Pin versions there that are not deleted, in one commit; return ids of the new pins."""
+        fresh: set[str] = set()
+
+        def build(now: Catalog) -> list[Op]:
+            """Pin what is not pinned yet, and note which versions that are."""
+            ops = pin_for(now, [one.id for one in versions], self.store)
+            fresh.clear()
+            fresh.update(op.version for op in ops if isinstance(op, Pin))
+            return ops
+
+        self.there.log.append_any(build)
+        return fresh
+
+    def take_away(self, version_ids: Iterable[str]) -> list[str]:
+        """Take pins away of versions whose record is not all that is here; return their ids."""
+        gone: list[str] = []
+        wanted = [one for one in version_ids if self.has(one)]
+        for part in batches(wanted, limits.RELOCATES_PER_COMMIT):
+            now = self.here.refresh()
+            free = [one for one in part if not _rests_on_record(now, one)]
+            self.there.log.append_any(partial(unpin_for, versions=free, store=self.store))
+            now = self.here.refresh()
+            again = [one for one in free if _rests_on_record(now, one)]
+            self.there.log.append_any(partial(pin_for, versions=again, store=self.store))
+            gone += [one for one in free if one not in again]
+        return gone
+
+    def forgotten(self) -> list[str]:
+        """Return the ids of versions that are pinned there, and whose record is deleted here."""
+        now = self.here.catalog
+        pinned = self.there.catalog.pinned()
+        ids = (one.id for one in pinned if self.store in one.pinned_for)
+        return [one for one in ids if now.has_version(one) and now.version(one).deleted]
+
+
+def release(repo: Repo, store: str) -> list[str]:
+    """Take all pins away that another store has in one; return the ids of the versions."""
+    pinned = repo.refresh().pinned()
+    ids = [one.id for one in pinned if store in one.pinned_for]
+    for part in batches(ids, limits.RELOCATES_PER_COMMIT):
+        repo.log.append_any(partial(unpin_for, versions=part, store=store))
+    return ids
+
+
+def _rests_on_record(now: Catalog, version_id: str) -> bool:
+    if not now.has_version(version_id):
+        return True  # this log was put back to an older state: it knows nothing about it
+    version = now.version(version_id)
+    return version.level == "record" and not version.deleted
 
 
 @dataclass(slots=True, kw_only=True)
@@ -159,8 +354,7 @@ class _Evicting:
         records, gone = self._let_go_before(versions, self.pins), self.pins.forgotten()
         if chosen or records or gone:
             self.pins.check_writable()
-        for start in range(0, len(records), limits.RELOCATES_PER_COMMIT):
-            part = records[start : start + limits.RELOCATES_PER_COMMIT]
+        for part in batches(records, limits.RELOCATES_PER_COMMIT):
             self.pinned += sorted(self.pins.leave(part))
         self.unpinned += self.pins.take_away(gone)
 

@@ -12,7 +12,8 @@ Nothing is written. Replicas are asked in their order, and only when they are ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -30,16 +31,18 @@ from ckptstore.errors import (
     ColdObjectError,
     CorruptObjectError,
     EncryptionKeyError,
+    IntegrityError,
     OperationCancelledError,
     ReplicaChangedError,
     StoreNotFoundError,
     TransientStorageError,
     VersionNotFoundError,
 )
-from ckptstore.events import ProgressCallback
-from ckptstore.format.keys import commit_key
+from ckptstore.events import Progress, ProgressCallback
+from ckptstore.format.keys import commit_key, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.maintenance.replicas.known_near import Meter, known_here
+from ckptstore.maintenance.replicas.copy_manifest import near_versions, newest_heads
+from ckptstore.manifests import read_manifest
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.objects.index import KnownPieces, remap
 from ckptstore.objects.piece_reader import read_pieces
@@ -280,9 +283,41 @@ def read_lost(
     progress: ProgressCallback,
 ) -> None:
     """Read the pieces that this store has lost, after all others of `wants` were read here."""
-    meter = Meter(table, wants, progress)
+    meter = _Meter(table, wants, progress)
     meter.done = meter.total - meter.size_of(failed)
     owner.read(failed, first=None, options=options, progress=meter.part(), stop=[])
+
+
+class _Meter:
+    """Adds up what several readings tell; any thread."""
+
+    def __init__(
+        self, table: PieceTable, wants: Iterable[Want], progress: ProgressCallback
+    ) -> None:
+        self._table = table
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.total = self.size_of(wants)
+        self.done = 0
+
+    def size_of(self, wants: Iterable[Want]) -> int:
+        """Return the bytes of some pieces."""
+        return int(sum(int(self._table.raw[want.row]) for want in wants))
+
+    def part(self) -> ProgressCallback:
+        """Return what one reading tells; it counts from 0."""
+        last = 0
+
+        def tell(step: Progress) -> None:
+            """Add what is new of this reading to what all have done."""
+            nonlocal last
+            with self._lock:
+                self.done += step.done - last
+                last = step.done
+                done = min(max(self.done, 0), self.total)
+                self._progress(Progress(stage=step.stage, done=done, total=self.total))
+
+        return tell
 
 
 @dataclass(slots=True, kw_only=True)
@@ -304,7 +339,7 @@ class _Split:
     ) -> None:
         """Read from both at once; as :func:`ckptstore.objects.piece_reader.read_pieces`."""
         near, mapped, away = self._split(table, wants)
-        meter = Meter(table, wants, progress)
+        meter = _Meter(table, wants, progress)
         failed: list[Want] = []
         stop: list[StoppableBackend] = []
 
@@ -345,7 +380,7 @@ class _Split:
     ) -> tuple[PieceTable | None, list[tuple[Want, Want]], list[Want]]:
         """Return a table of the pieces that are here, wants of it with theirs, and the others."""
         if self._known is None:
-            self._known = known_here(self.owner.repo, self.owner.version)
+            self._known = _known_here(self.owner.repo, self.owner.version)
         places = {}
         for row in {want.row for want in wants}:
             place = self._known.find(table.ids[row].tobytes(), int(table.raw[row]))
@@ -358,3 +393,33 @@ class _Split:
         at = {row: own for own, row in enumerate(rows)}
         mapped = [(replace(w, row=at[w.row]), w) for w in wants if w.row in at]
         return remap(table, rows, places.__getitem__), mapped, away
+
+
+def _known_here(repo: Repo, version: Version) -> KnownPieces:
+    """Return the pieces of versions of this store that are likely to share some with one."""
+    catalog = repo.catalog
+    ids = catalog.ids(version.run)
+
+    def is_at_hand(version_id: str) -> bool:
+        """Say whether a version is here with some of its content."""
+        if not catalog.has_version(version_id):
+            return False
+        found = catalog.version(version_id)
+        return not found.deleted and found.level != "record"
+
+    near = near_versions(
+        catalog,
+        version,
+        ids=ids,
+        place=ids.index(version.id) if version.id in ids else len(ids),
+        heads=newest_heads(catalog),
+        wanted=is_at_hand,
+    )
+    tables: list[PieceTable] = []
+    for one in near:
+        try:
+            tables.append(read_manifest(repo.backend, catalog.version(one)).pieces)
+        except IntegrityError:  # that one is damaged: nothing is known of it
+            continue
+    gone = {pack for table in tables for pack in table.packs if catalog.gone([pack_key(pack)])}
+    return KnownPieces(tables, without=gone)

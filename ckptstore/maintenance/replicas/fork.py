@@ -6,9 +6,8 @@ store, or of what only a replica has, the chunks that are missing travel as they
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ckptstore.catalog import lifecycle_ops, run_ops
@@ -32,161 +31,130 @@ from ckptstore.repo import Repo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkRequest:
-    """What the user asks for, besides the version."""
+    """Options of a fork, besides the version."""
 
     run: str
     """Name of the new run."""
     selection: Selection = field(default_factory=Selection)
     directions: Mapping[str, str] = field(default_factory=dict)
-    """Which way metrics get better, besides what the source's run knows."""
+    """Whether metrics are to be least or most, besides what the source's run knows."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     progress: ProgressCallback = silent
     """Called while chunks travel to another store."""
 
 
 def fork(
+    target: Repo,
     repo: Repo,
     source: Version,
     request: ForkRequest,
     *,
     lender: Found | None = None,
 ) -> Version:
-    """Begin a run at a version of the same store; return its first version.
+    """Begin a run of `target` at a version of a store, the same or another; return the first one.
+
+    Chunks that versions of `target` hold already are shared with them (see
+    :mod:`ckptstore.maintenance.replicas.copy_manifest` for which are looked at); the others travel
+    as they are stored, and each is checked on the way. In another store the metadata keep where it
+    came from, below :data:`ckptstore.maintenance.replicas.copy_manifest.ORIGIN_KEY`: a version of
+    another store cannot be a parent.
 
     What a collection condemns between reading the source and the commit is looked at again: the
     source may lie elsewhere since. The check and the commit are one step on the log.
 
     Parameters
     ----------
+    repo
+        The store that has the version; `target` itself for a fork within it.
     lender
-        A replica that has the content where this store does not: chunks that are not here travel,
-        as far as the request takes them over.
-
-    Raises
-    ------
-    ConflictError
-        There is a run of this name.
-    VersionNotFoundError
-        The source was deleted, or only its record is kept.
-    TensorNotFoundError, InvalidInputError
-        A pattern, prefix, name or role is not accepted; nothing was written.
-    CorruptObjectError
-        Parts of the source are lost.
-    ReadOnlyError, UnsafeBackendError, StorageError
-        The store cannot be written to.
-    CondemnedError
-        Collections condemned what it needs, again and again.
-    """
-    repo.check_writable()
-
-    def held() -> Manifest:
-        """Return the manifest of the source as it is now."""
-        now = repo.catalog.version(source.id)
-        _check_whole(now)
-        return repo.manifests.load(now) if lender is None else lender.manifest
-
-    return _begin(
-        repo,
-        partial(
-            _Fork,
-            source=source,
-            run=request.run,
-            metadata=request.metadata,
-            directions=request.directions,
-        ),
-        request,
-        held,
-        place=None if lender is None else (lender.repo, lender.version),
-    )
-
-
-def fork_into(
-    target: Repo,
-    repo: Repo,
-    source: Version,
-    request: ForkRequest,
-    *,
-    lender: Found | None = None,
-) -> Version:
-    """Begin a run of `target` at a version of another store; return its first version.
-
-    Chunks that versions of `target` hold already are shared with them (see
-    :mod:`ckptstore.maintenance.replicas.copy_manifest` for which are looked at); the others travel
-    as they are stored, and each is checked on the way. The metadata keep where it came from, below
-    :data:`ckptstore.maintenance.replicas.copy_manifest.ORIGIN_KEY`: a version of another store
-    cannot be a parent.
-
-    Parameters
-    ----------
-    lender
-        A replica of the other store that has the content where that one does not.
+        A replica that has the content where `repo` does not: what is missing in `target` travels
+        from there, as far as the request takes it over.
 
     Raises
     ------
     ConflictError
         `target` has a run of this name.
-    CorruptTensorError
-        A chunk of the source is damaged.
-    CkptStoreError
-        As :func:`fork`.
+    VersionNotFoundError
+        The source was deleted, or only its record is kept.
+    TensorNotFoundError, InvalidInputError
+        A pattern, prefix, name or role is not accepted; nothing was written.
+    CorruptObjectError, CorruptTensorError
+        Parts of the source are lost, or a chunk of it is damaged.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        The store cannot be written to.
+    CondemnedError
+        Collections condemned what it needs, again and again.
     """
     target.check_writable()
-    if ORIGIN_KEY in request.metadata:
-        msg = f"the metadata key {ORIGIN_KEY!r} is taken"
-        raise InvalidInputError(msg)
-    _check_whole(source)
-    return _begin(
-        target,
-        partial(
-            _Fork,
-            source=source,
-            run=request.run,
-            metadata={**request.metadata, ORIGIN_KEY: _origin(repo, source)},
-            directions={**repo.catalog.run(source.run).metrics, **request.directions},
-            is_foreign=True,
-        ),
-        request,
-        lambda: repo.manifests.load(source) if lender is None else lender.manifest,
-        place=(repo if lender is None else lender.repo, source),
-    )
-
-
-def _begin(
-    target: Repo,
-    draft: Callable[..., _Fork],
-    request: ForkRequest,
-    held: Callable[[], Manifest],
-    *,
-    place: tuple[Repo, Version] | None,
-) -> Version:
-    """Write and commit the first version of a run of `target`; return it.
-
-    Parameters
-    ----------
-    draft
-        Makes the builder of the commit for a version of this id.
-    held
-        Gives the manifest of the source.
-    place
-        The store that has the chunks, and the version that it has; None for `target`.
-    """
+    metadata, directions = request.metadata, request.directions
+    is_foreign = target is not repo
+    if is_foreign:
+        if ORIGIN_KEY in metadata:
+            msg = f"the metadata key {ORIGIN_KEY!r} is taken"
+            raise InvalidInputError(msg)
+        _check_whole(source)
+        metadata = {**metadata, ORIGIN_KEY: _origin(repo, source)}
+        directions = {**repo.catalog.run(source.run).metrics, **directions}
+    # The store that has the chunks, and the version that it has; None for `target`.
+    place = (repo, source) if is_foreign else None
+    if lender is not None:
+        place = (lender.repo, source if is_foreign else lender.version)
     version = name = target.environment.random_hex(16)
+
+    def build(now: Catalog, first: _First) -> list[Op]:
+        """Return the operations of the fork on a catalog."""
+        if not is_foreign:
+            return lifecycle_ops.fork(
+                now,
+                run=request.run,
+                source=source.id,
+                version=version,
+                step=source.step,
+                manifest=first.pointer,
+                content=first.content,
+                roles=first.roles,
+                metrics={},
+                metadata=metadata,
+                directions=directions,
+                relies_on=first.relies_on,
+            )
+        if now.has_run(request.run):
+            msg = f"there is a run {request.run!r} already"
+            raise ConflictError(msg, hint="fork to another name")
+        return run_ops.save(
+            now,
+            run=request.run,
+            version=version,
+            step=source.step,
+            manifest=first.pointer,
+            content=first.content,
+            directions=directions,
+            metadata=metadata,
+            roles=first.roles,
+            receipt=first.receipt,
+            relies_on=first.relies_on,
+        )
 
     def attempt(condemned: set[str]) -> Version:
         """Write the manifest, over chunks that no collection has condemned, and commit."""
         nonlocal name
-        first = draft(version=version)
-        first(target.refresh())  # refuses now what the commit would refuse
-        manifest = select(held(), request.selection, version=version)
-        first.roles = logical_roles(manifest)
+        build(target.refresh(), _First())  # refuses now what the commit would refuse
+        now = source
+        if not is_foreign:
+            now = target.catalog.version(source.id)
+            _check_whole(now)
+        held = repo.manifests.load(now) if lender is None else lender.manifest
+        manifest = select(held, request.selection, version=version)
+        first = _First(roles=logical_roles(manifest))
         if place is not None:
             landed = _bring(manifest, place, target, condemned, request.progress)
-            manifest, first.roles, first.receipt = landed.manifest, landed.roles, landed.receipt
+            manifest = landed.manifest
+            first = _First(roles=landed.roles, receipt=landed.receipt)
         first.content = content_digest(manifest)
         first.pointer = target.manifests.put(manifest, name=name)
         first.relies_on = relied_on(first.pointer, manifest)
         name = ""  # a name is never used again
-        target.log.append(first)
+        target.log.append(lambda catalog: build(catalog, first))
         target.manifests.keep(first.pointer.digest, manifest)
         return target.catalog.version(version)
 
@@ -194,54 +162,14 @@ def _begin(
 
 
 @dataclass(slots=True, kw_only=True)
-class _Fork:
-    """Builds the commit of a fork, on whatever the catalog is then."""
+class _First:
+    """Content of the first version of a run, as its commit names it; before it is written, none."""
 
-    source: Version
-    version: str
-    run: str
-    metadata: Mapping[str, Any]
-    directions: Mapping[str, str]
-    is_foreign: bool = False
-    """The source is a version of another store, which cannot be a parent."""
     pointer: ManifestPointer = NOWHERE
     content: str = "0" * 64
     roles: Mapping[str, RoleBytes] = field(default_factory=dict)
     receipt: Mapping[str, float] = field(default_factory=dict)
     relies_on: Sequence[str] = ()
-
-    def __call__(self, catalog: Catalog) -> list[Op]:
-        if not self.is_foreign:
-            return lifecycle_ops.fork(
-                catalog,
-                run=self.run,
-                source=self.source.id,
-                version=self.version,
-                step=self.source.step,
-                manifest=self.pointer,
-                content=self.content,
-                roles=self.roles,
-                metrics={},
-                metadata=self.metadata,
-                directions=self.directions,
-                relies_on=self.relies_on,
-            )
-        if catalog.has_run(self.run):
-            msg = f"there is a run {self.run!r} already"
-            raise ConflictError(msg, hint="fork to another name")
-        return run_ops.save(
-            catalog,
-            run=self.run,
-            version=self.version,
-            step=self.source.step,
-            manifest=self.pointer,
-            content=self.content,
-            directions=self.directions,
-            metadata=self.metadata,
-            roles=self.roles,
-            receipt=self.receipt,
-            relies_on=self.relies_on,
-        )
 
 
 def _bring(
@@ -276,6 +204,6 @@ def _origin(repo: Repo, source: Version) -> dict[str, object]:
 
 def _check_whole(source: Version) -> None:
     if source.damaged:
-        msg = f"parts of {source.run}@{source.step} (#{source.id[:8]}) are lost"
+        msg = f"parts of {source.label} are lost"
         hint = "load what is intact (include=) and save it as a run of its own"
         raise CorruptObjectError(msg, hint=hint)

@@ -17,9 +17,8 @@ from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFo
 from ckptstore.format.keys import PACKS_PREFIX, pack_id, pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
-from ckptstore.maintenance.core.listing import list_objects
-from ckptstore.maintenance.core.parallel_map import at_once
-from ckptstore.maintenance.core.task_pool import Tasks
+from ckptstore.maintenance.core.live_set import list_objects
+from ckptstore.maintenance.core.task_pool import Tasks, at_once
 from ckptstore.objects.pack_index import read_index
 from ckptstore.objects.packs import Placed
 from ckptstore.repo import Repo

@@ -17,33 +17,101 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Literal
 
-from ckptstore.catalog import replica_ops
-from ckptstore.engine.engine import THREADS, EngineSpec, open_engine
-from ckptstore.errors import ColdObjectError, ConflictError, IntegrityError
+from ckptstore.catalog import replica_ops, run_ops
+from ckptstore.catalog.catalog import Catalog
+from ckptstore.catalog.levels import LEVELS
+from ckptstore.catalog.state import Op
+from ckptstore.engine.engine import EngineSpec
+from ckptstore.errors import CkptStoreError, ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
-from ckptstore.maintenance.replicas import replicate_catalog
-from ckptstore.maintenance.replicas.copy_manifest import foresee
-from ckptstore.maintenance.replicas.replicate_report import (
+from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
+from ckptstore.maintenance.replicas.copy_manifest import foresee, near_versions, newest_heads
+from ckptstore.maintenance.replicas.evict import Pins
+from ckptstore.maintenance.replicas.orphan_packs import Orphans
+from ckptstore.maintenance.replicas.replicate_version import (
     Failure,
-    LeftOut,
-    ReplicateReport,
     ReplicateRequest,
-    Why,
+    Sides,
+    bring,
+    read_back,
+    take_back_deletion,
 )
-from ckptstore.maintenance.replicas.replicate_version import bring, take_back_deletion
-from ckptstore.maintenance.replicas.replication_context import Near, Sides, read_back
 from ckptstore.model import Version
+from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.repo import Repo
-
-__all__ = ["Failure", "LeftOut", "ReplicateReport", "ReplicateRequest", "read_back", "replicate"]
 
 _log = logging.getLogger("ckptstore")
 
 # Manifests of the target that stay in memory: heads, neighbours, and the last that came.
 _KEPT = 12
+# Records whose operations are made at once: a commit takes no more of them.
+_RECORDS_AT_ONCE = 256
+
+Why = Literal["deleted in the target", "reduced in the target", "deleted in the source"]
+"""Why a version does not come: the target's own retention, or somebody there, took it away, in
+whole or in part; or the source has lost it since it was asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """A version that does not come, by the decision of one of the stores."""
+
+    version: str
+    run: str
+    step: int
+    why: Why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicateReport:
+    """Result of a replication, or of its dry run."""
+
+    dry_run: bool
+    source: str
+    """Location, as that of the target without credentials."""
+    target: str
+    target_id: str
+    """Id of the target store."""
+    copied: tuple[str, ...] = ()
+    """Ids of versions whose content came, oldest first; with `dry_run`, that would come."""
+    present: tuple[str, ...] = ()
+    """Ids of versions that were there already, or whose deletion there was taken back."""
+    left: tuple[LeftOut, ...] = ()
+    """Versions that the target itself has deleted or reduced, which stay so unless they are asked
+    for again; and those that the source deleted meanwhile."""
+    records_count: int = 0
+    """Ancestors whose record came."""
+    chunk_bytes: int = 0
+    """Stored bytes that travelled, or would."""
+    chunks_count: int = 0
+    resumed_bytes: int = 0
+    """Stored bytes that did not travel again, since an interrupted copy had left them there; read
+    back before they counted. 0 in a dry run, which does not look for them."""
+    logical_bytes: int = 0
+    """Size of the copied versions in memory."""
+    checked: bool = False
+    """Every chunk that travelled was read back from the target."""
+    noted: bool = False
+    """The source's catalog says that the target has these versions."""
+    note_failure: str = ""
+    """Why it does not, if it could not be written."""
+    heads_kept: tuple[str, ...] = ()
+    """Runs whose head stays where the target has put it: by training there, or by a rollback."""
+    metrics_left_count: int = 0
+    """Values of metrics that the target had no room for, beside those of its own."""
+    failures: tuple[Failure, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """5 if a version is damaged, 8 if some are only cold, 0 if nothing failed."""
+        if not self.failures:
+            return 0
+        cold = all(failure.kind == ColdObjectError.kind for failure in self.failures)
+        return ColdObjectError.exit_code if cold else IntegrityError.exit_code
 
 
 def replicate(
@@ -62,10 +130,10 @@ def replicate(
     Parameters
     ----------
     executor
-        Who copies and reads back; manifests and commits are written here. None, or ``threads``
-        without `workers`: this process, without tasks.
+        Copies and reads back, in tasks; manifests and commits are written here. None, or
+        ``threads`` without `workers`: this process, without tasks.
     workers
-        Tasks at once; None for what the engine has.
+        Tasks at once; None for as many as the engine has.
 
     Raises
     ------
@@ -84,31 +152,35 @@ def replicate(
         raise ConflictError(msg, hint="replicate to a store of its own: ckptstore init URL")
     if not request.dry_run:
         target.check_writable()
-    with ExitStack() as stack:
-        engine = None
-        if not (executor is None or request.dry_run or (executor == THREADS and workers is None)):
-            opening = open_engine(executor, workers=workers, environment=target.environment)
-            engine = stack.enter_context(opening)
-        sides = Sides.of(source, target, request, engine)
-        stack.enter_context(target.manifests.keeping(_KEPT))
-        return _replicate(sides, versions, began)
-
-
-def _replicate(sides: Sides, versions: Sequence[Version], began: float) -> ReplicateReport:
-    work = _Replication(
-        sides=sides,
-        near=Near(sides=sides),
-        wanted=[version for version in versions if version.level != "record"],
-    )
-    work.look()
-    if sides.request.dry_run:
-        work.foresee()
-    else:
-        work.copy()
-        work.follow()
-        sides.target.log.leave_snapshot()
-        work.note()
-    return work.report(sides.target.environment.monotonic() - began)
+    with (
+        open_tasks(target, None if request.dry_run else executor, workers) as tasks,
+        target.manifests.keeping(_KEPT),
+    ):
+        copies = ChunkCopies(
+            source=Tasks.of(source, tasks.engine).storage,
+            target=tasks.storage,
+            options=target.options,
+            environment=target.environment,
+            engine=tasks.engine,
+            bytes_per_s=request.bytes_per_s,
+            check=request.check,
+        )
+        orphans = Orphans(target) if request.resume else None
+        work = _Replication(
+            sides=Sides(
+                source=source, target=target, request=request, copies=copies, orphans=orphans
+            ),
+            wanted=[version for version in versions if version.level != "record"],
+        )
+        work.look()
+        if request.dry_run:
+            work.foresee()
+        else:
+            work.copy()
+            work.follow()
+            target.log.leave_snapshot()
+            work.note()
+        return work.report(target.environment.monotonic() - began)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,12 +188,15 @@ class _Replication:
     """One replication; owned by the calling thread."""
 
     sides: Sides
-    near: Near
     wanted: Sequence[Version]
     missing: list[Version] = field(default_factory=list)
-    """What is to be copied, in the order of the source's commits."""
+    """Versions that are to be copied, in the order of the source's commits."""
     line: list[Version] = field(default_factory=list)
     """These and their ancestors."""
+    heads: Sequence[str] = ()
+    """Of the target's runs, as they were before: the newest."""
+    places: dict[str, int] = field(default_factory=dict)
+    """Of versions in their runs of the source."""
     present: list[str] = field(default_factory=list)
     left: list[LeftOut] = field(default_factory=list)
     copied: list[str] = field(default_factory=list)
@@ -158,42 +233,67 @@ class _Replication:
         self.line = replica_ops.lineage(before, [*roots, *filter(None, origins)])
         runs = {version.run for version in (*self.wanted, *self.line)}
         replica_ops.check_line(here, before, runs)
+        self.heads = newest_heads(here)
 
     def _leave(self, version: Version, why: Why) -> None:
         left = LeftOut(version=version.id, run=version.run, step=version.step, why=why)
         self.left.append(left)
 
     def _near(self, version: Version) -> list[str]:
-        return self.near.of(version, last=self.copied[-1] if self.copied else "")
+        """Return ids of the target's versions that are likely to have chunks of one.
+
+        With what is to be checked, none that was not: what they hold may be anything.
+        """
+        ids = self.sides.source.catalog.ids(version.run)
+        if version.id not in self.places:
+            self.places.update((one, place) for place, one in enumerate(ids))
+        here = self.sides.target.catalog
+
+        def shares(version_id: str) -> bool:
+            """Say whether chunks of a version of the target may be shared."""
+            if not here.has_version(version_id):
+                return False
+            found = here.version(version_id)
+            if found.deleted or found.damaged or found.level == "record":
+                return False
+            return read_back(found) or not self.sides.request.check
+
+        return near_versions(
+            here,
+            version,
+            ids=ids,
+            place=self.places[version.id],
+            heads=self.heads,
+            wanted=shares,
+            last=self.copied[-1] if self.copied else "",
+        )
 
     def foresee(self) -> None:
         """Count what would travel; reads manifests, no chunks."""
         planned: set[bytes] = set()
-        self.near.note_heads()
         for version in self.missing:
             try:
                 manifest = self.sides.source.manifests.load(version)
             except IntegrityError as error:
                 self._failed(version, error)
                 continue
-            found = foresee(
+            count, size = foresee(
                 manifest,
                 target=self.sides.target,
                 source_id=version.id,
                 only=self._near(version),
                 planned=planned,
             )
-            self.chunk_bytes += found.chunk_bytes
-            self.chunks_count += found.chunks_count
+            self.chunks_count += count
+            self.chunk_bytes += size
             self.copied.append(version.id)
 
     def copy(self) -> None:
         """Bring versions in the order of their commits, each after the records it descends from."""
         coming = {version.id for version in self.missing}
         self.total_bytes = sum(map(_logical, self.missing))
-        self.near.note_heads()
         if self.missing:
-            replicate_catalog.begin(self.sides, self.line[0].run)
+            self._begin(self.line[0].run)
         records: list[Version] = []
         for version in self.line:
             if version.id in coming:
@@ -205,17 +305,47 @@ class _Replication:
                 records.append(version)
         self._bring_records(records)
 
+    def _begin(self, run: str) -> None:
+        """Make the first commit of an empty target: a run.
+
+        A copy that dies before its own first commit leaves a manifest; in a store without any
+        commit this would look like a log that was lost.
+        """
+        ways = self.sides.source.catalog.run(run).metrics
+
+        def build(now: Catalog) -> list[Op]:
+            return run_ops.ensure_run(now, run, ways) if not now.number else []
+
+        self.sides.target.log.append_any(build)
+
     def _is_known(self, version: Version) -> bool:
         return self.sides.target.catalog.has_version(version.id)
 
     def _bring_records(self, records: list[Version]) -> None:
-        """Bring versions as records; empties the list."""
-        replicate_catalog.bring_records(self.sides, records)
+        """Make versions known in the target, without their content; empties the list.
+
+        Parameters
+        ----------
+        records
+            In the order of their commits, each after its parent, unless that is there already.
+        """
+        source, log = self.sides.source, self.sides.target.log
+        store = source.superblock.store_id
+        for start in range(0, len(records), _RECORDS_AT_ONCE):
+            batch = records[start : start + _RECORDS_AT_ONCE]
+
+            def build(now: Catalog, batch: Sequence[Version] = batch) -> list[Op]:
+                """Return what of the batch is not known yet, as far as one commit holds it."""
+                ops = replica_ops.arrive(now, source.catalog, batch, store=store, arrivals={})
+                return replica_ops.fitting(ops)
+
+            while log.append_any(build) is not None:
+                pass
         self.records_count += len(records)
         records.clear()
 
     def _bring(self, version: Version) -> bool:
-        """Copy a version; return whether that leaves nothing to be done for it."""
+        """Copy a version; return whether the target knows it now, so that no record need come."""
         here = self.sides.target.catalog
         if self._is_known(version) and here.version(version.id).deleted:
             if version.id not in self.sides.request.again:  # deleted since it was looked for
@@ -226,22 +356,23 @@ class _Replication:
                 return True
         progress = self._progress(version)
         try:
-            outcome = bring(self.sides, version, self._near, progress)
+            fate, landed = bring(self.sides, version, self._near, progress)
         finally:
             progress(Progress(stage="copy", done=1, total=1))
-        self.chunk_bytes += outcome.chunk_bytes
-        self.chunks_count += outcome.chunks_count
-        self.resumed_bytes += outcome.resumed_bytes
-        if outcome.fate == "copied":
+        if landed is not None:
+            self.chunk_bytes += landed.chunk_bytes
+            self.chunks_count += landed.chunks_count
+            self.resumed_bytes += landed.resumed_bytes
+        if isinstance(fate, CkptStoreError):
+            self._failed(version, fate)
+            return False
+        if fate == "copied":
             self.copied.append(version.id)
-        elif outcome.fate == "present":
+        elif fate == "present":
             self.present.append(version.id)
-        elif outcome.fate == "failed":
-            assert outcome.error is not None  # noqa: S101 - for the type checker
-            self._failed(version, outcome.error)
         else:
-            self._leave(version, outcome.fate)
-        return outcome.is_there
+            self._leave(version, fate)
+        return fate != "deleted in the source"
 
     def _progress(self, version: Version) -> ProgressCallback:
         before, size, total = self.done_bytes, _logical(version), self.total_bytes
@@ -266,17 +397,50 @@ class _Replication:
         )
 
     def follow(self) -> None:
-        """Bring metrics, tags and heads to where the source has them."""
-        replicate_catalog.follow(self.sides, self._runs())
+        """Bring metrics, tags and heads of runs to where the source has them.
+
+        As many commits as it takes; each is decided on the catalog that it follows.
+        """
+        before, runs = self.sides.source.catalog, self._runs()
+        store = self.sides.source.superblock.store_id
+
+        def build(now: Catalog) -> list[Op]:
+            return replica_ops.fitting(replica_ops.follow(now, before, runs, store=store))
+
+        while self.sides.target.log.append_any(build) is not None:
+            pass
 
     def _runs(self) -> list[str]:
         return sorted({version.run for version in self.wanted})
 
     def note(self) -> None:
-        """Say in the source's catalog what the target has, if that can be written."""
-        if self.sides.request.check:
-            self.note_failure = replicate_catalog.note(self.sides, self.copied, self.present)
-            self.noted = not self.note_failure
+        """Say in the source's catalog what the target has, if that can be written.
+
+        Of what was there already only what is known to have been read back there, or was first
+        saved there, is not damaged, and of which the target keeps as much.
+        """
+        if not self.sides.request.check:
+            return
+        source, store = self.sides.source, self.sides.target.superblock.store_id
+        ids = [one for one in (*self.copied, *self.present) if self._is_sound(one)]
+        pins = Pins(here=self.sides.target, there=source)
+        back = [one for one in self.copied if one in ids and pins.has(one)]
+        if back or replica_ops.replicated(source.catalog, ids, store):
+            try:
+                source.check_writable()
+                while source.log.append_any(lambda now: replica_ops.replicated(now, ids, store)):
+                    pass
+                pins.take_away(back)  # the target has let them go, and has them again
+            except CkptStoreError as error:
+                _log.warning("%s does not say who has its versions: %s", source.url, error)
+                self.note_failure = str(error)
+        self.noted = not self.note_failure
+
+    def _is_sound(self, version_id: str) -> bool:
+        there = self.sides.target.catalog.version(version_id)
+        here = self.sides.source.catalog.version(version_id)
+        as_much = LEVELS.index(there.level) >= LEVELS.index(here.level)
+        return as_much and read_back(there) and not (there.damaged or there.deleted)
 
     def report(self, seconds: float) -> ReplicateReport:
         """Return what was done."""

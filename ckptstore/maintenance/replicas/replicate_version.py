@@ -1,4 +1,4 @@
-"""One version becomes one of another store: its chunks, what reads them back, its commit.
+"""One version becomes one of another store: its chunks are copied, read back and committed.
 
 Chunks first, then they are read back, then the manifest, then the commit that makes it visible: a
 crash at any moment leaves objects that nobody names, or the whole version.
@@ -29,41 +29,72 @@ from ckptstore.errors import (
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_key
 from ckptstore.maintenance.replicas.copy_manifest import Landed, transplant
-from ckptstore.maintenance.replicas.replication_context import Sides
+from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.maintenance.retention.remove import undelete
 from ckptstore.manifests import relied_on
 from ckptstore.model import Version
-from ckptstore.objects.piece_reader import Want, read_pieces
-from ckptstore.objects.read_back import altered
+from ckptstore.objects.copy_tasks import ChunkCopies
+from ckptstore.objects.piece_reader import Want
 from ckptstore.repo import Repo
 
 _log = logging.getLogger("ckptstore")
 
-Fate = Literal["copied", "present", "deleted in the target", "deleted in the source", "failed"]
-Near = Callable[[Version], list[str]]
-"""Gives the versions of the target that are likely to have chunks of one."""
+Fate = Literal["copied", "present", "deleted in the target", "deleted in the source"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What became of a version."""
+class ReplicateRequest:
+    """Options of a replication, besides the versions."""
 
-    fate: Fate
-    chunks_count: int = 0
-    chunk_bytes: int = 0
-    resumed_bytes: int = 0
-    """Of chunks that an interrupted copy had brought."""
-    error: IntegrityError | ColdObjectError | None = None
-    """Why it could not be copied."""
+    dry_run: bool = False
+    check: bool = True
+    """Read back what was written, before the version becomes visible in the target."""
+    bytes_per_s: float = 0.0
+    """Bandwidth to the target, both directions together; 0 for no limit."""
+    again: frozenset[str] = frozenset()
+    """Ids of versions that come also if the target has deleted them, or keeps less of them."""
+    resume: bool = True
+    """Look in the target for chunks that an interrupted copy left there."""
+    progress: ProgressCallback = silent
+    """Told the bytes in memory of the versions that are done, of those that are to be copied."""
 
-    @property
-    def is_there(self) -> bool:
-        """Say whether the target knows the version now, so that its record need not come."""
-        return self.fate in ("copied", "present", "deleted in the target")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A version that could not be copied, while others were."""
+
+    version: str
+    run: str
+    step: int
+    message: str
+    kind: str = IntegrityError.kind
+    """Code of the error: it is damaged, or cold and must be thawed first."""
 
 
-def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback) -> Outcome:
-    """Copy a version and commit it; return what became of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sides:
+    """Source and target of a replication, with its options."""
+
+    source: Repo
+    target: Repo
+    request: ReplicateRequest
+    copies: ChunkCopies
+    orphans: Orphans | None
+    """Finds what an interrupted copy left in the target; None looks for nothing."""
+
+    def forget_orphans(self) -> None:
+        """Have the next copy look for what the last one has written, too."""
+        if self.orphans is not None:
+            self.orphans.forget()
+
+
+def bring(
+    sides: Sides,
+    version: Version,
+    near: Callable[[Version], list[str]],
+    progress: ProgressCallback,
+) -> tuple[Fate | IntegrityError | ColdObjectError, Landed | None]:
+    """Copy a version and commit it; return its fate, or why it failed, and the copy.
 
     One that is damaged does not keep the others back. One that was moved meanwhile is copied from
     where it is now, and one that was deleted is left out. If a collection in the target deletes
@@ -71,6 +102,8 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
 
     Parameters
     ----------
+    near
+        Gives the versions of the target that are likely to have chunks of one.
     progress
         Told how much of the version has travelled.
 
@@ -83,12 +116,9 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
     """
     tries = 0
 
-    def forget() -> None:
-        """Have the next try look for what this one has copied, too."""
-        if sides.orphans is not None:
-            sides.orphans.forget()
-
-    def attempt(without: set[str]) -> Outcome:
+    def attempt(
+        without: set[str],
+    ) -> tuple[Fate | IntegrityError | ColdObjectError, Landed | None]:
         """Copy and commit, from where the version is now."""
         nonlocal version, tries
         tries += 1
@@ -96,30 +126,24 @@ def bring(sides: Sides, version: Version, near: Near, progress: ProgressCallback
         try:
             landed = _land(sides, version, near(version), without, progress)
         except ColdObjectError as error:  # of the source: the others are not held up
-            return Outcome(fate="failed", error=error)
+            return error, None
         except IntegrityError as error:
             now = sides.source.refresh().version(version.id)
             if now.deleted or now.level == "record":
-                return Outcome(fate="deleted in the source")
+                return "deleted in the source", None
             moved = now.manifest_digest != version.manifest_digest
             if tries >= limits.CONDEMNED_TRIES_MAX or not (
                 moved or _has_collected(sides.target, folded)
             ):
-                return Outcome(fate="failed", error=error)
+                return error, None
             version = now
-            forget()
+            sides.forget_orphans()
             return attempt(without)
         try:
-            fate = _commit(sides, version, landed)
+            return _commit(sides, version, landed), landed
         except CondemnedError:
-            forget()
+            sides.forget_orphans()
             raise
-        return Outcome(
-            fate=fate,
-            chunks_count=landed.chunks_count,
-            chunk_bytes=landed.chunk_bytes,
-            resumed_bytes=landed.resumed_bytes,
-        )
 
     return commit_retrying(attempt)
 
@@ -131,7 +155,7 @@ def _has_collected(target: Repo, folded: int) -> bool:
 
 
 def take_back_deletion(sides: Sides, version: Version) -> bool:
-    """Undelete a version in the target; say whether as much of it is there then."""
+    """Undelete a version in the target; return whether as much of it is there then."""
     try:
         undelete(sides.target, [version.id])
     except (VersionNotFoundError, CondemnedError, CorruptObjectError):
@@ -154,7 +178,7 @@ def _land(
     Packs of an interrupted copy that do not hold what they should are added to `without`.
     """
     if version.damaged:
-        msg = f"parts of {version.run}@{version.step} (#{version.id[:8]}) are lost"
+        msg = f"parts of {version.label} are lost"
         raise CorruptObjectError(msg, hint="mend it first: ckptstore repair")
     manifest = sides.source.manifests.load(version)
     if content_digest(manifest) != version.content:
@@ -167,7 +191,7 @@ def _land(
                 manifest,
                 source=sides.source,
                 target=sides.target,
-                copier=sides.copier(),
+                copies=sides.copies,
                 source_id=version.id,
                 only=near,
                 without=without,
@@ -196,7 +220,7 @@ def _land(
 def _read_resumed(sides: Sides, landed: Landed) -> None:
     """Read what an interrupted copy had written to the target, and what refers to it.
 
-    Whoever wrote it may have stopped when it was visible, and not durable yet.
+    Its writer may have stopped when it was visible, and not durable yet.
     """
     table, old = landed.manifest.pieces, landed.resumed_packs
 
@@ -218,18 +242,10 @@ def _read_deltas(sides: Sides, landed: Landed) -> None:
 
 def _read(sides: Sides, landed: Landed, is_wanted: Callable[[int], bool]) -> None:
     """Read some of the pieces that are new to the target, as a load does."""
-    table = landed.manifest.pieces
     labels = read_content(landed.manifest).labels
     pairs = zip(landed.rows, landed.owners, strict=True)
     wants = [Want(row=row, out=None, label=labels[owner]) for row, owner in pairs if is_wanted(row)]
-    if sides.spread is not None:
-        sides.spread.read_back(table, wants)
-        return
-    backend, options = sides.backend(), sides.target.options
-    try:
-        read_pieces(table, wants, backend=backend, options=options, progress=silent)
-    except IntegrityError as error:
-        raise altered(sides.target.url, error) from error
+    sides.copies.read_back(landed.manifest.pieces, wants)
 
 
 def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
@@ -258,5 +274,15 @@ def _commit(sides: Sides, version: Version, landed: Landed) -> Fate:
     if commit is None:
         deleted = target.catalog.version(version.id).deleted
         return "deleted in the target" if deleted else "present"
-    sides.target.manifests.keep(arrival.manifest.digest, landed.manifest)
+    target.manifests.keep(pointer.digest, landed.manifest)
     return "copied"
+
+
+def read_back(version: Version) -> bool:
+    """Return whether a store has saved a version itself, or has read back all that came of it.
+
+    What was saved here, let go, and came back unchecked, is as unsure as what came from elsewhere.
+    """
+    if UNCHECKED_KEY in version.receipt:
+        return False
+    return not version.origin or CHECKED_KEY in version.receipt

@@ -1,31 +1,49 @@
-"""What is left of a version at a level: its manifest, and what of it had to be written. Torch-free.
+"""The part of a version that a level keeps: its manifest, and packs of rewritten tensors.
 
-What the weights part is: the tensors of role ``weights``, as the roles were when they were saved;
-and plain values, but those of a part of the state whose tensors all go, or which the conventions of
+The weights part is: the tensors of role ``weights``, as the roles were when they were saved; and
+plain values, but those of a part of the state whose tensors all go, or which the conventions of
 :mod:`ckptstore.format.roles` count to the optimizer, the generators or the data. A tensor that
 the weights share with another part of the state stays with the weights.
+
+Tensors stay where they lie wherever they can. Two kinds must be written: those that the level
+rounds, and those that follow from a tensor that goes, such as bfloat16 weights of which only the
+float32 masters were stored; to keep the masters hidden would cost twice what the weights take.
+New pieces are shared with versions that were aged before, and with what stays: frozen weights that
+many versions have in common are rounded once for all of them. They are no deltas; those that stay
+keep their bases. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptstore.backends.base import Backend, Buffer, ObjectWriter
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog.levels import Level
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
+from ckptstore.checkpoint.stored_sources import StoredBytes, StoredSource
 from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.checkpoint.write import shareable
+from ckptstore.codecs.codec_table import check_choice
 from ckptstore.encodings.encoding import Encoding
+from ckptstore.events import silent
+from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.keys import pack_key
-from ckptstore.format.manifest import Manifest, PieceTable
+from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
+from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.format.paths import Path
 from ckptstore.format.roles import RoleRules
 from ckptstore.format.skeleton import prune
-from ckptstore.maintenance.retention.rewrite import Rewritten, needs_rewriting, rewrite
-from ckptstore.maintenance.retention.rounding_report import Rounding
+from ckptstore.maintenance.retention.round_tensor import Coding, round_tensor, wanted
+from ckptstore.maintenance.retention.rounding_report import RoundedTensor, Rounding
 from ckptstore.model import RoleBytes, Version
+from ckptstore.objects.index import KnownPieces, location_of, placed_table
+from ckptstore.objects.piece_writer import Written, write_pieces
+from ckptstore.objects.sources import Source
 from ckptstore.repo import Repo
 
 
@@ -35,18 +53,18 @@ class Target:
 
     level: Level
     encodings: tuple[Encoding, ...] = ()
-    """What weights are rounded to, and how far they may change by it: the first that a tensor is
-    within the bounds of. None: they stay as they are."""
+    """Forms that weights are rounded to, and how far they may change by it: the first that a
+    tensor is within the bounds of. None: they stay as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lowered:
-    """What is to stay of a version, of which more than the record is kept."""
+    """The part of a version that stays, where more than the record is kept."""
 
     manifest: Manifest
     roles: dict[str, RoleBytes]
     rounding: Rounding | None
-    """What became of its tensors; None if none had to be written."""
+    """The result for its tensors; None if none had to be written."""
     reclaimable_bytes: int
     """Stored bytes that no longer have to be kept for it, less what was written. Below 0 where
     other versions go on to need what is replaced."""
@@ -60,7 +78,9 @@ def lower(
     *,
     backend: Backend | None = None,
 ) -> Lowered:
-    """Return what is left of a version at a level above ``record``; packs for it are durable.
+    """Return the part of a version at a level above ``record``; packs for it are durable.
+
+    Host memory stays within ``options.host_bytes``, and what a save takes for each worker.
 
     Parameters
     ----------
@@ -82,18 +102,19 @@ def lower(
     held = repo.manifests.load(version)
     part = weights_part(held) if version.level == "full" else held
     rewritten = None
-    if target.encodings or needs_rewriting(part):
+    if target.encodings or (part.sources and _orphans(read_content(part))):
+        content = read_content(part)
         shared = [*recent, *_alike(repo, version, target.level)]
         keys = {pack_key(pack): pack for table in shared for pack in table.packs}
-        gone = repo.catalog.gone(keys)
-        rewritten = rewrite(
-            repo,
-            part,
-            target.encodings,
-            shared=shared,
-            without=[keys[key] for key in gone],
-            backend=backend,
+        work = _Rewriting(
+            repo=repo,
+            content=content,
+            orphans=_orphans(content),
+            tables=[part.pieces, *shared],
+            without=[keys[key] for key in repo.catalog.gone(keys)],
+            backend=backend or repo.backend,
         )
+        rewritten = work.run(target.encodings)
         recent.append(rewritten.manifest.pieces)
     manifest = part if rewritten is None else rewritten.manifest
     return Lowered(
@@ -130,7 +151,7 @@ def _alike(repo: Repo, version: Version, level: Level) -> list[PieceTable]:
 
 
 def _roles(
-    manifest: Manifest, version: Version, rewritten: Rewritten | None
+    manifest: Manifest, version: Version, rewritten: _Rewritten | None
 ) -> dict[str, RoleBytes]:
     """Return the bytes of what stays; what was new, and what that took, is as it was at most."""
     none = RoleBytes(logical=0, new=0, stored=0)
@@ -147,7 +168,7 @@ def _roles(
     return found
 
 
-def _reclaimable(version: Version, rewritten: Rewritten | None) -> int:
+def _reclaimable(version: Version, rewritten: _Rewritten | None) -> int:
     """Return what goes of what the version had brought, less what was written."""
     weights = sum(part.stored for role, part in version.roles.items() if role == "weights")
     rest = sum(part.stored for part in version.roles.values()) - weights
@@ -185,7 +206,7 @@ def weights_part(manifest: Manifest) -> Manifest:
 
 
 def _weights(content: Content) -> tuple[Callable[[Path], bool], dict[int, str]]:
-    """Return which leaves are part of the weights, and tensors that take on their role."""
+    """Return a test for leaves of the weights part, and tensors that take on their role."""
     paths = [leaf.path for leaf in content.leaves]
     by_index: dict[int, list[Path]] = {}
     for leaf in content.leaves:
@@ -219,3 +240,288 @@ def _weights(content: Content) -> tuple[Callable[[Path], bool], dict[int, str]]:
 
 def _prefixes(paths: Sequence[Path] | set[Path]) -> set[Path]:
     return {path[:length] for path in paths for length in range(1, len(path))}
+
+
+# --- tensors that are written ------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rewritten:
+    """A manifest of which some tensors were rewritten."""
+
+    manifest: Manifest
+    rounding: Rounding
+    new: Mapping[str, RoleBytes]
+    """Per role: bytes that were written, as they are and encoded; ``logical`` is 0."""
+
+
+def _orphans(content: Content) -> frozenset[int]:
+    """Return the visible tensors that keep a hidden one alive which is larger than they are."""
+    records = content.manifest.tensors
+    found = set()
+    for index, record in enumerate(records):
+        recipe = record.recipe
+        if recipe is not None and recipe.exact:
+            hidden = [source for source in recipe.sources if source in content.hidden]
+            if sum(records[source].nbytes for source in hidden) > record.nbytes:
+                found.add(index)
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """A record whose pieces are known; those of `table` from `first` to `last`."""
+
+    record: TensorRecord
+    table: PieceTable
+    first: int
+    last: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _Rewriting:
+    """One version on its way; owned by one thread."""
+
+    repo: Repo
+    content: Content
+    orphans: Collection[int]
+    """Tensors that must be written, since they follow from larger hidden ones."""
+    tables: list[PieceTable]
+    """Where pieces lie already."""
+    without: Collection[str]
+    """Packs that may not be shared, since they were condemned."""
+    backend: Backend
+    """Where packs go."""
+    report: dict[int, RoundedTensor] = field(default_factory=dict)
+    coded: dict[int, tuple[Coding, list[_Placed]]] = field(default_factory=dict)
+    plain: dict[int, _Placed] = field(default_factory=dict)
+    waiting: list[tuple[int, Coding | None, tuple[Source, ...]]] = field(default_factory=list)
+    held_bytes: int = 0
+    """Memory of tensors that wait for being written."""
+    new: dict[str, RoleBytes] = field(default_factory=dict)
+    """Per role: bytes that were stored; ``logical`` is 0."""
+
+    def run(self, encodings: Sequence[Encoding]) -> _Rewritten:
+        """Write what must be, and what is rounded; packs are durable on return.
+
+        Parameters
+        ----------
+        encodings
+            Tried on each tensor one after the other; the first that holds it within its bounds
+            counts.
+        """
+        paths = {leaf.index: leaf.path for leaf in reversed(self.content.leaves)}
+        for index in sorted(paths):
+            self._take(index, paths[index], encodings)
+        self._flush()
+        return self._result()
+
+    # --- one tensor -----------------------------------------------------------------------------
+
+    def _take(self, index: int, path: Path, encodings: Sequence[Encoding]) -> None:
+        """Decide what becomes of a tensor; queue what is to be written."""
+        record, orphan = self.content.manifest.tensors[index], index in self.orphans
+        tried = wanted(record, self._item_bytes(record), path, encodings)
+        if not tried and not orphan and not self._source_may_change(record, encodings):
+            return
+        source = self._source(index)
+        name = self.content.labels[index]
+        coding, problems = None, list[str]()
+        if tried:
+            chunk_bytes = self.repo.superblock.chunk_bytes
+            coding, problems = round_tensor(
+                record, source, tried, name=name, chunk_bytes=chunk_bytes
+            )
+            self.report[index] = _reported(name, record, coding, problems)
+        if coding is not None:
+            self._queue(index, coding, coding.sources, source)
+        elif orphan or self._source_may_change(record, encodings):
+            self._queue(index, None, (source,), source)
+
+    def _item_bytes(self, record: TensorRecord) -> int:
+        """Return what an element of a tensor takes as it is stored now."""
+        recipe = record.recipe
+        if recipe is None or recipe.sources[0] not in self.content.hidden:
+            return ITEM_BYTES[record.dtype]
+        stored = ITEM_BYTES[self.content.manifest.tensors[recipe.sources[0]].dtype]
+        return min(stored, ITEM_BYTES[record.dtype])
+
+    def _source_may_change(self, record: TensorRecord, encodings: Sequence[Encoding]) -> bool:
+        """Say whether a tensor follows from a visible one that may be rounded itself."""
+        recipe = record.recipe
+        if recipe is None or not encodings:
+            return False
+        return any(source not in self.content.hidden for source in recipe.sources)
+
+    def _source(self, index: int) -> StoredSource:
+        record = self.content.manifest.tensors[index]
+        window = max(1, self.repo.options.host_bytes // 8)
+        return StoredSource(
+            record, StoredBytes(self.repo, self.content, index, window_bytes=window)
+        )
+
+    def _queue(
+        self, index: int, coding: Coding | None, sources: tuple[Source, ...], read: StoredSource
+    ) -> None:
+        room = self.repo.options.host_bytes // 4
+        size = min(read.nbytes, room)
+        if self.waiting and self.held_bytes + size > room:
+            self._flush()
+        self.waiting.append((index, coding, sources))
+        self.held_bytes += size
+
+    def _flush(self) -> None:
+        """Write what waits."""
+        sources = [source for _, _, part in self.waiting for source in part]
+        if sources:
+            repo = self.repo
+            written = write_pieces(
+                sources,
+                backend=self.backend,
+                environment=repo.environment,
+                options=repo.options,
+                known=KnownPieces(self.tables, without=self.without, deltas=False),
+                chunk_bytes=repo.superblock.chunk_bytes,
+                choice=check_choice("auto"),
+                progress=silent,
+            )
+            self._note(written)
+            self.tables.append(written.table)
+        self.waiting, self.held_bytes = [], 0
+
+    def _note(self, written: Written) -> None:
+        """Remember where everything that waited lies."""
+        at = 0
+        for index, coding, sources in self.waiting:
+            record = self.content.manifest.tensors[index]
+            records = (replace(record, recipe=None),) if coding is None else coding.records
+            placed = []
+            for one, _ in zip(records, sources, strict=True):
+                first, last = written.first[at], written.first[at + 1]
+                placed.append(_Placed(record=one, table=written.table, first=first, last=last))
+                self._count(record.role, written, first, last)
+                at += 1
+            if coding is None:
+                self.plain[index] = placed[0]
+            else:
+                self.coded[index] = (coding, placed)
+
+    def _count(self, role: str, written: Written, first: int, last: int) -> None:
+        rows = slice(first, last)
+        before = self.new.get(role, RoleBytes(logical=0, new=0, stored=0))
+        raw = written.table.raw[first:last].astype(np.int64)
+        self.new[role] = RoleBytes(
+            logical=0,
+            new=before.new + int(raw[written.is_new[rows]].sum()),
+            stored=before.stored + int(written.stored_new[rows].sum()),
+        )
+
+    # --- all of them ----------------------------------------------------------------------------
+
+    def _result(self) -> _Rewritten:
+        """Put everything together: visible tensors, then those that are hidden."""
+        old = self.content.manifest
+        visible = [n for n in range(len(old.tensors)) if n not in self.content.hidden]
+        changed = {*self.coded, *self.plain}
+        kept_hidden = sorted(
+            source
+            for n in visible
+            if n not in changed and (recipe := old.tensors[n].recipe) is not None
+            for source in recipe.sources
+            if source in self.content.hidden
+        )
+        kept_hidden = list(dict.fromkeys(kept_hidden))
+        places = {n: place for place, n in enumerate([*visible, *kept_hidden])}
+        hidden = [self._old(n) for n in kept_hidden]
+        placed: list[_Placed] = []
+        for n in visible:
+            if n in self.coded:
+                coding, codes = self.coded[n]
+                start = len(visible) + len(hidden)
+                recipe = replace(coding.recipe, sources=tuple(range(start, start + len(codes))))
+                hidden += codes
+                record = replace(old.tensors[n], recipe=recipe)
+                placed.append(_Placed(record=record, table=old.pieces, first=0, last=0))
+            elif n in self.plain:
+                placed.append(self.plain[n])
+            else:
+                placed.append(self._moved(n, places))
+        manifest = _assembled(old, [*placed, *hidden])
+        kept_bytes = self._kept_bytes(visible, kept_hidden)
+        read_content(manifest)  # what would not load is never written
+        return _Rewritten(
+            manifest=manifest,
+            rounding=Rounding(
+                tensors=tuple(self.report[n] for n in sorted(self.report)),
+                written_bytes=sum(part.stored for part in self.new.values()),
+                replaced_bytes=_bytes_of(old) - kept_bytes,
+                kept_bytes=kept_bytes,
+            ),
+            new=self.new,
+        )
+
+    def _old(self, index: int) -> _Placed:
+        old = self.content.manifest
+        first, last = old.first[index], old.first[index + 1]
+        return _Placed(record=old.tensors[index], table=old.pieces, first=first, last=last)
+
+    def _moved(self, index: int, places: Mapping[int, int]) -> _Placed:
+        """Return a tensor that stays as it is, over sources at their new places."""
+        found = self._old(index)
+        recipe = found.record.recipe
+        if recipe is None:
+            return found
+        return replace(found, record=replace(found.record, recipe=recipe.moved(places)))
+
+    def _kept_bytes(self, visible: Sequence[int], hidden: Sequence[int]) -> int:
+        old = self.content.manifest
+        stay = [n for n in visible if n not in self.coded and n not in self.plain]
+        rows = [np.arange(old.first[n], old.first[n + 1]) for n in (*stay, *hidden)]
+        return _bytes_of(old, np.concatenate([np.zeros(0, np.int64), *rows]))
+
+
+def _reported(
+    name: str, record: TensorRecord, coding: Coding | None, problems: Sequence[str]
+) -> RoundedTensor:
+    recipe = record.recipe if coding is None else coding.recipe
+    return RoundedTensor(
+        path=name,
+        dtype=record.dtype,
+        form="unchanged" if coding is None else coding.form,
+        nbytes=record.nbytes,
+        max_abs=0.0 if recipe is None else recipe.max_abs,
+        rel_l2=0.0 if recipe is None else recipe.rel_l2,
+        problem="; ".join(problems),
+    )
+
+
+def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
+    """Return the manifest of records whose pieces lie in several tables."""
+    first = [0]
+    for one in placed:
+        first.append(first[-1] + one.last - one.first)
+    ids = [one.table.ids[one.first : one.last] for one in placed]
+    raw = [one.table.raw[one.first : one.last] for one in placed]
+    pieces = placed_table(
+        np.concatenate([np.zeros((0, 32), np.uint8), *ids]),
+        np.concatenate([np.zeros(0, np.uint32), *raw]),
+        (location_of(one.table, row) for one in placed for row in range(one.first, one.last)),
+    )
+    return replace(
+        old,
+        tensors=tuple(one.record for one in placed),
+        first=tuple(first),
+        pieces=pieces,
+    )
+
+
+def _bytes_of(manifest: Manifest, rows: npt.NDArray[np.int64] | None = None) -> int:
+    """Return what pieces take in packs, each its share of its chunk; those of one id once."""
+    table = manifest.pieces
+    chosen = np.arange(manifest.first[-1]) if rows is None else rows
+    if not len(chosen):
+        return 0
+    _, once = np.unique(table.ids[chosen], axis=0, return_index=True)
+    chosen = chosen[once]
+    stored = table.stored[chosen].astype(np.float64) + CHUNK_HEADER_BYTES
+    return int((stored * table.raw[chosen] / table.slab[chosen]).sum())

@@ -1,11 +1,19 @@
-"""Carries out what retention plans: deletes and ages versions by commits, never more. Torch-free.
+"""Retention by commits: versions are deleted or aged, by a policy or by hand. Torch-free.
 
-The plan is made again inside every commit, on the catalog that it follows: a version that was
-tagged or pinned meanwhile stays, and one that became the head too.
+The plan of a policy is made again inside every commit, on the catalog that it follows: a version
+that was tagged or pinned meanwhile stays, and one that became the head too.
+
+Ageing keeps less of a version: its weights, these in fewer bits, or its record. For its weights
+alone no tensor is read or written, but for those that follow from one that goes; to have them in
+fewer bits, they are read, rounded and written. Then comes a new manifest, which names what stays;
+and one commit makes the version point to it and condemns the old manifest, and what only that one
+named is a collection's to free. A crash before the commit leaves orphans, and the version as it
+was.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -14,23 +22,32 @@ from ckptstore import limits
 from ckptstore.catalog import lifecycle_ops, retention, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
+from ckptstore.catalog.content_ops import Move
+from ckptstore.catalog.levels import LEVELS, Level
 from ckptstore.catalog.lifecycle_ops import SetPolicy
+from ckptstore.catalog.pin_ops import pinned_error
 from ckptstore.catalog.policy import Policy
-from ckptstore.catalog.retention import Decision, RunPlan
+from ckptstore.catalog.retention import Decision, RunPlan, reclaimable
 from ckptstore.catalog.state import Op
 from ckptstore.committing import commit_retrying
 from ckptstore.errors import InvalidInputError, PolicyError
 from ckptstore.format.manifest import PieceTable
-from ckptstore.maintenance.core.relocate import relocating
-from ckptstore.maintenance.retention import ageing
-from ckptstore.maintenance.retention.ageing import Prepared, Target
-from ckptstore.maintenance.retention.early_deletion import Early, Leaving, leaving_early
-from ckptstore.maintenance.retention.reduce import Lowered, weigh
+from ckptstore.maintenance.core.relocate import (
+    batches,
+    record_move,
+    relocate,
+    relocating,
+    write_move,
+)
+from ckptstore.maintenance.retention.reduce import Lowered, Target, lower, weigh
+from ckptstore.maintenance.retention.remove import Removal
 from ckptstore.maintenance.retention.rounding_report import Rounding
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 __all__ = ["AfterCommit", "AnyPolicy", "RetainReport", "check_policy", "retain", "set_policy"]
+
+_log = logging.getLogger("ckptstore")
 
 AnyPolicy: TypeAlias = "Policy | Mapping[str, object]"
 """A policy, or its JSON form: ``{"full": "last 3", "weights": ["best 5 val_loss"]}``."""
@@ -40,11 +57,13 @@ gives the ids of versions that stay from now on as they are."""
 _Key: TypeAlias = tuple[str, str, str]
 _RECENT = 2
 """Versions that were written just before, whose pieces are looked through for equal ones."""
+_NAMED = 5
+"""Tensors that a warning names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetainReport:
-    """What retention did, or would do."""
+    """Result of a retention, or of its dry run."""
 
     dry_run: bool
     plans: tuple[RunPlan, ...]
@@ -53,8 +72,6 @@ class RetainReport:
     """Numbers of the commits that carried it out."""
     roundings: Mapping[str, Rounding] = field(default_factory=dict)
     """Version id to what became of its weights, or would, where they were read for it."""
-    early: Early = field(default_factory=Early)
-    """Of a dry run, or where it was asked for: what leaves its storage class before its time."""
 
     @property
     def changes(self) -> tuple[Decision, ...]:
@@ -65,6 +82,15 @@ class RetainReport:
     def reclaimable_bytes(self) -> int:
         """Stored bytes that no longer have to be kept; a collection frees that much at most."""
         return sum(decision.reclaimable_bytes for decision in self.changes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A change of a version that a commit can carry out: everything that it names is durable."""
+
+    move: Move
+    lowered: Lowered | None
+    """The rest of the version; None for a record."""
 
 
 def check_policy(policy: AnyPolicy) -> Policy:
@@ -123,7 +149,6 @@ def retain(
     quick: bool = False,
     free: Collection[str] | None = None,
     after: AfterCommit | None = None,
-    early: bool | None = None,
 ) -> RetainReport:
     """Plan what becomes of versions, and carry it out unless `dry_run`.
 
@@ -136,9 +161,6 @@ def retain(
         are. None: all may.
     after
         With `free`: called after each commit; see :data:`AfterCommit`.
-    early
-        Look at storage classes, for what it costs that something goes so soon; None: in a dry run
-        that is not quick.
 
     Raises
     ------
@@ -156,7 +178,14 @@ def retain(
     checked = None if policy is None else check_policy(policy)
     if checked is not None:
         checked.check()
-    applying = _Retaining(repo=repo, policy=checked, run=run, free=free, after=after)
+    applying = _Retaining(
+        repo=repo,
+        policy=checked,
+        run=run,
+        free=free,
+        after=after,
+        now_ms=repo.environment.now_ms(),
+    )
     plans = applying.plans(repo.refresh())
     if checked is None and plans and not any(plan.policy or plan.refused for plan in plans):
         of = f"run {run!r}" if run is not None else "this store"
@@ -164,8 +193,6 @@ def retain(
         raise InvalidInputError(
             msg, hint="such as 'last 3' for full, 'best 5 val_loss' for weights"
         )
-    looks = early or (early is None and dry_run and not quick)
-    costs = _costs(repo, plans) if looks else Early()
     commits: list[int] = []
     if not dry_run:
         repo.check_writable()
@@ -177,18 +204,7 @@ def retain(
         plans=tuple(_measured(plan, applying.lowered) for plan in plans),
         commits=tuple(commits),
         roundings={one: x.rounding for one, x in applying.lowered.items() if x.rounding},
-        early=costs,
     )
-
-
-def _costs(repo: Repo, plans: Sequence[RunPlan]) -> Early:
-    """Return what it costs that something goes so soon, by the storage classes of its packs."""
-    leaving = [
-        Leaving(version=one.version, fate=one.fate)
-        for plan in plans
-        for one in (() if plan.refused else plan.changes)
-    ]
-    return leaving_early(repo, repo.catalog, leaving)
 
 
 def _measured(plan: RunPlan, lowered: Mapping[str, Lowered]) -> RunPlan:
@@ -209,34 +225,28 @@ def target_of(plan: RunPlan, decision: Decision) -> Target:
     return Target(level=decision.fate, encodings=encodings)
 
 
+@dataclass(slots=True, kw_only=True)
 class _Retaining:
     """One call; owned by one thread."""
 
-    def __init__(
-        self,
-        *,
-        repo: Repo,
-        policy: Policy | None,
-        run: str | None,
-        free: Collection[str] | None,
-        after: AfterCommit | None,
-    ) -> None:
-        self._free = None if free is None else set(free)
-        self._after = after
-        self._repo = repo
-        self._policy = policy
-        self._run = run
-        self._now_ms = repo.environment.now_ms()
-        self._prepared: dict[_Key, Prepared] = {}
-        self._recent: list[PieceTable] = []
-        self._changed: list[Version] = []
-        self._gone: list[str] = []
-        self.lowered: dict[str, Lowered] = {}
-        """Version id to what is left of it, where tensors had to be read to know that."""
+    repo: Repo
+    policy: Policy | None
+    run: str | None
+    free: Collection[str] | None
+    after: AfterCommit | None
+    now_ms: int
+    prepared: dict[_Key, Prepared] = field(default_factory=dict)
+    recent: list[PieceTable] = field(default_factory=list)
+    changed: Sequence[Version] = ()
+    """Versions that the last commit has changed, as they were."""
+    gone: Sequence[str] = ()
+    """Ids of those that it has deleted."""
+    lowered: dict[str, Lowered] = field(default_factory=dict)
+    """Version id to the rest of it, where tensors had to be read to know that."""
 
     def plans(self, catalog: Catalog) -> list[RunPlan]:
         return retention.plan(
-            catalog, policy=self._policy, run=self._run, now_ms=self._now_ms, free=self._free
+            catalog, policy=self.policy, run=self.run, now_ms=self.now_ms, free=self.free
         )
 
     def measure(self, plans: Sequence[RunPlan]) -> None:
@@ -247,7 +257,7 @@ class _Retaining:
                 if one.fate == "gone" or not (target := target_of(plan, one)).encodings:
                     continue
                 del recent[:-_RECENT]
-                found = weigh(self._repo, one.version, target, recent)
+                found = weigh(self.repo, one.version, target, recent)
                 self.lowered[one.version.id] = found
 
     def carry_out(self) -> list[int]:
@@ -257,14 +267,17 @@ class _Retaining:
             left, commit = commit_retrying(self._try)
             if commit is not None:
                 numbers.append(commit.number)
-                self._note()
-                self._look()
+                for (version, _, _), found in self.prepared.items():
+                    if found.lowered is not None and found.lowered.rounding is not None:
+                        self.lowered[version] = found.lowered
+                if self.after is not None and self.free is not None:
+                    self.free = {*self.free}.difference(self.after(self.changed, self.gone))
             elif not left:
                 return numbers
 
     def _try(self, _: set[str]) -> tuple[bool, Commit | None]:
         """Write what one commit needs, and commit; return whether there was anything to do."""
-        return self._prepare(self._repo.refresh()), self._repo.log.append_any(self._build)
+        return self._prepare(self.repo.refresh()), self.repo.log.append_any(self._build)
 
     def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Target]]:
         """Return what is to be deleted and what is to be aged, by what it is now."""
@@ -287,40 +300,176 @@ class _Retaining:
     def _prepare(self, catalog: Catalog) -> bool:
         """Write manifests for one commit; return whether there was anything to do."""
         gone, aged = self._todo(catalog)
-        self._prepared = {
+        self.prepared = {
             key: found
-            for key, found in self._prepared.items()
+            for key, found in self.prepared.items()
             # A collection without patience takes a new manifest for an orphan.
             if key in aged and not catalog.gone(found.move.relies_on)
         }
-        del self._recent[:-_RECENT]
+        del self.recent[:-_RECENT]
         room = limits.ROUNDED_PER_COMMIT
         for key, target in aged.items():
-            if len(self._prepared) == limits.RELOCATES_PER_COMMIT or not room:
+            if len(self.prepared) == limits.RELOCATES_PER_COMMIT or not room:
                 break
-            if key not in self._prepared:
+            if key not in self.prepared:
                 version = catalog.version(key[0])
-                self._prepared[key] = ageing.prepare(self._repo, version, target, self._recent)
+                self.prepared[key] = prepare(self.repo, version, target, self.recent)
                 room -= bool(target.encodings)
         return bool(gone or aged)
 
     def _build(self, now: Catalog) -> Sequence[Op]:
         gone, aged = self._todo(now)
         ops: list[Op] = []
-        self._gone = gone[: limits.VERSIONS_PER_OP_MAX]
+        self.gone = gone[: limits.VERSIONS_PER_OP_MAX]
         if gone:
-            ops += lifecycle_ops.delete(now, self._gone, reason="retention")
-        moves = [prepared.move for key, prepared in self._prepared.items() if key in aged]
-        self._changed = [now.version(one) for one in (*self._gone, *(m.version for m in moves))]
+            ops += lifecycle_ops.delete(now, self.gone, reason="retention")
+        moves = [prepared.move for key, prepared in self.prepared.items() if key in aged]
+        self.changed = [now.version(one) for one in (*self.gone, *(m.version for m in moves))]
         return [*ops, *relocating(now, moves)]
 
-    def _look(self) -> None:
-        """Let the caller look at what was committed, and hold on to what must stay from now on."""
-        if self._after is not None and self._free is not None:
-            self._free -= set(self._after(self._changed, self._gone))
 
-    def _note(self) -> None:
-        """Remember what the moves that were committed have made of their versions."""
-        for (version, _, _), prepared in self._prepared.items():
-            if prepared.lowered is not None and prepared.lowered.rounding is not None:
-                self.lowered[version] = prepared.lowered
+# --- ageing -------------------------------------------------------------------------------------
+
+
+def age(
+    repo: Repo,
+    versions: Sequence[Version],
+    target: Target,
+    *,
+    force: bool = False,
+) -> list[str]:
+    """Keep less of versions, each in whole or not at all; return the ids of those that changed.
+
+    Parameters
+    ----------
+    force
+        Also tagged ones, and the head of a run, from which its training could then not go on.
+
+    Raises
+    ------
+    PolicyError
+        One is pinned; or tagged or the head, and `force` is False; or has no tensors of role
+        ``weights``. Nothing was changed.
+    CommitConflictError
+        One was deleted or changed meanwhile.
+    CorruptObjectError
+        The manifest of one is damaged.
+    """
+    repo.check_writable()
+    catalog = repo.refresh()
+    chosen = _concerned(versions, target.level)
+    for version in chosen:
+        _check(catalog, version, target.level, force=force)
+    size = limits.ROUNDED_PER_COMMIT if target.encodings else limits.RELOCATES_PER_COMMIT
+    recent: list[PieceTable] = []
+    for part in batches(chosen, size):
+
+        def attempt(_: set[str], part: Sequence[Version] = part) -> None:
+            """Write and commit; again where a collection took a new manifest for an orphan."""
+            del recent[:-_RECENT]
+            moves = [prepare(repo, one, target, recent).move for one in part]
+
+            def checked(now: Catalog) -> Sequence[Move]:
+                """Return all moves, if the versions may still age."""
+                for version in part:
+                    _check(now, version, target.level, force=force)
+                return moves
+
+            relocate(repo, checked)
+
+        commit_retrying(attempt)
+    return [version.id for version in chosen]
+
+
+def foresee(
+    repo: Repo,
+    versions: Sequence[Version],
+    target: Target,
+    *,
+    force: bool = False,
+    measure: bool = False,
+) -> list[Removal]:
+    """Return the versions that :func:`age` would change, and what is in the way of each.
+
+    Parameters
+    ----------
+    measure
+        Read and round what the level rounds, and say what comes of it; else what is freed is an
+        estimate from the catalog.
+    """
+    catalog = repo.refresh()
+    recent: list[PieceTable] = []
+    found = []
+    for version in _concerned(versions, target.level):
+        obstacle = ""
+        try:
+            _check(catalog, version, target.level, force=force)
+        except PolicyError as error:
+            obstacle = error.message
+        frees, rounding = reclaimable(version, target.level), None
+        if measure and target.encodings and not obstacle:
+            lowered = weigh(repo, version, target, recent)
+            frees, rounding = lowered.reclaimable_bytes, lowered.rounding
+        found.append(
+            Removal(version=version, obstacle=obstacle, reclaimable_bytes=frees, rounding=rounding)
+        )
+    return found
+
+
+def _concerned(versions: Sequence[Version], level: Level) -> list[Version]:
+    """Return those of which more than this is kept, each once."""
+    each = {version.id: version for version in versions}.values()
+    return [version for version in each if LEVELS.index(level) < LEVELS.index(version.level)]
+
+
+def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> None:
+    named = version.label
+    now = catalog.version(version.id)
+    if now.pinned:
+        raise pinned_error(now)
+    if now.tags and not force:
+        msg = f"{named} is tagged {', '.join(now.tags)}"
+        raise PolicyError(msg, hint="take the tags away, or force it")
+    if catalog.head_id(version.run) == version.id and not force:
+        msg = f"{named} is the head of its run: training goes on from it"
+        raise PolicyError(msg, hint="force it, if the run is over")
+    if level != "record" and not any(r == "weights" and p.logical for r, p in now.roles.items()):
+        msg = f"{named} has no tensors of role weights: nothing would be left"
+        raise PolicyError(msg, hint="save with roles={PATTERN: 'weights'}")
+
+
+def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Prepared:
+    """Write what is to stay of a version, and its manifest; return the move to it.
+
+    Parameters
+    ----------
+    recent
+        See :func:`ckptstore.maintenance.retention.reduce.lower`.
+
+    Raises
+    ------
+    CorruptObjectError
+        The version's manifest is damaged.
+    CorruptTensorError
+        A tensor that has to be read is.
+    StorageError
+        The storage failed; nothing has changed.
+    """
+    if target.level == "record":
+        return Prepared(move=record_move(version), lowered=None)
+    if target.level == "full":
+        msg = f"a version does not age to {target.level!r}"
+        raise InvalidInputError(msg, hint=", ".join(reversed(LEVELS[:-1])))
+    lowered = lower(repo, version, target, recent)
+    move = write_move(repo, version, lowered.manifest, level=target.level, roles=lowered.roles)
+    _warn(version, lowered.rounding)
+    return Prepared(move=move, lowered=lowered)
+
+
+def _warn(version: Version, rounding: Rounding | None) -> None:
+    """Log which tensors of a version are not in the form that its level asks for."""
+    problems = () if rounding is None else rounding.problems
+    if problems:
+        named = "; ".join(f"{one.path} ({one.problem})" for one in problems[:_NAMED])
+        more = f" and {len(problems) - _NAMED} more" if problems[_NAMED:] else ""
+        _log.warning("%s: kept more exactly than its level says: %s%s", version.label, named, more)

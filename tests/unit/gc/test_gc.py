@@ -165,19 +165,14 @@ def test_parameters_out_of_range_are_refused(store: Store, wrong: dict[str, floa
 
 
 def test_the_report_is_json(store: Store) -> None:
-    """Every figure can be written down, and who holds what is told when asked."""
+    """Every figure can be written down."""
     run = store.run("gpt")
-    first = run.save(parts_of(0, 1), step=1, tags=["keep"])
-    second = run.save(parts_of(0, 2), step=2)
+    run.save(parts_of(0, 1), step=1, tags=["keep"])
+    run.save(parts_of(0, 2), step=2)
 
-    report = store.gc(dry_run=True, holders=True)
+    report = store.gc(dry_run=True)
 
     assert json.loads(msgspec.json.encode(report))["versions_count"] == 2
-    held = {holder.version: holder for holder in report.holders}
-    assert set(held) == {first.id, second.id}
-    assert held[first.id].tags == ("keep",)
-    assert 0 < held[second.id].alone_bytes < held[second.id].held_bytes
-    assert store.gc(dry_run=True).holders == ()
 
 
 # --- damage -------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ckptstore.engine.calls import Shared
 from ckptstore.engine.engine import open_engine
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.keys import MANIFESTS_PREFIX, PACKS_PREFIX, pack_key
-from ckptstore.maintenance.core.listing import list_objects
+from ckptstore.maintenance.core.live_set import list_objects
 from ckptstore.maintenance.core.task_pool import Tasks, grouped
 from ckptstore.model import Version
 from ckptstore.store import Store

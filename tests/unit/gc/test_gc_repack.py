@@ -20,8 +20,8 @@ from ckptstore.format.pack import HEADER_BYTES, TRAILER_BYTES
 from ckptstore.maintenance.collect.gc import GcReport
 from ckptstore.maintenance.core.live_set import Footprint, live_versions
 from ckptstore.maintenance.core.relocate import relocating
-from ckptstore.maintenance.retention.ageing import prepare
 from ckptstore.maintenance.retention.reduce import Target
+from ckptstore.maintenance.retention.retain import prepare
 from ckptstore.model import Version
 from ckptstore.store import Store
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
@@ -117,7 +117,7 @@ def test_many_versions_are_relocated_in_several_commits(
     place: Place, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Batches of packs and of versions: each is whole in itself, and so is the result."""
-    monkeypatch.setattr(limits, "GC_MOVES_PER_COMMIT", 2)
+    monkeypatch.setattr(limits, "RELOCATES_PER_COMMIT", 2)
     monkeypatch.setattr(limits, "GC_REPACK_BATCH_BYTES", 1)
     run = store.run("gpt")
     for n in range(4):

@@ -1,23 +1,35 @@
-"""Methods of :class:`ckptstore.Store` about replicas that have a name."""
+"""Methods of :class:`ckptstore.Store` about other stores: replicas, copies, forks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ckptstore.backends.key_sources import KeyInput, hidden
 from ckptstore.errors import InvalidInputError, NotFoundError
+from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed, check_replica_name
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.options import HasRepo
+from ckptstore.replicas.places import name_in
+from ckptstore.replicas.targets import open_target
 from ckptstore.repo import Repo
-from ckptstore.store.refs import named_version, named_versions
-from ckptstore.store.session import HasSession
+from ckptstore.store import resume_check
+from ckptstore.store.store_session import HasSession, Session
+from ckptstore.store.version_lookup import named_version, named_versions
 
 if TYPE_CHECKING:
+    from ckptstore.engine.engine import EngineSpec
     from ckptstore.maintenance.replicas.evict import EvictReport
+    from ckptstore.maintenance.replicas.fork import ForkRequest
+    from ckptstore.maintenance.replicas.replicate import ReplicateReport
     from ckptstore.replicas.writeback import WriteBack
+
+Place: TypeAlias = HasRepo | str | os.PathLike[str]
+"""A second store, its location, or ``replica:NAME``."""
 
 
 def add_replica(
@@ -96,6 +108,102 @@ def give_options(self: HasSession, name: str, options: Mapping[str, Any]) -> Non
     self._session.replicas.pool.give(check_replica_name(name), options)
 
 
+def replicate(
+    self: HasSession,
+    to: Place,
+    refs: Sequence[str] | None = None,
+    *,
+    runs: Sequence[str] | None = None,
+    keep: str | Sequence[str] | None = None,
+    check: bool = True,
+    bytes_per_s: float = 0.0,
+    to_key: KeyInput | None = None,
+    again: bool | None = None,
+    dry_run: bool = False,
+    executor: EngineSpec | None = None,
+    workers: int | None = None,
+    progress: ProgressCallback = silent,
+) -> ReplicateReport:
+    """Make versions of this store versions of another, under the same ids.
+
+    Only chunks that the other store does not have travel. Metrics, tags, the heads of runs and
+    where forks began come along, and of ancestors that are not copied the record. A repetition
+    finishes what was interrupted, and costs a few requests where nothing is new. Nothing is
+    deleted in either store.
+
+    Parameters
+    ----------
+    to
+        The other store; or where it is: it is made there, if there is none. Or
+        ``"replica:NAME"``; see :meth:`Store.add_replica`.
+    refs
+        Versions; with neither `refs` nor `runs` nor `keep`: all of the store.
+    runs
+        Names of runs, of which all versions count.
+    keep
+        Rules as in a retention policy, such as ``"tagged, best 2 val_loss"``: the versions of
+        `runs`, or of all runs, that they would keep.
+    check
+        Read back every chunk that travelled before its version becomes visible in the target.
+    bytes_per_s
+        Bandwidth limit, both directions together; 0 for none.
+    to_key
+        Opens the other store if it is encrypted, and makes a new one such; as
+        ``encryption_key`` of :func:`ckptstore.open`. Only where `to` is a place.
+    again
+        Whether versions come that the other store has deleted, or of which it keeps less than
+        this one. None: those that `refs` name alone. Others are ``left`` in the report.
+    dry_run
+        Change nothing; the report says what would travel.
+    executor
+        Who copies chunks and reads them back: ``threads`` of this process, which None means
+        too, ``processes``, ``dask:local``, ``dask://HOST:PORT``, or any executor of
+        ``concurrent.futures``. This process alone writes manifests and commits.
+    workers
+        How many tasks run at once; by default what the engine has.
+    progress
+        Called with the bytes (in memory) of the versions that are done.
+
+    Returns
+    -------
+    ReplicateReport
+        Versions that could not be copied since they are damaged are listed in it.
+
+    Raises
+    ------
+    InvalidRefError, RunNotFoundError, VersionNotFoundError, InvalidInputError
+        Something names nothing. Nothing was written.
+    ConflictError
+        Both are one store; or the other has a run of the same name with other versions.
+        Nothing was written.
+    WorkerDiedError, MissingDependencyError
+        Of the engine. What was committed stays.
+    ReadOnlyError, UnsafeBackendError, StorageError
+        The other store cannot be written to, or a storage failed. What was committed stays.
+    """
+    from ckptstore.maintenance.core.select_versions import select_versions
+    from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
+
+    here = self._session.repo
+    target = _target(self._session, to, hidden(to_key), dry_run=dry_run)
+    if bytes_per_s < 0:
+        msg = f"bytes_per_s={bytes_per_s} must not be negative"
+        raise InvalidInputError(msg)
+    named = named_versions(here, refs or ())
+    of = check_listed(runs or (), "runs")
+    versions = select_versions(here, refs=named, runs=of, rules=keep)
+    asked = {None: named, True: versions, False: ()}[again]
+    request = ReplicateRequest(
+        again=frozenset(version.id for version in asked),
+        dry_run=dry_run,
+        check=check,
+        bytes_per_s=bytes_per_s,
+        progress=progress,
+    )
+    with target as there:
+        return replicate(here, there, versions, request, executor=executor, workers=workers)
+
+
 def evict(
     self: HasSession,
     refs: Sequence[str] | None = None,
@@ -154,7 +262,7 @@ def evict(
     here, there = self._session.repo, self._session.replicas.find(replica)
     versions = _evictable(here, refs, runs, keep)
     there.refresh()
-    return evict(here, there, versions, missing=partial(_missing, there), pin=pin, dry_run=dry_run)
+    return evict(here, there, versions, missing=partial(missing, there), pin=pin, dry_run=dry_run)
 
 
 def unpin_for(self: HasRepo, store: str) -> list[Version]:
@@ -177,7 +285,7 @@ def unpin_for(self: HasRepo, store: str) -> list[Version]:
     ReadOnlyError, UnsafeBackendError, StorageError
         This store cannot be written to.
     """
-    from ckptstore.maintenance.replicas.remote_pins import release
+    from ckptstore.maintenance.replicas.evict import release
 
     pinning = {one for version in self.repo.refresh().pinned() for one in version.pinned_for}
     found = sorted(one for one in pinning if store and one.startswith(store))
@@ -280,7 +388,7 @@ def _evictable(
     return [*wanted, *(one for one in named if one.level == "record")]
 
 
-def _missing(there: Repo, versions: Sequence[Version]) -> set[str]:
+def missing(there: Repo, versions: Sequence[Version]) -> set[str]:
     """Return ids of versions that a replica has deleted, or whose objects are not all there."""
     from ckptstore.maintenance.check.verify import verify
 
@@ -289,3 +397,28 @@ def _missing(there: Repo, versions: Sequence[Version]) -> set[str]:
     left = [now.version(one.id) for one in versions if one.id not in gone]
     found = verify(there, versions=left, level="records")
     return gone.union(problem.version for problem in found.problems)
+
+
+def _target(
+    session: Session, to: Place, key: KeyInput | None, *, dry_run: bool
+) -> AbstractContextManager[Repo]:
+    """Return what gives the other store: as it is open, or opened for the length of a block."""
+    name = name_in(to)
+    if name is None and not isinstance(to, HasRepo):
+        return open_target(session.repo, to, dry_run=dry_run, encryption_key=key)
+    there = to.repo if isinstance(to, HasRepo) else session.replicas.find(name or "")
+    if key is not None:
+        msg = "to_key is for the place of a store, not for one that is open"
+        raise InvalidInputError(msg, hint="open it with its key")
+    return nullcontext(there)
+
+
+def fork(session: Session, ref: str, request: ForkRequest, target: Repo) -> None:
+    """Begin a run at a version, in its own store or another; see :meth:`ckptstore.Store.fork`."""
+    from ckptstore.maintenance.replicas.fork import fork
+
+    source = named_version(session.repo, ref)
+    session.replicas.lent(
+        source, lambda lender: fork(target, session.repo, source, request, lender=lender)
+    )
+    resume_check.chosen(target, request.run)
