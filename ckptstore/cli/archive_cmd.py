@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from ckptstore.cli.archive_job import run_file
-from ckptstore.cli.options import WriterOptions, dry_run
+from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import full_ref, opened_to_write
@@ -28,85 +28,54 @@ _LISTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MoveOptions:
-    """Options that select versions and their target storage class."""
+    """Options that select versions and their target storage class.
 
-    storage_class: Annotated[
-        str | None,
-        typer.Option(
-            "--class",
-            metavar="NAME",
-            help="The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS "
-            "NEARLINE, COLDLINE, ARCHIVE; STANDARD brings packs back.",
-        ),
-    ] = None
-    run: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--run", metavar="RUN", help="All versions of this run except its head. Repeatable."
-        ),
-    ] = None
-    keep_hot: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep-hot",
-            metavar="RULES",
-            help="All versions except heads and those that these retention rules keep: 'last "
-            "5, tagged'. Repeatable.",
-        ),
-    ] = None
-    min_age: Annotated[
-        str | None,
-        typer.Option(
-            "--min-age",
-            metavar="TIME",
-            help="Only versions saved at least this long ago, for example 30d.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    storage_class
+        The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS NEARLINE,
+        COLDLINE, ARCHIVE; STANDARD brings packs back.
+    run
+        All versions of this run except its head. Repeatable.
+    keep_hot
+        All versions except heads and those that these retention rules keep: 'last 5, tagged'.
+        Repeatable.
+    min_age
+        Only versions saved at least this long ago, for example 30d.
+    """
+
+    storage_class: Annotated[str | None, typer.Option("--class", metavar="NAME")] = None
+    run: Annotated[list[str] | None, typer.Option(metavar="RUN")] = None
+    keep_hot: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
+    min_age: Annotated[str | None, typer.Option(metavar="TIME")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JobOptions:
-    """Options of an archival job and its report."""
+    """Options of an archival job and its report.
 
-    since: Annotated[
-        str | None,
-        typer.Option(
-            "--since",
-            metavar="TIME",
-            help="With --job: only versions saved since this time, for example "
-            "2026-03-01T12:00:00Z; `last` is the time of the last fully successful run, "
-            "read from the file of --report.",
-        ),
-    ] = None
-    report_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            help="With --job: also write the JSON document to this file.",
-        ),
-    ] = None
-    metrics: Annotated[
-        Path | None,
-        typer.Option(
-            "--metrics",
-            metavar="FILE",
-            help="With --job: write metrics for the Prometheus node exporter to this .prom file.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    since
+        With --job: only versions saved since this time, for example 2026-03-01T12:00:00Z; `last` is
+        the time of the last fully successful run, read from the file of --report.
+    report_file
+        With --job: also write the JSON document to this file.
+    metrics
+        With --job: write metrics for the Prometheus node exporter to this .prom file.
+    """
+
+    since: Annotated[str | None, typer.Option(metavar="TIME")] = None
+    report_file: Annotated[Path | None, typer.Option("--report", metavar="FILE")] = None
+    metrics: Annotated[Path | None, typer.Option(metavar="FILE")] = None
 
 
 def archive(
-    refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions to move.")
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
     move: _MoveOptions,
-    job: Annotated[
-        Path | None,
-        typer.Option("--job", metavar="FILE", help="Run the archival job of this TOML file."),
-    ] = None,
-    dry_run: Annotated[bool, dry_run("Print what would be done; change nothing.")] = False,
+    job: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    dry_run: DryRun = False,
     reporting: _JobOptions,
     options: WriterOptions,
 ) -> None:
@@ -120,6 +89,15 @@ def archive(
     the job file says. For cron, Slurm and Kubernetes: the next run finishes a killed one, and two
     runs at once do no harm. Exits with 0 if everything was done, with the exit code of the first
     step that failed, or with 7 if a version is late.
+
+    Parameters
+    ----------
+    refs
+        Versions to move.
+    job
+        Run the archival job of this TOML file.
+    dry_run
+        Print what would be done; change nothing.
     """
     output = options.output("archive")
     _check(refs, move, job, reporting)

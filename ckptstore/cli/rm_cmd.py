@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ckptstore.catalog.levels import LowerLevel
-from ckptstore.cli.options import WriterOptions, dry_run
+from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened_to_write
@@ -39,45 +39,37 @@ _PARTS: Final[dict[Keep | None, LowerLevel]] = {
 
 
 def rm(
-    refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="All versions of this run.")
-    ] = None,
-    keep: Annotated[
-        Keep | None,
-        typer.Option(
-            "--keep",
-            help="Reduce versions for good: keep the weights, exact or rounded, or only the "
-            "record. Undelete cannot undo this.",
-        ),
-    ] = None,
-    lossy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ENCODING",
-            help="With --keep weights-bf16 or weights-int8: error bound of each tensor, for "
-            "example 'int8:rel_l2=0.02'. A tensor that would exceed it stays at the "
-            "level above.",
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            "-f",
-            help="Also delete tagged versions, heads of runs, and the only verified version.",
-        ),
-    ] = False,
-    dry_run: Annotated[bool, dry_run("Print what would be deleted; change nothing.")] = False,
-    reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Reason, recorded in the log.")
-    ] = "",
+    run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
+    keep: Keep | None = None,
+    lossy: Annotated[str | None, typer.Option(metavar="ENCODING")] = None,
+    force: Annotated[bool, typer.Option("--force", "-f")] = False,
+    dry_run: DryRun = False,
+    reason: Annotated[str, typer.Option(metavar="TEXT")] = "",
     options: WriterOptions,
 ) -> None:
-    """Delete or reduce versions; undelete restores deleted versions until gc has run."""
+    """Delete or reduce versions; undelete restores deleted versions until gc has run.
+
+    Parameters
+    ----------
+    refs
+        The versions.
+    run
+        All versions of this run.
+    keep
+        Reduce versions for good: keep the weights, exact or rounded, or only the record. Undelete
+        cannot undo this.
+    lossy
+        With --keep weights-bf16 or weights-int8: error bound of each tensor, for example
+        'int8:rel_l2=0.02'. A tensor that would exceed it stays at the level above.
+    force
+        Also delete tagged versions, heads of runs, and the only verified version.
+    dry_run
+        Print what would be deleted; change nothing.
+    reason
+        Reason, recorded in the log.
+    """
     output = options.output("rm")
     if lossy is not None and keep not in {Keep.WEIGHTS_BF16, Keep.WEIGHTS_INT8}:
         msg = "--lossy says how far rounded weights may go, and none are kept"
