@@ -48,6 +48,11 @@ _KEY = re.compile(rf"{_SEGMENT}(/{_SEGMENT})*\Z")
 _PREFIX = re.compile(rf"(({_SEGMENT}/)*({_SEGMENT})?)?\Z")
 
 
+def is_key(text: str) -> bool:
+    """Return whether a text may name an object, by the rules of :func:`check_key`."""
+    return len(text) <= limits.KEY_CHARS_MAX and _KEY.match(text) is not None
+
+
 def check_key(key: str) -> str:
     """Return `key` if it may name an object, both when writing and when listed.
 
@@ -59,7 +64,7 @@ def check_key(key: str) -> str:
     InvalidKeyError
         If it breaks one of these rules.
     """
-    if len(key) > limits.KEY_CHARS_MAX or not _KEY.match(key):
+    if not is_key(key):
         msg = f"not a storage key: {key[:80]!r}"
         raise InvalidKeyError(msg, hint="keys look like packs/ab/0123.pack")
     return key
@@ -77,6 +82,11 @@ def check_prefix(prefix: str) -> str:
         msg = f"not the beginning of a storage key: {prefix[:80]!r}"
         raise InvalidKeyError(msg)
     return prefix
+
+
+def parts_of(data: Buffer | Sequence[Buffer]) -> Sequence[Buffer]:
+    """Return the buffers of a call to ``ObjectWriter.write``, which may be a single one."""
+    return (data,) if isinstance(data, bytes | bytearray | memoryview) else data
 
 
 class PutIfAbsent(StrEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 
-from ckptstore.backends.base import Buffer, ObjectWriter
+from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 
 
 class Body(io.BytesIO):
@@ -31,7 +31,7 @@ class BufferedWriter(ObjectWriter):
         if self._body is None:
             msg = "this writer is finished"
             raise ValueError(msg)
-        for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+        for part in parts_of(data):
             self._body.write(part)
 
     def commit(self) -> None:

@@ -11,20 +11,34 @@ Sizes reported are those of the plain content. ``store.json`` and ``keys/`` are 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 
 from ckptstore import limits
-from ckptstore.backends.base import Backend, Buffer, ObjectInfo, ObjectWriter, check_key
-from ckptstore.backends.encrypted_writer import EncryptedWriter
+from ckptstore.backends.base import (
+    Backend,
+    Buffer,
+    ObjectInfo,
+    ObjectWriter,
+    check_key,
+    parts_of,
+)
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.pooled_writer import BufferPool
 from ckptstore.backends.scatter import Scatter
 from ckptstore.backends.sealing import DataKey, Sealer, salt_of
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import SYSTEM, Environment
-from ckptstore.errors import CorruptObjectError, ObjectExistsError
+from ckptstore.errors import (
+    CorruptObjectError,
+    InvalidInputError,
+    ObjectExistsError,
+    StorageError,
+)
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.segments import HEADER_BYTES, SALT_BYTES, TAG_BYTES, SegmentLayout
 
@@ -76,13 +90,10 @@ class EncryptedBackend(WrapperBackend):
         kept = min(capabilities.concurrency, limits.ENCRYPTED_BUFFERS_KEPT)
         each = self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes
         self._pool = BufferPool(buffer_bytes=each, kept_max=kept, kept_bytes=kept * each)
-        self._turns = PerProcess(_turns)  # a forked child would inherit turns that are taken
-
-    @property
-    def read_memory_bytes(self) -> int:
+        self.read_memory_bytes = limits.ENCRYPTED_READS_MAX * each
         """Encrypted bytes that reads hold at once, at most."""
-        each = self._layout.sealed_bytes(limits.HEADER_READ_BYTES) + self._window_bytes
-        return limits.ENCRYPTED_READS_MAX * each
+        # A forked child would inherit turns that are taken.
+        self._turns = PerProcess(threading.BoundedSemaphore, limits.ENCRYPTED_READS_MAX)
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object; the same content again is no error if the inner put allows it."""
@@ -188,12 +199,7 @@ class EncryptedBackend(WrapperBackend):
     def _without(self, info: ObjectInfo) -> ObjectInfo:
         if _is_clear(info.key):
             return info
-        return ObjectInfo(
-            key=info.key,
-            size_bytes=self._layout.plain_bytes(info.size_bytes),
-            modified_at=info.modified_at,
-            storage_class=info.storage_class,
-        )
+        return replace(info, size_bytes=self._layout.plain_bytes(info.size_bytes))
 
     def _read(self, key: str, head: _Head | None, offset: int, out: Scatter) -> None:
         """Read a range in windows; the first includes the header if that is near."""
@@ -213,7 +219,7 @@ class EncryptedBackend(WrapperBackend):
             start = layout.start(first)
             stop = min(layout.start(-(-end // size)), layout.sealed_bytes(plain))
             stop = min(stop, start + self._window_bytes)
-            with self._turns.get(), _Memory(self._pool, stop - start) as memory:
+            with self._memory(stop - start) as memory:
                 self.inner.read_into(key, start, [memory])
                 self._open(head, first, memory, at, out)
 
@@ -225,7 +231,7 @@ class EncryptedBackend(WrapperBackend):
         if near:
             stop = min(layout.start(-(-(offset + out.left) // size)), layout.sealed_bytes(plain))
             stop = min(stop, layout.start(offset // size) + self._window_bytes)
-        with self._turns.get(), _Memory(self._pool, stop) as memory:
+        with self._memory(stop) as memory:
             self.inner.read_into(key, 0, [memory])
             salt = salt_of(memory[:HEADER_BYTES], where=key)
             head = _Head(self._key.sealer(key, salt), plain)
@@ -253,15 +259,23 @@ class EncryptedBackend(WrapperBackend):
                 head.sealer.open_into(index, segment, whole, last=index == last)
             skip = 0
 
+    @contextmanager
+    def _memory(self, size: int) -> Iterator[memoryview]:
+        """Yield memory for one read, in its turn: from the pool, unless little is needed."""
+        with self._turns.get():
+            if size <= limits.MIB:
+                yield memoryview(bytearray(size))
+                return
+            buffer = self._pool.take()
+            buffer.touched = max(buffer.touched, size)
+            try:
+                yield memoryview(buffer.memory)[:size]
+            finally:
+                self._pool.give(buffer)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (self.inner, self._key, self._layout.segment_bytes)
-
-    def __repr__(self) -> str:
-        return f"EncryptedBackend({self.inner!r})"
-
-
-def _rebuild(inner: Backend, key: DataKey, segment_bytes: int) -> EncryptedBackend:
-    return EncryptedBackend(inner, key, segment_bytes=segment_bytes)
+        rebuild = partial(EncryptedBackend, segment_bytes=self._layout.segment_bytes)
+        return rebuild, (self.inner, self._key)
 
 
 def _is_clear(key: str) -> bool:
@@ -270,24 +284,84 @@ def _is_clear(key: str) -> bool:
     return key == STORE_KEY or key.startswith(KEYS_PREFIX)
 
 
-def _turns() -> threading.BoundedSemaphore:
-    return threading.BoundedSemaphore(limits.ENCRYPTED_READS_MAX)
+class EncryptedWriter(ObjectWriter):
+    """Seals segments as they become full, and passes them on a few at a time.
 
+    The last segment is sealed as such, so a full one waits for the bytes after it. Each segment is
+    sealed once: a commit that is retried sends nothing again. A forked child cannot continue an
+    object that its parent began, since both would seal different bytes under one nonce.
+    """
 
-class _Memory:
-    """Memory for the duration of one read: from the pool, unless little is needed."""
+    def __init__(self, inner: ObjectWriter, sealer: Sealer, *, segment_bytes: int) -> None:
+        self._inner = inner
+        self._sealer = sealer
+        self._segment_bytes = segment_bytes
+        self._pid = os.getpid()
+        self._held = bytearray()
+        """At most a segment, which may be the last."""
+        self._ready: list[Buffer] = [sealer.header]
+        """Sealed, and not yet handed on."""
+        self._index = 0
+        self._sealed_last = False
+        self._incomplete = False
+        """Something that was sealed may not have got to the storage."""
 
-    def __init__(self, pool: BufferPool, size: int) -> None:
-        self._pool = pool
-        self._size = size
-        self._buffer = pool.take() if size > limits.MIB else None
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        """Append; passes on the segments that become full."""
+        self._check()
+        if self._sealed_last:
+            msg = "this writer is finished"
+            raise ValueError(msg)
+        for part in parts_of(data):
+            self._append(memoryview(part).cast("B"))
 
-    def __enter__(self) -> memoryview:
-        if self._buffer is None:
-            return memoryview(bytearray(self._size))
-        self._buffer.touched = max(self._buffer.touched, self._size)
-        return memoryview(self._buffer.memory)[: self._size]
+    def commit(self) -> None:
+        """Seal the last segment, and make the object visible."""
+        self._check()
+        if not self._sealed_last:
+            self._sealed_last = self._incomplete = True
+            self._ready.append(self._sealer.seal(self._index, self._held, last=True))
+            self._held = bytearray()
+            self._hand_on()
+        self._inner.commit()
 
-    def __exit__(self, *_: object) -> None:
-        if self._buffer is not None:
-            self._pool.give(self._buffer)
+    def abort(self) -> None:
+        """Drop the bytes written so far."""
+        self._sealed_last = True
+        self._held = bytearray()
+        self._ready = []
+        self._inner.abort()
+
+    def _append(self, data: memoryview) -> None:
+        size = self._segment_bytes
+        while data.nbytes:
+            if len(self._held) == size:
+                self._seal(self._held)
+                self._held = bytearray()
+            if not self._held and data.nbytes > size:
+                self._seal(data[:size])  # without a copy
+                data = data[size:]
+                continue
+            count = min(size - len(self._held), data.nbytes)
+            self._held += data[:count]
+            data = data[count:]
+
+    def _seal(self, data: Buffer) -> None:
+        self._ready.append(self._sealer.seal(self._index, data, last=False))
+        self._index += 1
+        if len(self._ready) >= limits.SEGMENTS_PER_WRITE:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        ready, self._ready = self._ready, []
+        self._incomplete = True
+        self._inner.write(ready)
+        self._incomplete = False
+
+    def _check(self) -> None:
+        if self._incomplete:
+            msg = f"a part of {self._sealer.key} could not be written"
+            raise StorageError(msg, hint="write the object again from its beginning")
+        if os.getpid() != self._pid:
+            msg = f"{self._sealer.key} was begun in another process; only that one can continue it"
+            raise InvalidInputError(msg, hint="open a writer after the fork")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 from urllib.parse import quote
@@ -22,22 +22,14 @@ from fsspec.exceptions import FSTimeoutError
 from gcsfs.core import GCSFileSystem
 
 from ckptstore import limits
-from ckptstore.backends.base import (
-    Backend,
-    Buffer,
-    Capabilities,
-    ObjectInfo,
-    ObjectWriter,
-    PutIfAbsent,
-    check_prefix,
-)
+from ckptstore.backends.base import Buffer, ObjectInfo, ObjectWriter
+from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, parse_bucket_url
 from ckptstore.backends.buffered_writer import Body, BufferedWriter
-from ckptstore.backends.cold import ColdStorage, check_pack_class, is_classed
-from ckptstore.backends.gcs_cold import GcsColdStorage
+from ckptstore.backends.cold import ColdStorage, ObjectState, check_pack_class
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
-from ckptstore.backends.object_url import BucketLocation, parse_bucket_url
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.scatter import Scatter, wanted_bytes
+from ckptstore.backends.scatter import Scatter
+from ckptstore.backends.storage_classes import STANDARD
 from ckptstore.config import SYSTEM
 from ckptstore.errors import (
     CkptStoreError,
@@ -46,70 +38,24 @@ from ckptstore.errors import (
     StoragePermissionError,
     TransientStorageError,
 )
-from ckptstore.limits import MIB
-
-Foreign = Any
-"""A value of gcsfs or aiohttp's session, which ship no types for it."""
-
-CAPABILITIES: Final = Capabilities(
-    # Google's documentation promises ifGenerationMatch=0; emulators differ: the probe knows.
-    put_if_absent=PutIfAbsent.UNKNOWN,
-    pack_bytes=64 * MIB,  # one request, held in memory
-    part_bytes=64 * MIB,
-    read_gap_bytes=1 * MIB,  # a request's latency of 20-50 ms at 50 MB/s a connection
-    read_bytes_max=16 * MIB,
-    concurrency=16,
-    scatter_read=False,
-    lookup_lag_s=0.0,  # strongly consistent, listings too
-)
 
 # Drawn once: only code that can read this process could put it into a data stream.
 _BOUNDARY: Final = SYSTEM.random_hex(16)
+_CLASSES: Final = (STANDARD, "NEARLINE", "COLDLINE", "ARCHIVE")
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
-class GcsBackend(Backend):
-    """The objects below one prefix of a bucket.
+class GcsBackend(BucketBackend):
+    """The objects below one prefix of a bucket."""
 
-    Parameters
-    ----------
-    location
-        Bucket and prefix; the bucket is never created.
-    options
-        For ``gcsfs.GCSFileSystem``.
-    pack_class
-        Storage class of new packs; empty for the bucket's own.
-    """
-
-    def __init__(
-        self, location: BucketLocation, options: Mapping[str, object], *, pack_class: str = ""
-    ) -> None:
-        self.url = location.url
-        self.name = "gcs"
-        self._location = location
-        self._pack_class = pack_class
-        self._bucket = quote(location.bucket, safe="")
-        self._client = PerProcess(_ClientFactory(dict(options)))
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Return the properties of GCS."""
-        return CAPABILITIES
-
-    def put(self, key: str, data: Buffer) -> None:
-        """Write a whole object by one multipart upload."""
-        self._put(key, self._framed(key, data))
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Create an object by one multipart upload with ``ifGenerationMatch=0``."""
-        self._put(key, self._framed(key, data), conditional=True)
+    name = "gcs"
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects in memory and sends one multipart upload."""
-        name = self._pack_class if is_classed(key) else ""
+        name = self._class_of_new(key)
         head = _head(self._location.object_name(key), "", name)
         return BufferedWriter(
-            lambda body: self._put(key, body, storage_class=name), reserve_bytes=len(head)
+            lambda body: self._upload(key, body, storage_class=name), reserve_bytes=len(head)
         )
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
@@ -128,60 +74,9 @@ class GcsBackend(Backend):
         data: bytes = self._media(key, fetch)
         return data
 
-    def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill `buffers` from one ranged GET."""
-        wanted = wanted_bytes(buffers)
-        if not wanted:
-            self.stat(key)
-            return
-
-        async def fetch(answer: Foreign) -> None:
-            """Fill the buffers from the body; refuse another range, and one that is truncated."""
-            if not answer.headers.get("Content-Range", "").startswith(f"bytes {offset}-"):
-                msg = f"get {key}: the storage ignores ranges"
-                raise StorageError(msg)
-            if answer.content_length is not None and answer.content_length < wanted:
-                msg = f"{key} ends before byte {offset + wanted}"
-                raise CorruptObjectError(msg)
-            scatter = Scatter(buffers)
-            while scatter.left and (data := await answer.content.read(limits.STREAM_BYTES)):
-                scatter.feed(data)
-            if scatter.left:
-                msg = f"get {key}: the answer was cut short"
-                raise TransientStorageError(msg)
-
-        self._media(key, fetch, span=f"bytes={offset}-{offset + wanted - 1}")
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield objects page by page, each page fresh from the storage."""
-        root = self._location.prefix
-        query = {
-            "prefix": root + check_prefix(prefix),
-            "maxResults": str(limits.LIST_PAGE_OBJECTS),
-            "fields": "nextPageToken,items(name,size,updated,storageClass)",
-        }
-        if after:
-            query["startOffset"] = root + after  # inclusive, unlike `after`
-        last = ""
-        while True:
-            path = f"/storage/v1/b/{self._bucket}/o"
-            page = self._send(f"list {prefix}", "GET", path, _json, params=query)
-            for item in page.get("items", ()):
-                key = self._location.key_of(item["name"])
-                if key is None or key <= after:
-                    continue
-                if key <= last:
-                    msg = f"list {prefix}: the storage does not list in order"
-                    raise StorageError(msg)
-                last = key
-                yield _info(key, item)
-            if not page.get("nextPageToken"):
-                return
-            query["pageToken"] = page["nextPageToken"]
-
     def stat(self, key: str) -> ObjectInfo:
         """Return size and time from the object's metadata."""
-        return _info(key, self._send(f"stat {key}", "GET", self._object(key), _json))
+        return self._info(key, self._send(f"stat {key}", "GET", self._object(key), _json))
 
     def delete(self, key: str) -> None:
         """Delete an object."""
@@ -205,6 +100,44 @@ class GcsBackend(Backend):
             f"get {key}", "GET", self._object(key), use, params={"alt": "media"}, headers=headers
         )
 
+    def _receive(
+        self, key: str, span: str, buffers: Sequence[memoryview], check: CheckRange
+    ) -> int:
+        scatter = Scatter(buffers)
+
+        async def fetch(answer: Foreign) -> None:
+            """Fill the buffers from the body."""
+            check(answer.headers.get("Content-Range", ""), answer.content_length)
+            while scatter.left and (data := await answer.content.read(limits.STREAM_BYTES)):
+                scatter.feed(data)
+
+        self._media(key, fetch, span=span)
+        return scatter.left
+
+    def _page(
+        self, what: str, prefix: str, after: str, token: str
+    ) -> tuple[list[tuple[str, Mapping[str, Any]]], str]:
+        query = {
+            "prefix": prefix,
+            "maxResults": str(limits.LIST_PAGE_OBJECTS),
+            "fields": "nextPageToken,items(name,size,updated,storageClass)",
+        }
+        if after:
+            query["startOffset"] = after  # inclusive
+        if token:
+            query["pageToken"] = token
+        page = self._send(what, "GET", self._objects, _json, params=query)
+        items = [(item["name"], item) for item in page.get("items", ())]
+        return items, page.get("nextPageToken", "")
+
+    def _info(self, key: str, item: Mapping[str, Any]) -> ObjectInfo:
+        return ObjectInfo(
+            key=key,
+            size_bytes=int(item["size"]),
+            modified_at=datetime.fromisoformat(item["updated"]).timestamp(),
+            storage_class=item.get("storageClass", ""),
+        )
+
     def _rewrite(self, key: str, name: str, token: str) -> Mapping[str, Any]:
         """Send one request of a rewrite in place."""
         path = self._object(key)
@@ -219,18 +152,21 @@ class GcsBackend(Backend):
         )
         return answer
 
-    def _object(self, key: str) -> str:
-        name = quote(self._location.object_name(key), safe="")
-        return f"/storage/v1/b/{self._bucket}/o/{name}"
+    @property
+    def _objects(self) -> str:
+        return f"/storage/v1/b/{quote(self._location.bucket, safe='')}/o"
 
-    def _framed(self, key: str, data: Buffer) -> Body:
+    def _object(self, key: str) -> str:
+        return f"{self._objects}/{quote(self._location.object_name(key), safe='')}"
+
+    def _body(self, key: str, data: Buffer) -> Body:
         head = _head(self._location.object_name(key), "")
         return Body(b"".join((bytes(len(head)), data)))
 
-    def _put(
-        self, key: str, body: Body, *, conditional: bool = False, storage_class: str = ""
+    def _upload(
+        self, key: str, body: Foreign, *, conditional: bool = False, storage_class: str = ""
     ) -> None:
-        """Send `body`: room for the head, then the data."""
+        """Send `body`: room for the head, then the data; the condition is a generation of 0."""
         name = self._location.object_name(key)
         size = len(_head(name, "", storage_class))
         tail = f"\r\n--{_BOUNDARY}--\r\n".encode()
@@ -248,7 +184,7 @@ class GcsBackend(Backend):
             self._send(
                 f"{'create' if conditional else 'put'} {key}",
                 "POST",
-                f"/upload/storage/v1/b/{self._bucket}/o",
+                f"/upload{self._objects}",
                 _nothing,
                 conditional=conditional,
                 params=query,
@@ -292,28 +228,94 @@ class GcsBackend(Backend):
                 code = "NoSuchBucket" if missing else await _code(answer)
                 raise error_for_answer(answer.status, code, what, conditional=conditional)
 
-        try:
-            fs = self._client.get()
-            return sync(fs.loop, send, fs)
-        except CkptStoreError:
-            raise
-        except Exception as error:
-            raise translate(error, what, conditional=conditional) from error
+        return self._run(what, lambda fs: sync(fs.loop, send, fs), conditional=conditional)
 
-    def __repr__(self) -> str:
-        return f"GcsBackend({self.url!r})"
+    @staticmethod
+    def _translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
+        """Return the error of ckptstore's tree for an error of gcsfs, aiohttp or google.auth."""
+        if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__  # fsspec's wrapper of any timeout
+        msg = f"{what}: {type(error).__name__}"
+        if isinstance(error, google.auth.exceptions.TransportError):
+            return TransientStorageError(msg)
+        if isinstance(error, google.auth.exceptions.GoogleAuthError):
+            return StoragePermissionError(msg, hint="no usable credentials were found")
+        if isinstance(error, _NOT_SENT):
+            return TransientStorageError(msg)
+        if isinstance(error, aiohttp.InvalidURL | TypeError | LookupError | ImportError):
+            return StorageError(msg, hint="check the storage options")
+        return error_for_silence(msg, conditional=conditional)
 
 
-class _ClientFactory:
-    """Makes the gcsfs object of one process; picklable."""
+def _gcs_client(options: Mapping[str, Any]) -> Foreign:
+    """Return a new client.
 
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
+    It is the class of gcsfs.core: the "extended" one that the package exports asks each bucket for
+    its layout by gRPC, and waits for a minute where there is none.
+    """
+    return GCSFileSystem(**options, use_listings_cache=False, skip_instance_cache=True)
 
-    def __call__(self) -> Foreign:
-        # The class of gcsfs.core: the "extended" one that the package exports asks each bucket
-        # for its layout by gRPC, and waits for a minute where there is none.
-        return GCSFileSystem(**self._options, use_listings_cache=False, skip_instance_cache=True)
+
+class GcsColdStorage:
+    """The storage classes of GCS: an object is rewritten in place; all can be read at any time.
+
+    The colder classes charge for reading and for a minimum storage duration. No object ever needs a
+    restore, so a request for one does nothing.
+
+    Parameters
+    ----------
+    stat
+        The backend's ``stat``.
+    rewrite
+        Sends one request of a rewrite of a key into a class, with the token of the answer before.
+    """
+
+    def __init__(
+        self,
+        stat: Callable[[str], ObjectInfo],
+        rewrite: Callable[[str, str, str], Mapping[str, Any]],
+    ) -> None:
+        self._stat = stat
+        self._rewrite = rewrite
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Return the four classes of GCS."""
+        return _CLASSES
+
+    def class_of(self, key: str) -> str:
+        """Return the class of an object."""
+        return self.restore_state(key).storage_class
+
+    def restore_state(self, key: str) -> ObjectState:
+        """Return the class; it can be read at any time."""
+        info = self._stat(key)
+        return ObjectState(
+            storage_class=info.storage_class or STANDARD,
+            size_bytes=info.size_bytes,
+            modified_at=info.modified_at,
+            access="readable",
+        )
+
+    def set_class(self, key: str, name: str) -> bool:
+        """Rewrite an object in place; a large one takes several requests."""
+        if self.class_of(key) == name:
+            return False
+        token = ""
+        while True:
+            answer = self._rewrite(key, name, token)
+            token = answer.get("rewriteToken", "")
+            if answer.get("done", True) or not token:
+                break
+        after = self.class_of(key)
+        if after != name:
+            msg = f"move {key} to {name}: the object is in {after} afterwards"
+            raise StorageError(msg, hint="does this storage have the class?")
+        return True
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        """Do nothing, since every object can be read already; returns False."""
+        return False
 
 
 def _head(name: str, md5: str, storage_class: str = "") -> bytes:
@@ -343,32 +345,6 @@ async def _code(answer: Foreign) -> str:
         return ""
 
 
-def _info(key: str, item: Mapping[str, str]) -> ObjectInfo:
-    modified = datetime.fromisoformat(item["updated"]).timestamp()
-    return ObjectInfo(
-        key=key,
-        size_bytes=int(item["size"]),
-        modified_at=modified,
-        storage_class=item.get("storageClass", ""),
-    )
-
-
-def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
-    """Return the error of ckptstore's tree for an error of gcsfs, aiohttp or google.auth."""
-    if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # fsspec's wrapper of any timeout
-    msg = f"{what}: {type(error).__name__}"
-    if isinstance(error, google.auth.exceptions.TransportError):
-        return TransientStorageError(msg)
-    if isinstance(error, google.auth.exceptions.GoogleAuthError):
-        return StoragePermissionError(msg, hint="no usable credentials were found")
-    if isinstance(error, _NOT_SENT):
-        return TransientStorageError(msg)
-    if isinstance(error, aiohttp.InvalidURL | TypeError | LookupError | ImportError):
-        return StorageError(msg, hint="check the storage options")
-    return error_for_silence(msg, conditional=conditional)
-
-
 def open_gcs(url: str, *, pack_class: object = None, **options: object) -> GcsBackend:
     """Return the backend of ``gs://bucket/prefix``; `options` are gcsfs's.
 
@@ -385,4 +361,5 @@ def open_gcs(url: str, *, pack_class: object = None, **options: object) -> GcsBa
         `pack_class` names no class whose objects can always be read.
     """
     name = check_pack_class(pack_class)
-    return GcsBackend(parse_bucket_url(url), options, pack_class=name)
+    client = PerProcess(_gcs_client, options)
+    return GcsBackend(parse_bucket_url(url), client, pack_class=name)

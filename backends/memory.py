@@ -18,6 +18,7 @@ from ckptstore.backends.base import (
     check_key,
     check_prefix,
 )
+from ckptstore.backends.buffered_writer import BufferedWriter
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
     CorruptObjectError,
@@ -53,7 +54,7 @@ class _Space:
         self.objects: dict[str, _Object] = {}
         self.keys: list[str] = []
 
-    def store(self, key: str, item: _Object, *, absent: bool) -> None:
+    def store(self, key: str, item: _Object, *, absent: bool = False) -> None:
         """Write one object; with `absent`, only if the key is free."""
         with self.lock:
             if key not in self.objects:
@@ -92,18 +93,10 @@ def _info(key: str, item: _Object) -> ObjectInfo:
 
 
 _spaces: dict[str, _Space] = {}
-_spaces_lock = threading.Lock()
-
-
-def _space(name: str) -> _Space:
-    with _spaces_lock:
-        return _spaces.setdefault(name, _Space())
 
 
 def _renew_locks() -> None:
     """Give a forked child new locks: a thread of the parent may have held the old ones."""
-    global _spaces_lock
-    _spaces_lock = threading.Lock()
     for space in _spaces.values():
         space.lock = threading.Lock()
 
@@ -131,15 +124,16 @@ class MemoryBackend(Backend):
 
     def put(self, key: str, data: Buffer) -> None:
         """Write a whole object."""
-        self._store(key, bytes(data), absent=False)
+        self._space.store(check_key(key), self._object(data))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Create an object under the lock of the space."""
-        self._store(key, bytes(data), absent=True)
+        self._space.store(check_key(key), self._object(data), absent=True)
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects in memory and stores on commit."""
-        return _MemoryWriter(self, check_key(key))
+        check_key(key)
+        return BufferedWriter(lambda body: self.put(key, body.getvalue()))
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
@@ -178,36 +172,18 @@ class MemoryBackend(Backend):
 
     @property
     def _space(self) -> _Space:
-        return _space(self._space_name)
+        return _spaces.setdefault(self._space_name, _Space())
 
     @property
     def objects(self) -> dict[str, _Object]:
         """The space's own dictionary, not a copy: for tests that bypass the methods."""
         return self._space.objects
 
-    def _store(self, key: str, data: bytes, *, absent: bool) -> None:
-        item = _Object(data, self._environment.now_ms() / 1000)
-        self._space.store(check_key(key), item, absent=absent)
+    def _object(self, data: Buffer) -> _Object:
+        return _Object(bytes(data), self._environment.now_ms() / 1000)
 
     def __repr__(self) -> str:
         return f"MemoryBackend({self.url!r})"
-
-
-class _MemoryWriter(ObjectWriter):
-    def __init__(self, backend: MemoryBackend, key: str) -> None:
-        self._backend = backend
-        self._key = key
-        self._parts = bytearray()
-
-    def write(self, data: Buffer | Sequence[Buffer]) -> None:
-        for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
-            self._parts += part
-
-    def commit(self) -> None:
-        self._backend.put(self._key, self._parts)
-
-    def abort(self) -> None:
-        self._parts = bytearray()
 
 
 def open_memory(url: str, **options: object) -> MemoryBackend:

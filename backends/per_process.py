@@ -14,15 +14,17 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """Holds one object per process, made by `factory` at the first ``get``.
+    """Holds one object per process: ``factory(*arguments)``, made at the first ``get``.
 
-    Safe from any thread, across a fork, and when pickled (if `factory` is; the object is not
-    pickled). A forked child keeps the inherited object untouched: finalising the parent's
-    client in the child would wait for threads that do not exist there.
+    Safe from any thread, across a fork, and when pickled (if both are; the object is not pickled).
+    The arguments, which may be credentials, are not part of its ``repr``. A forked child keeps the
+    inherited object untouched: finalising the parent's client in the child would wait for threads
+    that do not exist there.
     """
 
-    def __init__(self, factory: Callable[[], T]) -> None:
+    def __init__(self, factory: Callable[..., T], *arguments: object) -> None:
         self._factory = factory
+        self._arguments = arguments
         self._objects: dict[int, T] = {}
         self._locks: dict[int, threading.Lock] = {}
 
@@ -35,7 +37,7 @@ class PerProcess(Generic[T]):
             with self._locks.setdefault(pid, threading.Lock()):
                 found = self._objects.get(pid)
                 if found is None:
-                    found = self._objects[pid] = self._factory()
+                    found = self._objects[pid] = self._factory(*self._arguments)
         return found
 
     def take(self) -> T | None:
@@ -43,4 +45,4 @@ class PerProcess(Generic[T]):
         return self._objects.pop(os.getpid(), None)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._factory,)
+        return type(self), (self._factory, *self._arguments)

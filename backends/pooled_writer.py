@@ -11,8 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from ckptstore.backends.base import Buffer, ObjectWriter
+from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 
 
 @dataclass(slots=True)
@@ -62,11 +63,8 @@ class BufferPool:
         self._free.clear()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _new_pool, (self._buffer_bytes, self._kept_max, self._kept_bytes)
-
-
-def _new_pool(buffer_bytes: int, kept_max: int, kept_bytes: int) -> BufferPool:
-    return BufferPool(buffer_bytes=buffer_bytes, kept_max=kept_max, kept_bytes=kept_bytes)
+        limits = {"kept_max": self._kept_max, "kept_bytes": self._kept_bytes}
+        return partial(BufferPool, buffer_bytes=self._buffer_bytes, **limits), ()
 
 
 def _new_memory(size: int) -> mmap.mmap:
@@ -98,7 +96,7 @@ class PooledWriter(ObjectWriter):
             raise ValueError(msg)
         if self._buffer is None:
             self._buffer = self._pool.take()
-        for part in (data,) if isinstance(data, bytes | bytearray | memoryview) else data:
+        for part in parts_of(data):
             view = memoryview(part).cast("B")
             end = self._size + len(view)
             if end > len(self._buffer.memory):

@@ -26,15 +26,18 @@ from ckptstore.backends.base import (
     check_key,
     check_prefix,
 )
-from ckptstore.backends.lustre import stripe_folder
-from ckptstore.backends.mounts import find_mount
 from ckptstore.backends.oserrors import ABSENT, translate
-from ckptstore.backends.posix_leftovers import remove_temp_files
 from ckptstore.backends.posix_publish import Folders, TempFile, publish, sync_folder
-from ckptstore.backends.posix_relist import is_listed
-from ckptstore.backends.posix_settings import SETTINGS, PosixSettings, settings_for
-from ckptstore.backends.posix_stream import PosixWriter
-from ckptstore.backends.posix_walk import walk
+from ckptstore.backends.posix_settings import (
+    SETTINGS,
+    PosixSettings,
+    find_fs_type,
+    settings_for,
+    stripe_folder,
+)
+from ckptstore.backends.posix_stream import IOV_MAX, PosixWriter
+from ckptstore.backends.posix_walk import is_listed, remove_temp_files, walk
+from ckptstore.backends.scatter import skip_bytes
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
     CkptStoreError,
@@ -49,7 +52,6 @@ T = TypeVar("T")
 
 # O_NONBLOCK: a named pipe in a hostile store must not hang its reader; files ignore it.
 _READ: Final = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-_IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
 
 
 class PosixBackend(Backend):
@@ -97,7 +99,7 @@ class PosixBackend(Backend):
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Create an object by ``link()``."""
-        temp = self.open_temp(check_key(key))
+        temp = self._open_temp(check_key(key))
         try:
             temp.write(data)
             temp.finish(len(data))
@@ -110,7 +112,7 @@ class PosixBackend(Backend):
 
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that streams to a temporary file."""
-        return PosixWriter(check_key(key), self.open_temp(key), self.path_of(key))
+        return PosixWriter(check_key(key), self._open_temp(key), self._path(key))
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object."""
@@ -153,7 +155,7 @@ class PosixBackend(Backend):
 
     def make_durable(self, keys: Iterable[str]) -> None:
         """Sync the folders: a file is synced before it has its name, the name after."""
-        for folder in {os.path.dirname(self.path_of(key)) for key in keys}:  # noqa: PTH120
+        for folder in {os.path.dirname(self._path(check_key(key))) for key in keys}:  # noqa: PTH120
             try:
                 sync_folder(folder)
             except OSError as error:
@@ -166,7 +168,7 @@ class PosixBackend(Backend):
     def close(self) -> None:
         """Do nothing: no file stays open between calls."""
 
-    def open_temp(self, key: str, *, flags: int = 0) -> TempFile:
+    def _open_temp(self, key: str) -> TempFile:
         """Return a new temporary file in the folder of `key`, making the folder if it is missing.
 
         Raises
@@ -179,17 +181,13 @@ class PosixBackend(Backend):
         try:
             try:
                 self._folders.ensure(folder)
-                return TempFile(folder, unique, flags=flags)
+                return TempFile(folder, unique)
             except FileNotFoundError:  # another process removed the folder, or one above it
                 self._folders.forget()
                 self._folders.ensure(folder)
-                return TempFile(folder, unique, flags=flags)
+                return TempFile(folder, unique)
         except OSError as error:
             raise translate(error, f"create a file for {key}", writing=True) from error
-
-    def path_of(self, key: str) -> str:
-        """Return the path of the file that holds `key`."""
-        return self._path(check_key(key))
 
     def _prepare(self, root: str) -> None:
         if self.fs_type == "lustre":
@@ -237,18 +235,13 @@ def _use_file(path: str, key: str, use: Callable[[int, int], T]) -> T:
 def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview], key: str) -> None:
     """Fill all of `buffers` from `offset` on; raises OSError or CorruptObjectError."""
     left = [buffer for buffer in buffers if buffer.nbytes]
-    first = 0
-    while first < len(left):
-        count = os.preadv(descriptor, left[first : first + _IOV_MAX], offset)
+    while left:
+        count = os.preadv(descriptor, left[:IOV_MAX], offset)
         if not count:
             msg = f"{key} ends at byte {offset}, before the range that was asked for"
             raise CorruptObjectError(msg)
         offset += count
-        while first < len(left) and count >= left[first].nbytes:
-            count -= left[first].nbytes
-            first += 1
-        if count:
-            left[first] = left[first][count:]
+        skip_bytes(left, count)
 
 
 def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
@@ -281,6 +274,6 @@ def open_posix(url: str, *, kind: str = "", **options: object) -> PosixBackend:
     if os.path.isfile(root):  # noqa: PTH113 - False where it may not be looked at
         msg = f"{root} is a file, not a folder"
         raise InvalidUrlError(msg, hint="name the folder of a store, or one that is not there yet")
-    mount = find_mount(root)
-    settings = SETTINGS[kind] if kind else settings_for(mount)
-    return PosixBackend(root, settings=settings, fs_type=mount.fs_type)
+    fs_type = find_fs_type(root)
+    settings = SETTINGS[kind] if kind else settings_for(fs_type)
+    return PosixBackend(root, settings=settings, fs_type=fs_type)

@@ -16,12 +16,14 @@ from functools import cache
 from typing import Final
 
 from ckptstore import limits
-from ckptstore.backends.base import Buffer, ObjectWriter
+from ckptstore.backends.base import Buffer, ObjectWriter, parts_of
 from ckptstore.backends.oserrors import translate
 from ckptstore.backends.posix_publish import TempFile, drop_cache, publish
+from ckptstore.backends.scatter import skip_bytes
 from ckptstore.errors import StorageError, TransientStorageError
 
-_IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+IOV_MAX: Final = os.sysconf("SC_IOV_MAX")
+"""Most buffers of one system call."""
 # Flags of sync_file_range(2), from linux/fs.h.
 _WAIT_BEFORE: Final = 1
 _START: Final = 2
@@ -74,18 +76,12 @@ class PosixWriter(ObjectWriter):
 
     def write(self, data: Buffer | Sequence[Buffer]) -> None:
         """Append by as few system calls as possible."""
-        parts = [data] if isinstance(data, bytes | bytearray | memoryview) else data
-        left = [view.cast("B") for part in parts if (view := memoryview(part)).nbytes]
-        first = 0
+        left = [view.cast("B") for part in parts_of(data) if (view := memoryview(part)).nbytes]
         try:
-            while first < len(left):
-                count = os.writev(self._temp.descriptor, left[first : first + _IOV_MAX])
+            while left:
+                count = os.writev(self._temp.descriptor, left[:IOV_MAX])
                 self._size += count
-                while first < len(left) and count >= left[first].nbytes:
-                    count -= left[first].nbytes
-                    first += 1
-                if count:
-                    left[first] = left[first][count:]
+                skip_bytes(left, count)
                 self._write_back()
         except OSError as error:
             raise translate(error, f"write {self._key}", writing=True) from error

@@ -1,16 +1,33 @@
-"""Sorted listing of a folder tree as keys, reading only the folders that can matter."""
+"""Reads a folder tree: its files as sorted keys, and the temporary files of dead writers.
+
+Where the client caches lookups and listings (NFS), both are made fresh. Two caches were measured
+between Linux clients and a Linux server:
+
+* A failed lookup is cached for 30 s and more, of files and of *folders*. Opening the folder
+  above asks the server, which drops the cached entries below it if that folder has changed.
+* A listing is cached until the folder's modification time changes. On NFS 3 that time has the
+  resolution of a clock tick (4 to 10 ms): a listing between two changes within one tick hides the
+  second, not for a while but until the next change (still hidden after 70 s). Dropping the cached
+  pages of the folder helps; `posix_fadvise` does that.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final
 
 from ckptstore import limits
-from ckptstore.backends.base import ObjectInfo, check_key
+from ckptstore.backends.base import Leftovers, ObjectInfo, is_key
 from ckptstore.backends.oserrors import ABSENT, translate
-from ckptstore.backends.posix_relist import forget_listing, is_listed
-from ckptstore.errors import InvalidKeyError
+from ckptstore.backends.posix_publish import FOLDER
+
+_TEMP: Final = re.compile(r"\.tmp-[0-9a-f]{32}\Z")  # as posix_publish.TempFile names them
+# Other files below the root of a store are not ckptstore's.
+_WITH_TEMPS: Final = ("commits", "snapshots", "manifests", "packs", "probe")
 
 
 def walk(root: str, prefix: str, after: str, *, relist: bool = False) -> Iterator[ObjectInfo]:
@@ -22,7 +39,7 @@ def walk(root: str, prefix: str, after: str, *, relist: bool = False) -> Iterato
     Parameters
     ----------
     relist
-        Trust no cached listing and no cached absence of a folder (see posix_relist).
+        Trust no cached listing and no cached absence of a folder.
 
     Raises
     ------
@@ -43,16 +60,16 @@ def _folder(root: str, base: str, prefix: str, after: str, relist: bool) -> Iter
             if wanted and (after < key or after.startswith(key)):
                 yield from _folder(root, key, prefix, after, relist)
         elif key > after and key.startswith(prefix):
-            info = _info(entry, key)
-            if info is not None:
-                yield info
+            found = _state(entry, key)
+            if found is not None and stat.S_ISREG(found.st_mode):
+                yield ObjectInfo(key=key, size_bytes=found.st_size, modified_at=found.st_mtime)
 
 
 def _fresh_entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:
     """Return the entries that the server has now, not those that this client has cached."""
     for _ in range(limits.STALE_TRIES):
         try:
-            forget_listing(path)
+            _forget_listing(path)
             break
         except OSError as error:
             if error.errno not in ABSENT:
@@ -64,36 +81,111 @@ def _fresh_entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:
 
 def _entries(path: str, base: str) -> list[tuple[str, os.DirEntry[str]]]:
     """Return the entries of one folder in the order of their keys; folders end in ``/``."""
-    found = []
+    found = [
+        (f"{entry.name}/" if is_folder else entry.name, entry)
+        for entry, is_folder in _scan(path, base)
+        if is_key(entry.name)
+    ]
+    return sorted(found, key=lambda item: item[0])
+
+
+def _scan(path: str, base: str) -> list[tuple[os.DirEntry[str], bool]]:
+    """Return the entries of a folder, each with whether it is a folder; none if it is absent."""
     try:
         with os.scandir(path) as entries:
-            for entry in entries:
-                if not _is_name(entry.name):
-                    continue
-                folder = entry.is_dir(follow_symlinks=False)
-                found.append((entry.name + "/" if folder else entry.name, entry))
+            return [(entry, entry.is_dir(follow_symlinks=False)) for entry in entries]
     except OSError as error:
         if error.errno in ABSENT:
             return []
         raise translate(error, f"list {base}") from error
-    found.sort(key=lambda item: item[0])
-    return found
 
 
-def _is_name(name: str) -> bool:
+def _state(entry: os.DirEntry[str], key: str) -> os.stat_result | None:
+    """Return the state of a listed file; None if it has vanished since."""
     try:
-        return check_key(name) is not None
-    except InvalidKeyError:
-        return False
-
-
-def _info(entry: os.DirEntry[str], key: str) -> ObjectInfo | None:
-    try:
-        found = entry.stat(follow_symlinks=False)
+        return entry.stat(follow_symlinks=False)
     except OSError as error:
         if error.errno in ABSENT:
             return None
         raise translate(error, f"list {key}") from error
-    if not stat.S_ISREG(found.st_mode):
-        return None
-    return ObjectInfo(key=key, size_bytes=found.st_size, modified_at=found.st_mtime)
+
+
+def _forget_listing(folder: str) -> None:
+    """Make the next listing of `folder` come from the server; raises OSError if it is absent."""
+    descriptor = os.open(folder, FOLDER)
+    try:
+        with suppress(OSError, AttributeError):  # a file system or a platform that caches none
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def is_listed(path: str) -> bool:
+    """Return whether a fresh listing of `path`'s folder contains its name.
+
+    A folder that cannot be opened is looked up in the folder above, and so on upwards, which
+    makes the client ask the server for it again.
+    """
+    folder, name = os.path.split(path)
+    if not name:
+        return True
+    try:
+        return name in _names(folder)
+    except OSError as error:
+        if error.errno not in ABSENT or not is_listed(folder):
+            return False
+    try:
+        return name in _names(folder)
+    except OSError:
+        return False
+
+
+def _names(folder: str) -> list[str]:
+    _forget_listing(folder)
+    return os.listdir(folder)  # noqa: PTH208 - plain strings on the hot path
+
+
+def remove_temp_files(root: str, *, modified_before: float, dry_run: bool) -> Leftovers:
+    """Unlink the temporary files below `root` last written before a time; return their count.
+
+    Parameters
+    ----------
+    modified_before
+        Seconds since 1970, by the clock of the file system.
+    dry_run
+        Only count.
+
+    Raises
+    ------
+    StorageError
+        A folder could not be read, or a file not removed.
+    """
+    count = size = 0
+    for path, info in _temp_files(root, ""):
+        if info.st_mtime >= modified_before:
+            continue
+        if not dry_run:
+            try:
+                os.unlink(path)  # noqa: PTH108 - plain strings, as in all of this backend
+            except FileNotFoundError:
+                continue  # another collection was faster
+            except OSError as error:
+                raise translate(error, f"remove {path}") from error
+        count += 1
+        size += info.st_size
+    return Leftovers(count=count, size_bytes=size)
+
+
+def _temp_files(root: str, base: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield path and state of the temporary files in a folder and those below it."""
+    folders = []
+    for entry, is_folder in _scan(f"{root}/{base}".rstrip("/"), base):
+        if is_folder:
+            if is_key(entry.name) and (base or entry.name in _WITH_TEMPS):
+                folders.append(entry.name)
+        elif _TEMP.match(entry.name):
+            found = _state(entry, base + entry.name)
+            if found is not None:  # otherwise its writer lives, and has just finished
+                yield entry.path, found
+    for name in folders:
+        yield from _temp_files(root, f"{base}{name}/")

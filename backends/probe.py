@@ -1,4 +1,4 @@
-"""Tests a storage by using it: never trust a claim of put-if-absent.
+"""Tests a storage by using it, and measures its speed: never trust a claim of put-if-absent.
 
 All objects have names ``probe/<random>-...`` and are removed again. A store is created only on
 these results, and ``ckptstore doctor`` prints them.
@@ -10,9 +10,11 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final, Self
+
+import msgspec
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
@@ -21,6 +23,7 @@ from ckptstore.errors import (
     AmbiguousWriteError,
     CorruptObjectError,
     FormatError,
+    InvalidInputError,
     ObjectExistsError,
     ObjectNotFoundError,
     TransientStorageError,
@@ -67,13 +70,8 @@ class ProbeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        return {
-            "backend": self.backend,
-            "put_if_absent": self.put_if_absent.value,
-            "checks": [asdict(check) for check in self.checks],
-            "clock_offset_s": self.clock_offset_s,
-            "latencies_ms": dict(self.latencies_ms),
-        }
+        values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(self))
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -85,19 +83,22 @@ class ProbeReport:
             `values` is no such report.
         """
         try:
-            return cls(
-                backend=str(values["backend"]),
-                put_if_absent=PutIfAbsent(values["put_if_absent"]),
-                checks=tuple(
-                    Check(name=str(c["name"]), passed=bool(c["passed"]), detail=str(c["detail"]))
-                    for c in values["checks"]
-                ),
-                clock_offset_s=float(values["clock_offset_s"]),
-                latencies_ms={str(k): float(v) for k, v in values["latencies_ms"].items()},
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            return msgspec.convert(values, cls)
+        except msgspec.ValidationError as error:
             msg = f"not a probe report: {error}"
             raise FormatError(msg) from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """Throughput of one process."""
+
+    bytes_moved: int
+    """Written once and read once, in bytes."""
+    write_bytes_per_s: float
+    """One pack, durable."""
+    read_bytes_per_s: float
+    """The same pack in ranges, as many at once as the backend likes best; caches may help."""
 
 
 def probe(
@@ -123,6 +124,55 @@ def probe(
         return run.report()
     finally:
         run.clean()
+
+
+def measure(
+    backend: Backend,
+    *,
+    environment: Environment = SYSTEM,
+    size_bytes: int = limits.MEASURE_BYTES,
+    progress: ProgressCallback = silent,
+) -> Speed:
+    """Write and read an object of `size_bytes` incompressible bytes, remove it, return the speeds.
+
+    Raises
+    ------
+    InvalidInputError
+        `size_bytes` is more than ``MEASURE_BYTES_MAX``.
+    StorageError
+        The storage failed.
+    """
+    if size_bytes > limits.MEASURE_BYTES_MAX:
+        msg = f"at most {limits.MEASURE_BYTES_MAX} bytes are written to measure, not {size_bytes}"
+        raise InvalidInputError(msg, hint="64 MiB, the default, tells most; 1 GiB the rest")
+    key = f"probe/{environment.random_hex(8)}-speed.pack"
+    block = bytes.fromhex(environment.random_hex(limits.MIB))
+    count = max(1, size_bytes // limits.MIB)
+    try:
+        start = environment.monotonic()
+        with backend.open_writer(key) as writer:
+            for index in range(count):
+                writer.write(block)
+                progress(Progress(stage="write", done=index * limits.MIB, total=size_bytes))
+            writer.commit()
+        write_s = environment.monotonic() - start
+        start = environment.monotonic()
+        total, step = count * limits.MIB, 8 * limits.MIB
+
+        def read(offset: int) -> None:
+            memory = bytearray(min(step, total - offset))
+            backend.read_into(key, offset, [memoryview(memory)])
+
+        with ThreadPoolExecutor(backend.capabilities.concurrency) as pool:
+            list(pool.map(read, range(0, total, step)))
+        read_s = environment.monotonic() - start
+    finally:
+        backend.delete(key)
+    return Speed(
+        bytes_moved=total,
+        write_bytes_per_s=total / max(write_s, 1e-9),
+        read_bytes_per_s=total / max(read_s, 1e-9),
+    )
 
 
 def failed_check(report: Mapping[str, Any]) -> str:

@@ -1,26 +1,51 @@
-"""The calls that the S3 backend makes of a client library, and the body that a client sends.
+"""The calls that the S3 backend makes of a client library, and the errors of these libraries.
 
 Two clients serve it: ``s3_direct`` (botocore, without an event loop) and ``s3_fsspec`` (s3fs).
+Their errors, and those of urllib3, become errors of the tree by type, status and code.
 """
 
 from __future__ import annotations
 
+import re
+import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
-Foreign = Any
-"""A value of a client library, which ship no types."""
+import botocore.exceptions as boto
+from fsspec.exceptions import FSTimeoutError
+from urllib3.exceptions import NewConnectionError
+
+from ckptstore.backends.bucket import Foreign
+from ckptstore.backends.httperrors import error_for_answer, error_for_silence
+from ckptstore.errors import (
+    CkptStoreError,
+    StorageError,
+    StoragePermissionError,
+    TransientStorageError,
+)
+
 Request = dict[str, Any]
 """The parameters of one call of the S3 API, by their names there."""
 Accept = Callable[[Mapping[str, Any]], None]
 """Looks at the head of an answer before its body is taken; raises to refuse it."""
 
+_NO_CREDENTIALS: Final = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.TokenRetrievalError,
+    boto.ProfileNotFound,
+)
+_WRONG_SETTINGS: Final = (boto.ParamValidationError, TypeError, ValueError, ImportError)
+_UNKNOWN_OPTION: Final = re.compile(r"unexpected keyword argument '(\w+)'")
+
 
 class S3Calls(Protocol):
     """One client in one process; every method may be called from any thread.
 
-    Each call sends one request, once, and raises its library's errors: ``s3_errors.translate``
-    knows them all.
+    Each call sends one request, once, and raises its library's errors: ``translate`` knows them
+    all.
     """
 
     def call(self, method: str, request: Request) -> Foreign:
@@ -37,3 +62,50 @@ class S3Calls(Protocol):
 
     def close(self) -> None:
         """Close the connections."""
+
+
+def translate(error: Exception, what: str, *, conditional: bool) -> CkptStoreError:
+    """Return the error of ckptstore's tree for an error of an S3 client.
+
+    s3fs turns botocore's errors into Python's and loses their status; the cause still has it.
+    """
+    for cause in (error, error.__cause__):
+        if isinstance(cause, boto.ClientError):
+            status = cause.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return error_for_answer(status, code_of(cause), what, conditional=conditional)
+    if isinstance(error, FSTimeoutError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # fsspec's wrapper of any timeout
+    msg = f"{what}: {type(error).__name__}"
+    if isinstance(error, _NO_CREDENTIALS):
+        return StoragePermissionError(msg, hint="no usable credentials were found")
+    if _not_sent(error):
+        return TransientStorageError(msg)
+    if isinstance(error, _WRONG_SETTINGS):
+        wrong = _UNKNOWN_OPTION.search(str(error))  # the rest of the text may hold a secret
+        about = f": no option is called {wrong[1]!r}" if wrong else ""
+        return StorageError(msg + about, hint="check the storage options")
+    return error_for_silence(msg, conditional=conditional)
+
+
+def code_of(error: Exception) -> str:
+    """Return S3's code in an answer that is no success; empty without one."""
+    for cause in (error, error.__cause__):
+        if isinstance(cause, boto.ClientError):
+            code = str(cause.response.get("Error", {}).get("Code", ""))
+            # A HEAD has no body, and botocore uses the status as the code.
+            return "" if code.isdigit() else code
+    return ""
+
+
+def _not_sent(error: Exception) -> bool:
+    """Return whether no connection was made, so that the outcome is not even ambiguous.
+
+    aiobotocore calls any broken connection an ``EndpointConnectionError``; its cause is the
+    error of the library below.
+    """
+    if isinstance(error, boto.EndpointConnectionError):
+        inner = error.kwargs.get("error")
+        aiohttp = sys.modules.get("aiohttp")  # imported by s3fs, and nobody else
+        theirs = (aiohttp.ClientConnectorError,) if aiohttp is not None else ()
+        return isinstance(inner, (NewConnectionError, socket.gaierror, *theirs))
+    return isinstance(error, boto.ConnectTimeoutError | boto.ProxyConnectionError)

@@ -13,10 +13,9 @@ from email.utils import parsedate_to_datetime
 from typing import Any, Final, Protocol, TypeVar
 
 from ckptstore import limits
+from ckptstore.backends.bucket import BucketLocation, Foreign
 from ckptstore.backends.cold import Access, ObjectState
-from ckptstore.backends.object_url import BucketLocation
-from ckptstore.backends.s3_calls import Foreign, S3Calls
-from ckptstore.backends.s3_errors import code_of
+from ckptstore.backends.s3_calls import S3Calls, code_of
 from ckptstore.backends.storage_classes import STANDARD, TIERING, class_named
 from ckptstore.errors import (
     ColdObjectError,

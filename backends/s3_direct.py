@@ -11,6 +11,7 @@ import base64
 import http.client
 import io
 import ipaddress
+import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -20,13 +21,22 @@ from urllib.parse import urlsplit
 import botocore.loaders
 import botocore.session
 from botocore import UNSIGNED
+from botocore.awsrequest import (
+    AWSHTTPConnection,
+    AWSHTTPConnectionPool,
+    AWSHTTPSConnection,
+    AWSHTTPSConnectionPool,
+)
 from botocore.config import Config
 from botocore.exceptions import IncompleteReadError
 
 from ckptstore import limits
-from ckptstore.backends.s3_calls import Accept, Foreign, Request
-from ckptstore.backends.s3_connections import acknowledge_at_once
+from ckptstore.backends.bucket import Foreign
+from ckptstore.backends.s3_calls import Accept, Request
 from ckptstore.backends.s3_settings import Settings
+from ckptstore.backends.scatter import skip_bytes, wanted_bytes
+
+_QUICKACK: Final[int | None] = getattr(socket, "TCP_QUICKACK", None)
 
 
 class DirectCalls:
@@ -78,46 +88,41 @@ class DirectCalls:
         try:
             accept(answer)
             readinto, at_end = _receiver(body)
-            left = sum(_fill(buffer, readinto) for buffer in buffers)
+            rest = [buffer for buffer in buffers if buffer.nbytes]
+            while rest and (count := readinto(rest[0])):
+                skip_bytes(rest, count)
             whole = at_end()
         finally:
             if whole:  # the connection can serve the next request
                 body._raw_stream.release_conn()
             else:
                 body.close()
-        return left
+        return wanted_bytes(rest)
 
     def close(self) -> None:
         """Close the connections."""
         self._client.close()
 
 
-class DirectFactory:
-    """Makes the botocore client of one process; picklable.
+def direct_client(settings: Settings) -> DirectCalls:
+    """Return a new client of botocore.
 
     Credentials, region and endpoint come from where botocore finds them: options, environment,
     profile, single sign-on, container or instance.
     """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-
-    def __call__(self) -> DirectCalls:
-        """Return a new client."""
-        settings = self._settings
-        config = dict(settings.config)
-        if settings.anonymous:
-            config["signature_version"] = UNSIGNED
-        session = botocore.session.Session(profile=settings.profile)
-        loader = _shared_loader(session.get_config_variable("data_path"))
-        session.register_component("data_loader", loader)
-        client = session.create_client("s3", **settings.client, config=Config(**config))
-        acknowledge_at_once(client)
-        chosen = config.get("s3") or {}
-        if not settings.anonymous and "payload_signing_enabled" not in chosen:
-            client.meta.events.register("before-call.s3.PutObject", _seal)
-        client.meta.events.register("before-parse.s3", _hold_whole)
-        return DirectCalls(client, dict(settings.request))
+    config = dict(settings.config)
+    if settings.anonymous:
+        config["signature_version"] = UNSIGNED
+    session = botocore.session.Session(profile=settings.profile)
+    loader = _shared_loader(session.get_config_variable("data_path"))
+    session.register_component("data_loader", loader)
+    client = session.create_client("s3", **settings.client, config=Config(**config))
+    acknowledge_at_once(client)
+    chosen = config.get("s3") or {}
+    if not settings.anonymous and "payload_signing_enabled" not in chosen:
+        client.meta.events.register("before-call.s3.PutObject", _seal)
+    client.meta.events.register("before-parse.s3", _hold_whole)
+    return DirectCalls(client, dict(settings.request))
 
 
 @cache
@@ -216,17 +221,6 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _fill(buffer: memoryview, readinto: Callable[[memoryview], int]) -> int:
-    """Fill one buffer; return the number of bytes missing because the stream ended."""
-    at = 0
-    while at < len(buffer):
-        count = readinto(buffer[at:])
-        if not count:
-            break
-        at += count
-    return len(buffer) - at
-
-
 def _receiver(body: Foreign) -> tuple[Callable[[memoryview], int], Callable[[], bool]]:
     """Return a function that receives into memory, and one that checks for the end of the body.
 
@@ -238,3 +232,59 @@ def _receiver(body: Foreign) -> tuple[Callable[[memoryview], int], Callable[[], 
     if isinstance(answer, http.client.HTTPResponse):
         return answer.readinto, answer.isclosed
     return body.readinto, lambda: False
+
+
+def acknowledge_at_once(client: Foreign) -> bool:
+    """Make a botocore client acknowledge answers at once; call it before the first request.
+
+    A server that leaves Nagle's algorithm on (RFC 896; Ceph's gateway does, unless
+    ``tcp_nodelay=1``) holds the body of a small answer back until its headers are acknowledged, and
+    a client that delays acknowledgements (RFC 1122, 4.2.3.2) sends that 40 ms later: each listing,
+    and each read of a commit, takes 45 ms instead of 5. Linux can be told not to delay, once for
+    each answer.
+
+    Returns
+    -------
+    bool
+        Whether that worked: not on systems other than Linux, nor if a later botocore keeps its
+        connections elsewhere. The client works without, slower.
+    """
+    manager = getattr(getattr(client._endpoint, "http_session", None), "_manager", None)
+    kinds = getattr(manager, "pool_classes_by_scheme", None)
+    ours = {"http": _Pool, "https": _TlsPool}
+    theirs = {"http": AWSHTTPConnectionPool, "https": AWSHTTPSConnectionPool}
+    if _QUICKACK is None or manager is None or kinds != theirs:
+        return False
+    manager.pool_classes_by_scheme = ours
+    return True
+
+
+def _ask(connection: Foreign) -> None:
+    """Acknowledge the next bytes received on a connection at once."""
+    sock = connection.sock
+    if sock is not None and _QUICKACK is not None:
+        sock.setsockopt(socket.IPPROTO_TCP, _QUICKACK, 1)
+
+
+class _Prompt:
+    """Part of a connection of urllib3 that acknowledges each answer at once."""
+
+    def getresponse(self) -> Foreign:
+        _ask(self)
+        return super().getresponse()  # type: ignore[misc]  # of the connection
+
+
+class _Connection(_Prompt, AWSHTTPConnection):  # type: ignore[misc]  # no types
+    pass
+
+
+class _TlsConnection(_Prompt, AWSHTTPSConnection):  # type: ignore[misc]  # no types
+    pass
+
+
+class _Pool(AWSHTTPConnectionPool):  # type: ignore[misc]  # no types
+    ConnectionCls = _Connection
+
+
+class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]  # no types
+    ConnectionCls = _TlsConnection

@@ -11,8 +11,9 @@ import s3fs
 from fsspec.asyn import sync
 
 from ckptstore import limits
+from ckptstore.backends.bucket import Foreign
 from ckptstore.backends.buffered_writer import Body
-from ckptstore.backends.s3_calls import Accept, Foreign, Request
+from ckptstore.backends.s3_calls import Accept, Request
 from ckptstore.backends.s3_settings import base_config
 from ckptstore.backends.scatter import Scatter
 
@@ -78,24 +79,12 @@ class S3fsCalls:
             fs._s3 = None
 
 
-class S3fsFactory:
-    """Makes the s3fs client of one process; picklable.
-
-    Parameters
-    ----------
-    options
-        For ``s3fs.S3FileSystem``.
-    """
-
-    def __init__(self, options: Mapping[str, object]) -> None:
-        self._options = dict(options)
-
-    def __call__(self) -> S3fsCalls:
-        """Return a new client."""
-        options: dict[str, Any] = dict(self._options)
-        config = base_config(options.pop("config_kwargs", {}))
-        fs = s3fs.S3FileSystem(
-            **options, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
-        )
-        fs.retries = 1
-        return S3fsCalls(fs)
+def s3fs_client(options: Mapping[str, object]) -> S3fsCalls:
+    """Return a new client of s3fs; `options` are those of ``s3fs.S3FileSystem``."""
+    rest: dict[str, Any] = dict(options)
+    config = base_config(rest.pop("config_kwargs", {}))
+    fs = s3fs.S3FileSystem(
+        **rest, config_kwargs=config, use_listings_cache=False, skip_instance_cache=True
+    )
+    fs.retries = 1
+    return S3fsCalls(fs)

@@ -10,13 +10,22 @@ def wanted_bytes(buffers: Sequence[memoryview]) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
 
+def skip_bytes(buffers: list[memoryview], count: int) -> None:
+    """Remove the first `count` bytes of `buffers`, in place: those that are done."""
+    done = 0
+    while done < len(buffers) and count >= buffers[done].nbytes:
+        count -= buffers[done].nbytes
+        done += 1
+    del buffers[:done]
+    if count:
+        buffers[0] = buffers[0][count:]
+
+
 class Scatter:
     """Fills `buffers` one after another with the bytes fed to it; drops bytes beyond their end."""
 
     def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = [buffer for buffer in buffers if buffer.nbytes]
-        self._index = 0
-        self._at = 0
+        self._rest = [buffer for buffer in buffers if buffer.nbytes]
         self.left = wanted_bytes(buffers)
         """Bytes still missing."""
 
@@ -25,29 +34,21 @@ class Scatter:
 
         None if they span more than one buffer, or exceed the bytes that are missing.
         """
-        if not 0 < count <= self.left:
+        if not 0 < count <= self.left or count > self._rest[0].nbytes:
             return None
-        buffer = self._buffers[self._index]
-        if count > buffer.nbytes - self._at:
-            return None
-        place = buffer[self._at : self._at + count]
-        self.left -= count
-        self._at += count
-        if self._at == buffer.nbytes:
-            self._index += 1
-            self._at = 0
+        place = self._rest[0][:count]
+        self._advance(count)
         return place
 
     def feed(self, data: bytes | memoryview) -> None:
         """Copy the next bytes of the stream into the buffers."""
         rest = memoryview(data)[: self.left]
-        self.left -= len(rest)
         while rest:
-            buffer = self._buffers[self._index]
-            count = min(len(rest), buffer.nbytes - self._at)
-            buffer[self._at : self._at + count] = rest[:count]
+            count = min(len(rest), self._rest[0].nbytes)
+            self._rest[0][:count] = rest[:count]
             rest = rest[count:]
-            self._at += count
-            if self._at == buffer.nbytes:
-                self._index += 1
-                self._at = 0
+            self._advance(count)
+
+    def _advance(self, count: int) -> None:
+        self.left -= count
+        skip_bytes(self._rest, count)

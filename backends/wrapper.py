@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptstore.backends.base import (
     Backend,
@@ -12,24 +12,26 @@ from ckptstore.backends.base import (
     Leftovers,
     ObjectInfo,
     ObjectWriter,
+    parts_of,
 )
+from ckptstore.backends.scatter import wanted_bytes
 
 if TYPE_CHECKING:
     from ckptstore.backends.cold import ColdStorage
 
+T = TypeVar("T")
+
 
 def bytes_of(data: Buffer | Sequence[Buffer]) -> int:
     """Return the number of bytes in a call to ``ObjectWriter.write``."""
-    if isinstance(data, bytes | bytearray | memoryview):
-        return memoryview(data).nbytes
-    return sum(memoryview(part).nbytes for part in data)
+    return sum(memoryview(part).nbytes for part in parts_of(data))
 
 
 class WrapperBackend(Backend):
     """Passes every call on to another backend, which it owns from then on.
 
-    A wrapper overrides the calls that it changes. ``url``, ``name`` and capabilities are the inner
-    ones: layers above notice the wrapper only by its effect.
+    A wrapper overrides :meth:`around`, or the calls that it changes. ``url``, ``name`` and
+    capabilities are the inner ones: layers above notice the wrapper only by its effect.
     """
 
     def __init__(self, inner: Backend) -> None:
@@ -42,37 +44,55 @@ class WrapperBackend(Backend):
         """Return the properties that the inner backend declares."""
         return self.inner.capabilities
 
+    def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
+        """Return ``action()``, which passes one call on; all calls for objects come through here.
+
+        Parameters
+        ----------
+        call
+            Name of the method; ``writer.write`` and ``writer.commit`` of an open writer.
+        key
+            Key of the object; prefix of a listing.
+        size_bytes
+            Bytes to write or to read; 0 for ``get``, whose result tells.
+        """
+        return action()
+
     def put(self, key: str, data: Buffer) -> None:
         """Pass on."""
-        self.inner.put(key, data)
+        self.around("put", key, lambda: self.inner.put(key, data), bytes_of(data))
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Pass on."""
-        self.inner.put_if_absent(key, data)
+        self.around(
+            "put_if_absent", key, lambda: self.inner.put_if_absent(key, data), bytes_of(data)
+        )
 
     def open_writer(self, key: str) -> ObjectWriter:
-        """Pass on."""
-        return self.inner.open_writer(key)
+        """Return a writer whose calls go through :meth:`around` too."""
+        writer = self.around("open_writer", key, lambda: self.inner.open_writer(key))
+        return _HookedWriter(writer, self, key)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Pass on."""
-        return self.inner.get(key, bytes_max=bytes_max)
+        return self.around("get", key, lambda: self.inner.get(key, bytes_max=bytes_max))
 
     def read_into(self, key: str, offset: int, buffers: Sequence[memoryview]) -> None:
         """Pass on."""
-        self.inner.read_into(key, offset, buffers)
+        size = wanted_bytes(buffers)
+        self.around("read_into", key, lambda: self.inner.read_into(key, offset, buffers), size)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Pass on."""
-        return self.inner.list(prefix, after=after)
+        return self.around("list", prefix, lambda: self.inner.list(prefix, after=after))
 
     def stat(self, key: str) -> ObjectInfo:
         """Pass on."""
-        return self.inner.stat(key)
+        return self.around("stat", key, lambda: self.inner.stat(key))
 
     def delete(self, key: str) -> None:
         """Pass on."""
-        self.inner.delete(key)
+        self.around("delete", key, lambda: self.inner.delete(key))
 
     def make_durable(self, keys: Iterable[str]) -> None:
         """Pass on."""
@@ -111,3 +131,19 @@ class WrapperWriter(ObjectWriter):
     def abort(self) -> None:
         """Pass on."""
         self.inner.abort()
+
+
+class _HookedWriter(WrapperWriter):
+    """Passes calls on through the hook of a wrapper, except for ``abort``."""
+
+    def __init__(self, inner: ObjectWriter, backend: WrapperBackend, key: str) -> None:
+        super().__init__(inner)
+        self._backend = backend
+        self._key = key
+
+    def write(self, data: Buffer | Sequence[Buffer]) -> None:
+        size = bytes_of(data)
+        self._backend.around("writer.write", self._key, lambda: self.inner.write(data), size)
+
+    def commit(self) -> None:
+        self._backend.around("writer.commit", self._key, self.inner.commit)

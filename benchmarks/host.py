@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from ckptstore.backends.mounts import find_mount
+from ckptstore.backends.posix_settings import find_fs_type
 
 __all__ = ["header"]
 
@@ -101,7 +101,7 @@ def _cpu() -> str:
 
 
 def _file_system(folder: Path) -> str:
-    return find_mount(str(folder)).fs_type
+    return find_fs_type(str(folder))
 
 
 def _disk(folder: Path) -> str:

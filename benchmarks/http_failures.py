@@ -8,12 +8,10 @@ as it does for any ``s3://`` path.
 from __future__ import annotations
 
 import importlib.util
-import sys
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,8 +33,6 @@ from ckptstore.repo import create_on
 from ckptstore.store import Run, Store
 
 __all__ = ["failures_over_http"]
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "kits"))
 
 _RUN = "bench"
 _THREADS = 4

@@ -15,13 +15,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from metered import Meter, MeteredBackend
 
 from benchmarks.disk import Workspace
 from benchmarks.measure import Measured, say
 from ckptstore import limits
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import Meter, MeteredBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.catalog import content_ops, lifecycle_ops, run_ops, snapshots
 from ckptstore.catalog.catalog import Catalog

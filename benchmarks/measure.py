@@ -154,16 +154,21 @@ def trim() -> None:
         libc.malloc_trim(0)
 
 
+def settle(*, writes: bool = True) -> None:
+    """Remove the effects of one case on the next: garbage, kept memory and unwritten files."""
+    gc.collect()
+    trim()
+    if writes:
+        os.sync()
+
+
 def _once(case: Case, one: Measured, space: Workspace) -> float | None:
     """Run a case once; record its numbers and return the seconds, or record its error."""
     folder = case.folder or space.fresh()
     try:
         if case.prepare is not None:
             case.prepare(folder)
-        gc.collect()
-        trim()
-        if case.writes:
-            os.sync()
+        settle(writes=case.writes)
         began = time.perf_counter()
         result = case.run(folder)
         seconds = time.perf_counter() - began

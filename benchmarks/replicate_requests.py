@@ -10,9 +10,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from metered import Meter, MeteredBackend
+
 from benchmarks.measure import Measured, say
 from ckptstore.backends.base import Backend
-from ckptstore.backends.metered import Meter, MeteredBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.repo import create_on, open_on
 from ckptstore.store.store import Store

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
+from metered import MeteredBackend
 
 from benchmarks.disk import Workspace
 from benchmarks.host import header
@@ -23,7 +24,6 @@ from benchmarks.measure import Measured, Result, say
 from benchmarks.virtual import Client, Latency, Storage, VirtualTime
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.catalog import run_ops
 from ckptstore.catalog.log import Build, Log
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo

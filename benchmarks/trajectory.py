@@ -9,8 +9,6 @@ only: they take a second for each.
 
 from __future__ import annotations
 
-import gc
-import os
 import time
 import traceback
 from collections import defaultdict
@@ -24,7 +22,7 @@ from benchmarks import peers
 from benchmarks.disk import Workspace, warm
 from benchmarks.host import header
 from benchmarks.keepers import Keeper, Kept, Stored, absent, keepers
-from benchmarks.measure import FAILURES, Measured, Result, say, trim
+from benchmarks.measure import FAILURES, Measured, Result, say, settle
 from benchmarks.peers import empty_like, touch
 from benchmarks.states import State, flat_tensors, same, state_bytes
 from benchmarks.trajectories import Plan, Trajectory, documentation, trajectories
@@ -114,7 +112,7 @@ class _Holder:
         """Save a version, timed."""
         assert self.kept is not None  # noqa: S101 - it works
         with self._noted(self.saves):
-            _settle()
+            settle()
             began = time.perf_counter()
             self.kept.save(state, number)
             self.saves.seconds.append(time.perf_counter() - began)
@@ -127,7 +125,7 @@ class _Holder:
         with self._noted(self.loads):
             target = empty_like(state)
             warm(self.folder)
-            _settle()
+            settle()
             began = time.perf_counter()
             loaded = self.kept.load(number, target)
             touch(loaded)
@@ -171,13 +169,6 @@ class _Noted:
         said = str(error).splitlines()
         self.measured.error = f"{type(error).__name__}: {said[0] if said else ''}"
         return True
-
-
-def _settle() -> None:
-    """Remove effects of one case on the next: see :func:`benchmarks.measure.run_cases`."""
-    gc.collect()
-    trim()
-    os.sync()
 
 
 def _save_all(trajectory: Trajectory, holders: Sequence[_Holder]) -> None:

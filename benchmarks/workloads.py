@@ -8,8 +8,6 @@ background, a part of the state, verification, and the collection of a removed v
 
 from __future__ import annotations
 
-import gc
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -22,7 +20,7 @@ import ckptstore
 from benchmarks import peers
 from benchmarks.disk import Workspace, chill, tree_bytes, warm
 from benchmarks.host import header
-from benchmarks.measure import Case, Measured, Result, run_cases, say, trim
+from benchmarks.measure import Case, Measured, Result, run_cases, say, settle
 from benchmarks.peers import PEERS, Peer, empty_like, touch
 from benchmarks.resident import extra_bytes, mark
 from benchmarks.states import State, flat_tensors, same, state_bytes
@@ -305,9 +303,7 @@ class _Timed:
     def run(self, name: str, work: Callable[[], Any]) -> Any:  # noqa: ANN401 - what `work` returns
         """Time one call, after all earlier writes are on the disk."""
         row = self.rows.setdefault(name, Measured(name=name, logical_bytes=self._size))
-        gc.collect()
-        trim()
-        os.sync()
+        settle()
         began = time.perf_counter()
         made = work()
         seconds = time.perf_counter() - began

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import sys
 from collections import Counter
@@ -28,9 +27,7 @@ pytest.register_assert_rewrite(
     "recipekit",
     "simclients",
     "store_machine",
-    "ckptstore.testing.conform_create",
-    "ckptstore.testing.conform_listing",
-    "ckptstore.testing.conform_objects",
+    "ckptstore.testing.conformance",
 )
 
 # What is tried does not change from run to run, and a slow machine fails nothing. To search on:
@@ -48,7 +45,7 @@ from buckets import GcsBucket, S3Bucket  # noqa: E402 - after the path
 from cputimes import CpuTimes  # noqa: E402
 from faultproxy import FaultProxy  # noqa: E402
 from local_servers import Server, start_gcs, start_moto, start_rclone  # noqa: E402
-from shortening import ENVIRONMENT  # noqa: E402
+from shortening import ENVIRONMENT, mark_grids  # noqa: E402
 from threadwatch import begin  # noqa: E402
 from xdist.scheduler import LoadScopeScheduling  # noqa: E402
 
@@ -69,10 +66,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadScope
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Apply the markers; begin with the files of slow tests, so that none is left for last."""
     cirules.give_time(items, float(config.getini("timeout")))
-    for item in items:
-        only = item.get_closest_marker("short")
-        if only and not re.match(only.args[0], item.nodeid.partition("[")[2]):
-            item.add_marker(pytest.mark.slow)
+    mark_grids(items)
     files = Counter(item.path for item in items)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: (-slow[item.path], -files[item.path], item.path))

@@ -1,26 +1,39 @@
-"""Proof that one tensor is another one, converted: what lets a save store a recipe of it.
+"""Derived tensors: which are another one of the state, converted, and the proof of it.
 
-Two ways lead to it. What this process proved when it saved the version before needs no second
-arithmetic: if the one tensor has the digest, and the other one the pieces, that they had then, the
-cast gives what it gave. Otherwise the cast is made, and what it gives has to have the digest of the
-tensor. Either way each byte is read once, and what was read is what the proof speaks of: the pieces
-of the other tensor are compared again when they are written.
+Mixed-precision training keeps weights twice: in bfloat16 or float16 to compute with, and as masters
+in float32 to update. The low ones are the masters, rounded to nearest even (Micikevicius et al.,
+"Mixed Precision Training", ICLR 2018, section 3.1), and a state that holds both can store the
+masters only. Such pairs are found by a few sampled elements at first, which is next to free, and
+then by all of them, which is the proof. Copies that are equal byte for byte (tied tensors, an
+average that has not moved yet) are not looked for: equal pieces are stored once anyway.
 
-What a version says that another process saved is not taken for a proof: its arithmetic may have
-been another one, and a mistake would go from version to version. Needs no torch.
+The proof is of what a load would give: the code that restores a tensor rounds the other one here,
+and every bit must agree. Where another framework rounded otherwise, or a NaN carries another
+payload, the tensor is stored as any other.
+
+Two ways lead to a proof. A pair that this process proved when it saved the version before needs no
+second arithmetic: if the one tensor has the digest, and the other one the pieces, that they had
+then, the cast gives what it gave. Otherwise the cast is made, and its result has to have the digest
+of the tensor. Either way each byte is read once, and the proof speaks of the bytes that were read:
+the pieces of the other tensor are compared again when they are written.
+
+The proofs of another process are not taken over: its arithmetic may have been another one, and a
+mistake would go from version to version. Needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
 
-from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, parts_of
-from ckptstore.encodings.casts import Raw, Rounding, raw_dtype
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore import limits
+from ckptstore.checkpoint.encoded_sources import Elements, is_guarded, parts_of, unguarded
+from ckptstore.encodings.casts import Rounding, raw_dtype
+from ckptstore.encodings.decoding import cast_elements
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.hashing import Hasher, PieceChecksums, blake3_digest
 from ckptstore.objects.sources import Source
@@ -134,18 +147,11 @@ def prove(
         np.copyto(part, elements.read(start, stop, copy=False))
         pieces.update(part.data.cast("B"))
         out = made[: stop - start].data.cast("B")
-        _convert(high.dtype, part, low.dtype, out, rounding)
+        cast_elements(high.dtype, low.dtype, part.data.cast("B"), out, rounding)
         hasher.update(out)
     if hasher.digest() != digest:
         return None
     return Proved(digest=digest, sums=pieces.checksums())
-
-
-def _convert(
-    dtype: str, given: Raw, target: str, out: memoryview, rounding: Rounding | None
-) -> None:
-    """Convert elements just as a load does."""
-    decode_elements("cast", "", 0, target, dtype, 0, given.data.cast("B"), None, out, rounding)
 
 
 def _digest(source: Source) -> bytes:
@@ -158,3 +164,110 @@ def _digest(source: Source) -> bytes:
     for part in parts_of(source, _COPY_BYTES):
         hasher.update(part)
     return hasher.digest()
+
+
+# --- the search for pairs -------------------------------------------------------------------------
+
+_WIDER: Final[Mapping[str, tuple[str, ...]]] = {
+    "bfloat16": ("float32", "float64"),
+    "float16": ("float32", "float64"),
+    "float32": ("float64",),
+}
+"""What a tensor of a dtype may be the rounding of, what is looked at first being first."""
+
+# Elements that two tensors are compared by at first: runs of neighbours, evenly over the tensor.
+# Source: of two tensors that training has touched, 64 elements rounded to 8 bits of mantissa agree
+# by chance less often than bits flip; runs, since a tensor on a device is read one run at a time.
+_RUNS: Final = 8
+_RUN_ELEMENTS: Final = 8
+# Tensors with equal samples that one is compared with in full. Source: the first is the right one
+# but where all samples are zero, and then two tensors of zeros differ elsewhere: one more try.
+_TRIES: Final = 2
+
+
+def derived_pairs(
+    sources: Sequence[Source],
+    records: Sequence[TensorRecord],
+    wished: Collection[int],
+    same: Callable[[int, int], bool],
+) -> dict[int, int]:
+    """Return which tensors are exactly another one rounded: place to place of the other.
+
+    No source is derived itself. Where nothing has two precisions of one shape, only shapes are
+    compared; where something has, 64 elements of each such tensor are read, and `same` is asked of
+    those that agree in these. Tensors below ``DERIVED_BYTES_MIN`` bytes, and tensors in blocks, are
+    left alone.
+
+    Parameters
+    ----------
+    sources, records
+        The tensors, and what the manifest says of them.
+    wished
+        Places of those that may get a lossy form: nothing is derived from them.
+    same
+        Says of two places whether the first is the second one rounded, in every bit. One that
+        always agrees gives the pairs that are likely, from the 64 elements alone.
+    """
+    groups: dict[object, dict[str, list[int]]] = {}
+    for place, one in enumerate(records):
+        if one.blocks is None and (one.dtype in _WIDER or one.dtype == "float64"):
+            group = groups.setdefault((one.shape, one.order), {})
+            group.setdefault(one.dtype, []).append(place)
+    found: dict[int, int] = {}
+    for group in groups.values():
+        for dtype, wider in _WIDER.items() if len(group) > 1 else ():
+            giving = set(found.values())
+            lows = [
+                place
+                for place in group.get(dtype, ())
+                if sources[place].nbytes >= limits.DERIVED_BYTES_MIN and place not in giving
+            ]
+            for high_dtype in wider:
+                kept = [place for place in group.get(high_dtype, ()) if place not in wished]
+                highs = [place for place in kept if place not in found]
+                if highs and lows:
+                    found.update(_match(sources, lows, highs, same))
+                    lows = [place for place in lows if place not in found]
+    return found
+
+
+def _match(
+    sources: Sequence[Source],
+    lows: Sequence[int],
+    highs: Sequence[int],
+    same: Callable[[int, int], bool],
+) -> Iterator[tuple[int, int]]:
+    """Yield which of `lows`, all of one dtype, is which of `highs`, all of another."""
+    low = sources[lows[0]]
+    by_sample: dict[bytes, list[int]] = {}
+    for place in lows:
+        by_sample.setdefault(_sample(sources[place]), []).append(place)
+    tried: Counter[int] = Counter()
+    for high in highs:
+        wide = _sample(sources[high])
+        rounded = bytearray(len(wide) // sources[high].itemsize * low.itemsize)
+        cast_elements(sources[high].dtype, low.dtype, memoryview(wide), memoryview(rounded))
+        left = by_sample.get(bytes(rounded), [])
+        for place in list(left):
+            tried[place] += 1
+            found = same(place, high)
+            if found:
+                yield place, high
+            if found or tried[place] == _TRIES:
+                left.remove(place)
+
+
+def _sample(source: Source) -> bytes:
+    """Return the bytes of some elements, the same for all tensors of one shape."""
+    item = source.itemsize
+    count = source.nbytes // item
+    run = min(_RUN_ELEMENTS, count)
+    starts = sorted({(count - run) * turn // (_RUNS - 1) for turn in range(_RUNS)})
+    payload = unguarded(source.payload)
+    view = payload.view()  # once: it takes as long as all of the rest
+    if view is not None:
+        return b"".join(view[at * item : (at + run) * item] for at in starts)
+    out = memoryview(bytearray(run * item * len(starts)))
+    for turn, at in enumerate(starts):
+        payload.copy_into(at * item, out[turn * run * item : (turn + 1) * run * item])
+    return bytes(out)

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.encodings.casts import Rounding
-from ckptstore.encodings.decoding import decode_elements
+from ckptstore.encodings.decoding import cast_elements
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
@@ -105,9 +105,7 @@ class DerivedDecode:
         return self._hasher
 
     def _exactly(self, codes: memoryview, out: memoryview) -> None:
-        decode_elements(
-            "cast", "", 0, self._dtype, self._given, 0, codes, None, out, self._rounding
-        )
+        cast_elements(self._given, self._dtype, codes, out, self._rounding)
 
     def _make(self, piece: int, codes: memoryview) -> None:
         out = self._part(piece)

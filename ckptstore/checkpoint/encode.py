@@ -15,43 +15,42 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, TypeVar
 
 from ckptstore import limits
-from ckptstore.checkpoint.derived_check import KnownCasts, Proved, prove
+from ckptstore.checkpoint.derived_check import KnownCasts, Proved, derived_pairs, prove
 from ckptstore.checkpoint.encoded_sources import (
     NOTHING,
-    Checked,
-    Codes,
-    CopiedPayload,
+    CodedSource,
     Elements,
-    Scales,
+    checked,
+    coded_sources,
+    copied,
     grid_of,
     is_guarded,
-    with_payload,
+    source_of,
 )
-from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
-from ckptstore.checkpoint.lossy_plan import (
+from ckptstore.checkpoint.encoding_trial import (
     Key,
+    TensorFacts,
     divides,
-    exceeded,
     form_key,
-    hidden_records,
     known_forms,
+    look,
+    measure,
     over,
     recipe_of,
-    shells,
 )
 from ckptstore.chunking import cut
 from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.coding import Form
-from ckptstore.encodings.derive import Candidate, derived_pairs
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import LimitError
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.names import encode_metadata
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.sources import Payload, Source
+from ckptstore.objects.sources import Source
 
 _log = logging.getLogger("ckptstore")
 T = TypeVar("T")
@@ -101,21 +100,12 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Hidden:
-    """A hidden tensor."""
-
-    record: TensorRecord
-    source: Source
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
-    """What became of one tensor that a rule asked for: a recipe over hidden ones, or a reason."""
+    """A recipe of one tensor, and the hidden tensors that it is over; of a derived one none."""
 
-    recipe: Recipe | None = None
-    hidden: Sequence[_Hidden] = ()
+    recipe: Recipe
+    hidden: Sequence[CodedSource] = ()
     reused: bool = False
-    why: str = ""
 
 
 def encode_draft(
@@ -156,18 +146,20 @@ def encode_draft(
     )
     pairs = work.derived(workers) if derive else {}
     wishes = {place: wish for place, wish in draft.wishes.items() if place not in pairs}
-    tasks = [
-        *(lambda low=low, high=high: work.derive(low, high) for low, high in pairs.items()),
-        *(lambda place=place, wish=wish: work.code(place, wish) for place, wish in wishes.items()),
-    ]
-    if not tasks:
+    if not pairs and not wishes:
         return draft
-    outcomes = _run(tasks, workers)
-    return work.result(dict(zip((*pairs, *wishes), outcomes, strict=True)), wishes, pairs)
+    outcomes: dict[int, _Outcome | str] = {
+        low: work.derive(low, high) for low, high in pairs.items()
+    }
+    coded = _run([partial(work.code, *wish) for wish in wishes.items()], workers)
+    outcomes.update(zip(wishes, coded, strict=True))
+    return work.result(outcomes)
 
 
 def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
     """Return what the tasks return; the first failure ends those that have not begun."""
+    if not tasks:
+        return []
     with ThreadPoolExecutor(workers, thread_name_prefix="ckptstore-measure") as pool:
         futures = [pool.submit(task) for task in tasks]
         try:
@@ -175,23 +167,6 @@ def _run(tasks: Sequence[Callable[[], T]], workers: int) -> list[T]:
         except BaseException:  # Ctrl-C as well; it goes on to the caller, once what runs is done
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-def _candidate(draft: Draft, place: int) -> Candidate:
-    record, payload = draft.records[place], draft.sources[place].payload
-    whole = record.blocks is None
-    return Candidate(
-        dtype=record.dtype,
-        shape=record.shape,
-        order=record.order,
-        payload=_plain(payload),
-        may_give=whole and place not in draft.wishes,
-        may_derive=whole,
-    )
-
-
-def _plain(payload: Payload) -> Payload:
-    return payload.unguarded() if is_guarded(payload) else payload
 
 
 @dataclass(slots=True, kw_only=True)
@@ -213,12 +188,11 @@ class _Work:
     def derived(self, workers: int) -> dict[int, int]:
         """Return which tensors are another one, converted: all proved, in as many threads."""
         draft = self.draft
-        candidates = [_candidate(draft, place) for place in range(len(draft.records))]
-        likely = derived_pairs(candidates, same=lambda low, high: True)
-        tasks = [lambda low=low, high=high: self._same(low, high) for low, high in likely.items()]
-        if not tasks or all(_run(tasks, workers)):
+        search = partial(derived_pairs, draft.sources, draft.records, draft.wishes)
+        likely = search(lambda low, high: True)
+        if all(_run([partial(self._same, *pair) for pair in likely.items()], workers)):
             return likely
-        return derived_pairs(candidates, same=self._same)
+        return search(self._same)
 
     def _same(self, low: int, high: int) -> bool:
         """Say whether a tensor is another one, converted; each two are compared once."""
@@ -242,69 +216,71 @@ class _Work:
         )
         return _Outcome(recipe=recipe)
 
-    def code(self, place: int, encoding: Encoding) -> _Outcome:
-        """Return what becomes of a tensor that a rule asks for."""
+    def code(self, place: int, encoding: Encoding) -> _Outcome | str:
+        """Return what becomes of a tensor that a rule takes, or why it is stored as it is."""
         source, record = self.draft.sources[place], self.draft.records[place]
-        step = Form.of(encoding, signed=True).step
-        looked = look(source, step)
+        looked = look(source, Form.of(encoding, signed=True).step)
         form = Form.of(encoding, signed=looked.seen.negative)
         why = form.problem(looked.seen) or divides(encoding, record, looked)
         if why:
-            return _Outcome(why=why)
-        again = self._again(place, encoding, form, looked)
+            return why
+        elements = Elements(source, self.draft.rounding)
+        hidden = coded_sources(record, elements, form)
+        again = self._again(place, hidden, encoding, form, looked)
         if again is not None:
             return again
-        elements = Elements(source, self.draft.rounding)
-        grids = [self._grid(one) for one in shells(source, record, form)]
-        name = self.draft.name(place)
-        measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
-        why = exceeded(encoding, measured)
+        grids = [self._grid(one.source) for one in hidden]
+        measured = measure(elements, form, looked, (grids[0], grids[-1]), self.draft.name(place))
+        error = measured.difference
+        why = error.problem or over(encoding, error.max_abs, error.rel_l2)
         if why:
-            return _Outcome(why=why)
-        pieces = (measured.codes, measured.scales)
-        payloads: tuple[Payload, ...] = (Codes(elements, form), Scales(elements, form))
-        hidden = [
-            _Hidden(
-                record=made,
-                source=replace(shell, payload=Checked(payload, sums, grid, name)),
-            )
-            for made, shell, payload, sums, grid in zip(
-                hidden_records(record, form),
-                shells(source, record, form),
-                payloads,
-                pieces,
-                grids,
-                strict=False,
-            )
-        ]
-        return _Outcome(recipe=recipe_of(encoding, form, looked, measured), hidden=hidden)
+            return why
+        return _Outcome(
+            recipe=recipe_of(encoding, form, looked, measured),
+            hidden=self._compared(place, hidden, measured.pieces),
+        )
 
     def _again(
-        self, place: int, encoding: Encoding, form: Form, looked: TensorFacts
+        self,
+        place: int,
+        hidden: Sequence[CodedSource],
+        encoding: Encoding,
+        form: Form,
+        looked: TensorFacts,
     ) -> _Outcome | None:
         """Return the codes of the version before, if it was given the same bytes."""
-        source, record = self.draft.sources[place], self.draft.records[place]
-        recipe = self.known.get(form_key(looked.given, record, form))
+        recipe = self.known.get(form_key(looked.given, self.draft.records[place], form))
         if recipe is None or over(encoding, recipe.max_abs, recipe.rel_l2):
             return None
-        elements, name = Elements(source, self.draft.rounding), self.draft.name(place)
-        hidden = []
-        for number, (made, shell) in enumerate(
-            zip(hidden_records(record, form), shells(source, record, form), strict=True)
-        ):
-            ids = self._piece_ids(recipe.sources[number], shell)
-            if ids is None:
-                return None
-            payload: Payload = Codes(elements, form) if not number else Scales(elements, form)
-            hidden.append(
-                _Hidden(
-                    record=made,
-                    source=with_payload(shell, Checked(payload, ids, self._grid(shell), name), ids),
-                )
-            )
+        rows = zip(recipe.sources, hidden, strict=True)
+        seen = [self._piece_ids(row, one.source) for row, one in rows]
+        known = [ids for ids in seen if ids is not None]
+        if len(known) < len(seen):
+            return None
         if not recipe.exact:
             recipe = replace(recipe, max_abs_bound=encoding.max_abs, rel_l2_bound=encoding.rel_l2)
-        return _Outcome(recipe=recipe, hidden=hidden, reused=True)
+        return _Outcome(recipe=recipe, hidden=self._compared(place, hidden, known), reused=True)
+
+    def _compared(
+        self,
+        place: int,
+        hidden: Sequence[CodedSource],
+        seen: Sequence[Sequence[int] | Sequence[bytes]],
+    ) -> list[CodedSource]:
+        """Return hidden tensors each piece of which, when it is written, must be what was seen.
+
+        Parameters
+        ----------
+        seen
+            Per tensor: checksums of its pieces, or their ids where an earlier version has them.
+        """
+        found = []
+        for one, pieces in zip(hidden, seen, strict=False):
+            grid, name = self._grid(one.source), self.draft.name(place)
+            payload = checked(one.source.payload, pieces, grid, name)
+            ids = [piece for piece in pieces if isinstance(piece, bytes)]
+            found.append(CodedSource(one.record, source_of(one.record, payload, ids)))
+        return found
 
     def _piece_ids(self, row: int, shell: Source) -> list[bytes] | None:
         """Return the ids of the pieces of a tensor of the parent; None if it was cut otherwise."""
@@ -323,51 +299,41 @@ class _Work:
     def _unchanged(self, place: int, proofs: Sequence[Proved]) -> Source:
         """Return what is written of a tensor that others are derived from: what was proved of."""
         source, name = self.draft.sources[place], self.draft.name(place)
-        payload, grid = source.payload, self._grid(source)
+        record, payload = self.draft.records[place], source.payload
         seen = {one.source for one in proofs}
         if not is_guarded(payload):
-            payload = CopiedPayload(payload)
+            payload = copied(payload)
             for pieces in seen:
-                payload = Checked(payload, pieces, grid, name)
+                payload = checked(payload, pieces, self._grid(source), name)
         if len(seen) == 1 and proofs[0].ids:
-            return with_payload(source, payload, proofs[0].ids)
-        return source if payload is source.payload else with_payload(source, payload)
+            return source_of(record, payload, proofs[0].ids)
+        return source if payload is source.payload else source_of(record, payload)
 
     # --- all of them ----------------------------------------------------------------------------
 
-    def result(
-        self,
-        outcomes: Mapping[int, _Outcome],
-        wishes: Mapping[int, Encoding],
-        derived: Collection[int],
-    ) -> Draft:
+    def result(self, outcomes: Mapping[int, _Outcome | str]) -> Draft:
         """Put everything together, hidden tensors after those of the state."""
         draft = self.draft
         records, sources = list(draft.records), list(draft.sources)
         for high, proofs in self.proved.items():
             sources[high] = self._unchanged(high, proofs)
-        fallbacks = []
-        numbers = dict.fromkeys(_NUMBERS, 0.0)
-        numbers["derived_count"] = float(len(derived))
-        for place in sorted(outcomes):
-            outcome, record = outcomes[place], draft.records[place]
-            if outcome.recipe is None:
-                name, wish = draft.name(place), str(wishes[place])
-                fallbacks.append(LosslessFallback(tensor=name, encoding=wish, why=outcome.why))
+        fallbacks, found = [], dict[int, _Outcome]()
+        for place, outcome in sorted(outcomes.items()):
+            if isinstance(outcome, str):
+                name, wish = draft.name(place), str(draft.wishes[place])
+                fallbacks.append(LosslessFallback(tensor=name, encoding=wish, why=outcome))
+                _log.warning("%s is saved lossless, not as %s: %s", name, wish, outcome)
                 continue
-            recipe = outcome.recipe
-            if outcome.hidden:
+            found[place] = outcome
+            recipe, hidden = outcome.recipe, outcome.hidden
+            if hidden:
                 recipe = replace(
-                    recipe, sources=tuple(range(len(records), len(records) + len(outcome.hidden)))
+                    recipe, sources=tuple(range(len(records), len(records) + len(hidden)))
                 )
-            records[place] = replace(record, recipe=recipe)
+            records[place] = replace(records[place], recipe=recipe)
             sources[place] = NOTHING
-            records += [one.record for one in outcome.hidden]
-            sources += [one.source for one in outcome.hidden]
-            _count(numbers, record, outcome)
-        numbers["kept_lossless_count"] = float(len(fallbacks))
-        for one in fallbacks:
-            _log.warning("%s is saved lossless, not as %s: %s", one.tensor, one.encoding, one.why)
+            records += [one.record for one in hidden]
+            sources += [one.source for one in hidden]
         return replace(
             draft,
             sources=sources,
@@ -375,33 +341,28 @@ class _Work:
             wishes={},
             visible_count=len(draft.records),
             fallbacks=fallbacks,
-            numbers={name: x for name, x in numbers.items() if x},
-            proved=frozenset(derived),
+            numbers=_numbers(draft.records, found, len(fallbacks)),
+            proved=frozenset(place for place, one in found.items() if not one.hidden),
         )
 
 
-_NUMBERS: Final = (
-    "derived_count",
-    "derived_bytes",
-    "lossy_count",
-    "lossy_bytes",
-    "coded_bytes",
-    "rel_l2_max",
-    "codes_reused_count",
-    "kept_lossless_count",
-)
-
-
-def _count(numbers: dict[str, float], record: TensorRecord, outcome: _Outcome) -> None:
-    assert outcome.recipe is not None  # noqa: S101 - the caller has looked
-    if not outcome.hidden:
-        numbers["derived_bytes"] += record.nbytes
-        return
-    numbers["lossy_count"] += 1
-    numbers["lossy_bytes"] += record.nbytes
-    numbers["coded_bytes"] += sum(one.record.nbytes for one in outcome.hidden)
-    numbers["codes_reused_count"] += outcome.reused
-    numbers["rel_l2_max"] = max(numbers["rel_l2_max"], outcome.recipe.rel_l2)
+def _numbers(
+    records: Sequence[TensorRecord], found: Mapping[int, _Outcome], fallbacks_count: int
+) -> dict[str, float]:
+    """Return the figures of the receipt that are not 0."""
+    derived = [place for place, one in found.items() if not one.hidden]
+    coded = {place: one for place, one in found.items() if one.hidden}
+    numbers = {
+        "derived_count": len(derived),
+        "derived_bytes": sum(records[place].nbytes for place in derived),
+        "lossy_count": len(coded),
+        "lossy_bytes": sum(records[place].nbytes for place in coded),
+        "coded_bytes": sum(part.record.nbytes for one in coded.values() for part in one.hidden),
+        "rel_l2_max": max((one.recipe.rel_l2 for one in coded.values()), default=0.0),
+        "codes_reused_count": sum(one.reused for one in coded.values()),
+        "kept_lossless_count": fallbacks_count,
+    }
+    return {name: float(number) for name, number in numbers.items() if number}
 
 
 def listing(

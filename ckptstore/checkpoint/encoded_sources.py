@@ -1,4 +1,4 @@
-"""What a lossy form stores of a tensor, as sources of a save: made anew each time it is read.
+"""Codes and scales of a tensor in a lossy form, as sources of a save: computed on each read.
 
 Nothing of it is kept, so that the memory of a save does not grow with the state: a tensor is read,
 and encoded, once to measure the error and once to write. What is written is compared with what was
@@ -7,8 +7,11 @@ measured, piece by piece; a state that was changed in between is refused by the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,8 @@ from ckptstore.chunking import cut, piece_bytes
 from ckptstore.encodings.casts import Rounding, raw_dtype
 from ckptstore.encodings.coding import Form
 from ckptstore.errors import TornStateError
+from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.objects.sources import Payload, PieceSource, Source
 
@@ -38,6 +43,11 @@ class Guarded(Payload, Protocol):
 def is_guarded(payload: Payload) -> TypeGuard[Guarded]:
     """Return whether a payload compares what is read; ``isinstance`` of a protocol takes 10 us."""
     return hasattr(payload, "unguarded")
+
+
+def unguarded(payload: Payload) -> Payload:
+    """Return the same bytes, for any range, without a comparison."""
+    return payload.unguarded() if is_guarded(payload) else payload
 
 
 def torn(name: str) -> TornStateError:
@@ -90,13 +100,12 @@ class Elements:
     """
 
     def __init__(self, source: Source, rounding: Rounding | None = None) -> None:
-        payload = source.payload
         self.rounding = rounding
         self.dtype = source.dtype
         self.count = source.nbytes // source.itemsize
         self._item = source.itemsize
         self._raw = raw_dtype(source.dtype)
-        self._payload = payload.unguarded() if is_guarded(payload) else payload
+        self._payload = unguarded(source.payload)
 
     def read(self, start: int, stop: int, *, copy: bool) -> Raw:
         """Return elements as unsigned integers.
@@ -115,59 +124,100 @@ class Elements:
         return np.frombuffer(data, self._raw)
 
 
-class Codes:
-    """The codes of a tensor; see :class:`ckptstore.objects.sources.Payload`."""
+@dataclass(frozen=True, slots=True)
+class ComputedPayload:
+    """A payload whose bytes are made, or copied, each time they are asked for."""
 
-    def __init__(self, elements: Elements, form: Form) -> None:
-        self._elements = elements
-        self._form = form
+    fill: Callable[[int, memoryview], None]
+    """Fills memory with the bytes from a place on."""
 
     def view(self) -> memoryview | None:
-        """Return None: they are nowhere."""
+        """Return None: the bytes lie nowhere."""
         return None
 
     def copy_into(self, start: int, out: memoryview) -> None:
-        """Encode the elements whose codes begin at byte `start`."""
-        form, elements = self._form, self._elements
-        target = np.frombuffer(out, np.dtype(f"<u{form.item_bytes}"))
-        low, high = start // form.item_bytes, start // form.item_bytes + len(target)
-        block = form.block or 1
-        end = min(-(-high // block) * block, elements.count)
-        for at in range(low // block * block, end, form.step):
-            stop = min(at + form.step, end)
-            raw = elements.read(at, stop, copy=False)
-            codes = form.encode(elements.dtype, raw, elements.rounding).codes
-            first, last = max(at, low), min(stop, high)
-            target[first - low : last - low] = codes[first - at : last - at]
+        """Fill `out` with the bytes from `start` on."""
+        self.fill(start, out)
 
 
-class Scales:
-    """The scales of a tensor; see :class:`ckptstore.objects.sources.Payload`."""
-
-    def __init__(self, elements: Elements, form: Form) -> None:
-        self._elements = elements
-        self._form = form
-
-    def view(self) -> memoryview | None:
-        """Return None: they are nowhere."""
-        return None
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Compute the scales from byte `start` on."""
-        form, elements = self._form, self._elements
-        target = np.frombuffer(out, np.dtype("<f4"))
-        low = start // 4
-        step = form.step // form.block
-        for at in range(0, len(target), step):
-            count = min(step, len(target) - at)
-            first = (low + at) * form.block
-            last = min(first + count * form.block, elements.count)
-            raw = elements.read(first, last, copy=False)
-            target[at : at + count] = form.scales(elements.dtype, raw)
+def source_of(
+    record: TensorRecord, payload: Payload, piece_ids: Sequence[bytes] = ()
+) -> PieceSource:
+    """Return the source of a tensor, and the ids of its pieces if these are known."""
+    item = ITEM_BYTES[record.dtype]
+    outer = record.order[0] if record.order else 0
+    rows = max(record.shape[outer], 1) if record.shape else 1
+    return PieceSource(
+        nbytes=record.nbytes,
+        dtype=record.dtype,
+        itemsize=item,
+        row_bytes=max(record.nbytes // rows, item),
+        payload=payload,
+        piece_ids=piece_ids,
+    )
 
 
-class Checked:
-    """A payload each piece of which must be what was seen before.
+def coded_sources(record: TensorRecord, elements: Elements, form: Form) -> list[CodedSource]:
+    """Return what a form stores of a tensor: codes, and scales if it has any."""
+    count = math.prod(record.shape)
+    codes = TensorRecord(
+        dtype=form.dtype,
+        shape=record.shape,
+        order=record.order,
+        role=record.role,
+        nbytes=count * form.item_bytes,
+    )
+    found = [CodedSource(codes, source_of(codes, ComputedPayload(partial(_codes, elements, form))))]
+    if form.block:
+        blocks = -(-count // form.block)
+        scales = TensorRecord(
+            dtype="float32", shape=(blocks,), order=None, role=record.role, nbytes=4 * blocks
+        )
+        payload = ComputedPayload(partial(_scales, elements, form))
+        found.append(CodedSource(scales, source_of(scales, payload)))
+    return found
+
+
+class CodedSource(NamedTuple):
+    """A hidden tensor: what the manifest says of it, and its bytes."""
+
+    record: TensorRecord
+    source: Source
+
+
+def _codes(elements: Elements, form: Form, start: int, out: memoryview) -> None:
+    """Encode the elements whose codes begin at byte `start`."""
+    target = np.frombuffer(out, np.dtype(f"<u{form.item_bytes}"))
+    low, high = start // form.item_bytes, start // form.item_bytes + len(target)
+    block = form.block or 1
+    end = min(-(-high // block) * block, elements.count)
+    for at in range(low // block * block, end, form.step):
+        stop = min(at + form.step, end)
+        raw = elements.read(at, stop, copy=False)
+        codes = form.encode(elements.dtype, raw, elements.rounding).codes
+        first, last = max(at, low), min(stop, high)
+        target[first - low : last - low] = codes[first - at : last - at]
+
+
+def _scales(elements: Elements, form: Form, start: int, out: memoryview) -> None:
+    """Compute the scales from byte `start` on."""
+    target = np.frombuffer(out, np.dtype("<f4"))
+    low, step = start // 4, form.step // form.block
+    for at in range(0, len(target), step):
+        count = min(step, len(target) - at)
+        first = (low + at) * form.block
+        last = min(first + count * form.block, elements.count)
+        raw = elements.read(first, last, copy=False)
+        target[at : at + count] = form.scales(elements.dtype, raw)
+
+
+def checked(
+    payload: Payload, pieces: Sequence[int] | Sequence[bytes], length: int, name: str
+) -> ComputedPayload:
+    """Return a payload that is asked for by pieces, each of which must be what was seen before.
+
+    Bytes are copied first and compared then, so that they stay still. A piece that is another one
+    raises a TornStateError.
 
     Parameters
     ----------
@@ -178,72 +228,32 @@ class Checked:
     name
         Of the tensor that errors are about.
     """
+    strong = bool(pieces) and isinstance(pieces[0], bytes)
+    digest: Callable[[memoryview], int | bytes] = blake3_digest if strong else xxh3_64
 
-    def __init__(
-        self, payload: Payload, pieces: Sequence[int] | Sequence[bytes], length: int, name: str
-    ) -> None:
-        self._payload = payload
-        self._pieces = pieces
-        self._length = length
-        self._name = name
-        strong = bool(pieces) and isinstance(pieces[0], bytes)
-        self._digest: Callable[[memoryview], int | bytes] = blake3_digest if strong else xxh3_64
+    def fill(start: int, out: memoryview) -> None:
+        """Fill `out` with the piece that begins at `start`."""
+        payload.copy_into(start, out)
+        if digest(out) != pieces[start // length]:
+            raise torn(name)
 
-    def view(self) -> memoryview | None:
-        """Return None: bytes are copied first and compared then, so that they stay still."""
-        return None
-
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the piece that begins at `start`.
-
-        Raises
-        ------
-        TornStateError
-            It is not what was seen.
-        """
-        self._payload.copy_into(start, out)
-        if self._digest(out) != self._pieces[start // self._length]:
-            raise torn(self._name)
+    return ComputedPayload(fill)
 
 
-class _Empty:
-    def view(self) -> memoryview | None:
-        return memoryview(b"")
+def copied(payload: Payload) -> ComputedPayload:
+    """Return a payload that copies from another one, wherever its bytes are."""
 
-    def copy_into(self, start: int, out: memoryview) -> None:
-        """Do nothing: there is nothing."""
-
-
-NOTHING = PieceSource(nbytes=0, dtype="uint8", itemsize=1, row_bytes=1, payload=_Empty())
-"""The source of a tensor that has a recipe."""
-
-
-class CopiedPayload:
-    """A payload that copies from another one, wherever its bytes are."""
-
-    def __init__(self, payload: Payload) -> None:
-        self._payload = payload
-
-    def view(self) -> memoryview | None:
-        """Return None: they are copied."""
-        return None
-
-    def copy_into(self, start: int, out: memoryview) -> None:
+    def fill(start: int, out: memoryview) -> None:
         """Fill `out` with the bytes from `start` on."""
-        view = self._payload.view()
+        view = payload.view()
         if view is None:
-            self._payload.copy_into(start, out)
+            payload.copy_into(start, out)
         else:
             out[:] = view[start : start + len(out)]
 
+    return ComputedPayload(fill)
 
-def with_payload(source: Source, payload: Payload, piece_ids: Sequence[bytes] = ()) -> PieceSource:
-    """Return a source with other bytes of the same length, and the ids of its pieces if known."""
-    return PieceSource(
-        nbytes=source.nbytes,
-        dtype=source.dtype,
-        itemsize=source.itemsize,
-        row_bytes=source.row_bytes,
-        payload=payload,
-        piece_ids=piece_ids,
-    )
+
+_EMPTY = TensorRecord(dtype="uint8", shape=(0,), order=None, role="", nbytes=0)
+NOTHING = source_of(_EMPTY, ComputedPayload(lambda start, out: None))
+"""The source of a tensor that has a recipe."""

@@ -14,7 +14,6 @@ from typing import Final
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.format.manifest import TensorRecord
 from ckptstore.repo import Repo
 
 # Windows of a large tensor that are kept. Source: a writer has one thread or two, and each reads on
@@ -84,23 +83,3 @@ class StoredBytes:
                 self._kept[place] = found
             self._kept.move_to_end(place)
             return found
-
-
-class StoredSource:
-    """One tensor of a version as a source of :mod:`ckptstore.objects.piece_writer`."""
-
-    def __init__(self, record: TensorRecord, payload: StoredBytes) -> None:
-        self.nbytes = record.nbytes
-        self.dtype = record.dtype
-        self.itemsize = ITEM_BYTES[record.dtype]
-        self.row_bytes = row_bytes_of(record)
-        self.payload = payload
-
-
-def row_bytes_of(record: TensorRecord) -> int:
-    """Return the bytes of one step of the outermost dimension in memory; at least one element."""
-    item = ITEM_BYTES[record.dtype]
-    if not record.shape:
-        return item
-    outer = record.order[0] if record.order else 0
-    return max(record.nbytes // max(record.shape[outer], 1), item)

@@ -22,8 +22,7 @@ from ckptstore.cli.session import location
 from ckptstore.cli.text import bytes_text, parse_bytes
 
 if TYPE_CHECKING:
-    from ckptstore.backends.probe import ProbeReport
-    from ckptstore.backends.speed import Speed
+    from ckptstore.backends.probe import ProbeReport, Speed
 
 
 def doctor(
@@ -45,8 +44,7 @@ def doctor(
     size
         Bytes to write and read for the throughput; 0 skips this. Default: 64MiB.
     """
-    from ckptstore.backends.probe import probe
-    from ckptstore.backends.speed import measure
+    from ckptstore.backends.probe import measure, probe
 
     output = Output("doctor", as_json=json, quiet=quiet)
     size_bytes = limits.MEASURE_BYTES if size is None else parse_bytes(size)

@@ -77,17 +77,21 @@ def decode_elements(
     if dtype not in FLOATS:
         raise ValueError(f"no form restores {dtype}")
     if recipe_kind == CAST and source_dtype in FLOATS:
-        _cast(source_dtype, dtype, codes, out, rounding)
+        cast_elements(source_dtype, dtype, codes, out, rounding)
     elif recipe_kind == SCALED and code in BOOKS and scales is not None and block >= 1:
         _rescale(code, block, dtype, start, codes, scales, out, rounding)
     else:
         raise ValueError(f"a recipe of kind {recipe_kind!r} with code {code!r} is unknown")
 
 
-def _cast(
-    source_dtype: str, dtype: str, codes: memoryview, out: memoryview, rounding: Rounding | None
+def cast_elements(
+    source_dtype: str,
+    dtype: str,
+    codes: memoryview,
+    out: memoryview,
+    rounding: Rounding | None = None,
 ) -> None:
-    """Convert each element."""
+    """Convert each element, as :func:`decode_elements` does by a cast."""
     source = np.frombuffer(codes, raw_dtype(source_dtype))
     target = np.frombuffer(out, raw_dtype(dtype))
     if len(source) != len(target):

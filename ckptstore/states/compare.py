@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import Manifest
 from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -49,8 +51,7 @@ class TensorError:
     """Elements that differ and have a NaN or an infinite value on either side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pair:
+class Pair(NamedTuple):
     """Two leaves to compare, of one shape."""
 
     first: Leaf
@@ -104,8 +105,7 @@ def _float64(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to(torch.float64).flatten()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Window:
+class _Window(NamedTuple):
     """A range of elements of one pair."""
 
     place: int
@@ -137,42 +137,37 @@ def compare(
     """
     chosen = list(pairs)
     contents = (first[1], second[1])
-    sums: list[_Sums | None] = [_Sums() for _ in chosen]
-    streamed = [place for place, pair in enumerate(chosen) if _streams(pair, contents)]
-    total = sum(contents[0].manifest.tensors[chosen[p].first.index].nbytes for p in streamed)
+    sums = {place: _Sums() for place, pair in enumerate(chosen) if _streams(pair, contents)}
+    total = sum(contents[0].manifest.tensors[chosen[p].first.index].nbytes for p in sums)
     done = 0
-    for group in _groups(chosen, streamed, contents):
+    for group in _groups(chosen, sums, contents[0].manifest):
         for window, one, two in _read(repo, chosen, group, contents):
-            part = sums[window.place]
-            assert part is not None  # noqa: S101  # for the type checker: streamed ones have one
-            part.add(one, two)
+            sums[window.place].add(one, two)
             done += one.numel() * one.element_size()
         progress(Progress(stage="compare", done=done, total=total))
-    for place in sorted(set(range(len(chosen))) - set(streamed)):
-        sums[place] = _whole(repo, chosen[place], contents)
-    return [None if part is None else part.result() for part in sums]
+    return [
+        sums[place].result() if place in sums else _whole(repo, pair, contents)
+        for place, pair in enumerate(chosen)
+    ]
 
 
 def _streams(pair: Pair, contents: tuple[Content, Content]) -> bool:
-    records = [c.manifest.tensors[p.index] for c, p in zip(contents, _both(pair), strict=True)]
-    if {pair.first.kind, pair.second.kind} <= _STORED_WHOLE:
-        if records[0].shape != records[1].shape:
-            msg = f"the shapes {records[0].shape} and {records[1].shape} cannot be compared"
-            raise InvalidInputError(msg)
-        complex_both = len({r.dtype.startswith("complex") for r in records}) == 1
-        same_order = len({(r.order, r.blocks) for r in records}) == 1
-        return complex_both and same_order and all(_is_numeric(r.dtype) for r in records)
-    return False
+    """Return whether a pair is read in windows: two stored tensors of one order, with numbers."""
+    if not {pair.first.kind, pair.second.kind} <= _STORED_WHOLE:
+        return False
+    one, two = (c.manifest.tensors[leaf.index] for c, leaf in zip(contents, pair, strict=True))
+    if one.shape != two.shape:
+        msg = f"the shapes {one.shape} and {two.shape} cannot be compared"
+        raise InvalidInputError(msg)
+    complex_both = one.dtype.startswith("complex") == two.dtype.startswith("complex")
+    same_order = (one.order, one.blocks) == (two.order, two.blocks)
+    return complex_both and same_order and _is_numeric(one.dtype) and _is_numeric(two.dtype)
 
 
 def _real(dtype: str) -> torch.dtype:
     """Return a dtype by name; for complex elements that of their two parts."""
     parts = {"complex32": "float16", "complex64": "float32", "complex128": "float64"}
     return dtype_named(parts.get(dtype, dtype))
-
-
-def _both(pair: Pair) -> tuple[Leaf, Leaf]:
-    return pair.first, pair.second
 
 
 def _is_numeric(dtype: str) -> bool:
@@ -185,17 +180,15 @@ def _is_numeric(dtype: str) -> bool:
 
 
 def _groups(
-    pairs: list[Pair], streamed: list[int], contents: tuple[Content, Content]
+    pairs: list[Pair], streamed: Iterable[int], manifest: Manifest
 ) -> Iterator[list[_Window]]:
     """Yield windows to read together: a part of a large tensor, or many small ones."""
     group: list[_Window] = []
     filled = 0
     for place in streamed:
-        manifest = contents[0].manifest
         index = pairs[place].first.index
         record = manifest.tensors[index]
-        item = ITEM_BYTES[record.dtype]
-        count = record.nbytes // item
+        count = record.nbytes // ITEM_BYTES[record.dtype]
         step = _WINDOW_ELEMENTS
         ends = piece_ends(manifest, index)
         if len(ends) > 1:  # end where a piece ends
@@ -205,7 +198,7 @@ def _groups(
             if filled and filled + stop - start > _WINDOW_ELEMENTS:
                 yield group
                 group, filled = [], 0
-            group.append(_Window(place=place, start=start, stop=stop))
+            group.append(_Window(place, start, stop))
             filled += stop - start
     if group:
         yield group
@@ -219,15 +212,13 @@ def _read(
         ranges: list[Range] = []
         tensors: list[torch.Tensor] = []
         for window in group:
-            leaf = _both(pairs[window.place])[side]
-            record = content.manifest.tensors[leaf.index]
-            item = ITEM_BYTES[record.dtype]
+            index = pairs[window.place][side].index
+            dtype = content.manifest.tensors[index].dtype
+            item = ITEM_BYTES[dtype]
             memory = bytearray((window.stop - window.start) * item)
-            start = window.start * item
             out = memoryview(memory)
-            ranges.append(Range(index=leaf.index, start=start, nbytes=len(out), out=out))
-            raw = torch.frombuffer(memory, dtype=torch.uint8)
-            tensors.append(raw.view(_real(record.dtype)))
+            ranges.append(Range(index=index, start=window.start * item, nbytes=len(out), out=out))
+            tensors.append(torch.frombuffer(memory, dtype=torch.uint8).view(_real(dtype)))
         read_ranges(
             content, ranges, backend=repo.backend, options=repo.options, rounding=to_bfloat16
         )
@@ -235,12 +226,12 @@ def _read(
     yield from zip(group, *sides, strict=True)
 
 
-def _whole(repo: Repo, pair: Pair, contents: tuple[Content, Content]) -> _Sums | None:
+def _whole(repo: Repo, pair: Pair, contents: tuple[Content, Content]) -> TensorError | None:
     """Compare leaves that are rebuilt first; return None if they are no tensors of numbers."""
     if {pair.first.kind, pair.second.kind} & {"bytes", "generator"}:
         return None
     values = []
-    for content, leaf in zip(contents, _both(pair), strict=True):
+    for content, leaf in zip(contents, pair, strict=True):
         value = LazyTensor(repo, content, leaf).load()
         try:
             values.append(value if isinstance(value, torch.Tensor) else torch.as_tensor(value))
@@ -254,4 +245,4 @@ def _whole(repo: Repo, pair: Pair, contents: tuple[Content, Content]) -> _Sums |
         sums.add(values[0], values[1])
     except (RuntimeError, NotImplementedError):  # a dtype without arithmetic
         return None
-    return sums
+    return sums.result()

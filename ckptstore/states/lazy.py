@@ -14,7 +14,6 @@ import torch
 
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content, TensorInfo
-from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.errors import (
     CkptStoreError,
@@ -37,7 +36,7 @@ from ckptstore.tensors.restore import MapLocation
 
 Index: TypeAlias = "int | slice | EllipsisType | torch.Tensor | tuple[Any, ...] | None"
 
-# Leaves that are exactly one stored tensor, so that a slice of them is a range of its bytes.
+# Leaves that are exactly one stored tensor, so that a part of them is a box of its elements.
 _SLICEABLE = frozenset({"tensor", "parameter", "buffer"})
 
 
@@ -207,9 +206,9 @@ class LazyVersion:
 class LazyTensor:
     """One tensor of a version, unread. Indexing fetches only the chunks that it needs.
 
-    Leading integers and one slice after them select a range of stored bytes; the rest of the index
-    is applied in memory. A tensor that ranks stored in blocks takes any leading integers and
-    slices. Views, quantized tensors and NumPy arrays are read whole, then indexed.
+    Leading integers and slices select a box, and only pieces that hold an element of it are read;
+    the rest of the index is applied in memory. Views, quantized tensors and NumPy arrays are read
+    whole, then indexed.
     """
 
     def __init__(self, repo: Repo, content: Content, leaf: Leaf) -> None:
@@ -307,11 +306,8 @@ class LazyTensor:
             raise CorruptObjectError(msg)
         if self._leaf.kind not in _SLICEABLE:
             return self._applied(self.load(), keys)
-        if self._record.blocks is not None:
-            offsets, sizes, rest = self._box(keys)
-            return self._applied(self._fetch_box(offsets, sizes), rest)
-        start, shape, rest = self._range(keys)
-        return self._applied(self._fetch(start, shape), rest)
+        offsets, sizes, rest = self._box(keys)
+        return self._applied(self._fetch(offsets, sizes), rest)
 
     def _applied(self, value: Any, keys: tuple[Any, ...]) -> Any:  # noqa: ANN401
         try:
@@ -320,43 +316,18 @@ class LazyTensor:
             msg = f"{self.path} of shape {list(self.shape)}: {error}"
             raise TensorIndexError(msg) from error
 
-    def _range(self, keys: tuple[Any, ...]) -> tuple[int, tuple[int, ...], tuple[Any, ...]]:
-        """Return the first byte and the shape of the part to read, and the rest of the index."""
-        shape = self.shape
-        order = self._record.order
-        rows_first = not shape or order is None or order[0] == 0
-        start, place = 0, 0
-        step = self._record.nbytes
-        while rows_first and place < min(len(keys), len(shape)):
-            key, size = keys[place], shape[place]
-            inner = step // max(size, 1)
-            if type(key) is int:
-                if not -size <= key < size:
-                    msg = f"{self.path}: index {key} is outside dimension {place} of size {size}"
-                    raise TensorIndexError(msg)
-                start += key % size * inner
-                step = inner
-                place += 1
-                if order is not None:  # the other dimensions are not in order
-                    break
-                continue
-            if isinstance(key, slice) and (key.step is None or key.step > 0):
-                low, high, stride = key.indices(size)
-                high = max(low, high)
-                rest = (slice(0, high - low, stride), *keys[place + 1 :])
-                return start + low * inner, (high - low, *shape[place + 1 :]), rest
-            break
-        return start, shape[place:], keys[place:]
-
     def _box(
         self, keys: tuple[Any, ...]
     ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-        """Return offsets and sizes of the part to read of blocks, and the rest of the index."""
+        """Return offsets and sizes of the box to read, and the rest of the index."""
         offsets = [0] * len(self.shape)
         sizes = [*self.shape]
         rest: list[Any] = []
         for place, (key, size) in enumerate(zip(keys, self.shape, strict=False)):
-            if type(key) is int and -size <= key < size:
+            if type(key) is int:
+                if not -size <= key < size:
+                    msg = f"{self.path}: index {key} is outside dimension {place} of size {size}"
+                    raise TensorIndexError(msg)
                 offsets[place], sizes[place] = key % size, 1
                 rest.append(0)
             elif isinstance(key, slice) and (key.step is None or key.step > 0):
@@ -367,51 +338,17 @@ class LazyTensor:
                 break
         return tuple(offsets), tuple(sizes), (*rest, *keys[len(rest) :])
 
-    def _fetch_box(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
-        """Return a box of a tensor in blocks, reading the parts of blocks that lie in it."""
+    def _fetch(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+        """Return a box of the tensor, in its memory order; reads the pieces that hold any of it."""
         item = ITEM_BYTES[self._record.dtype]
         nbytes = math.prod(sizes) * item
         record = replace(self._record, shape=sizes, nbytes=nbytes, blocks=None, recipe=None)
         destination = Destination(record)
-        out = np.ndarray(sizes, np.dtype(f"V{item}"), destination.view)
+        order = record.order or range(len(sizes))
+        stored = np.ndarray([sizes[dim] for dim in order], np.dtype(f"V{item}"), destination.view)
+        out = stored.transpose(np.argsort(order))
         region = Region(content=self._content, index=self._leaf.index, offsets=offsets, out=out)
-        read_regions(
-            [region],
-            backend=self._repo.backend,
-            options=self._repo.options,
-            rounding=to_bfloat16,
-        )
-        del out, region
+        repo = self._repo
+        read_regions([region], backend=repo.backend, options=repo.options, rounding=to_bfloat16)
+        del stored, out, region
         return destination.finish()
-
-    def _fetch(self, start: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the tensor of `shape` whose bytes begin at `start`."""
-        dropped = len(self.shape) - len(shape)
-        order = self._record.order
-        if order is not None:
-            order = tuple(dim - dropped for dim in order if dim >= dropped)
-        count = 1
-        for size in shape:
-            count *= size
-        record = TensorRecord(
-            dtype=self._record.dtype,
-            shape=shape,
-            order=order,
-            role=self._record.role,
-            nbytes=count * ITEM_BYTES[self._record.dtype],
-        )
-        destination = Destination(record)
-        self._read(start, destination.view)
-        return destination.finish()
-
-    def _read(self, start: int, out: memoryview) -> None:
-        """Fill `out` with the tensor's bytes from `start` on."""
-        if not len(out):
-            return
-        read_ranges(
-            self._content,
-            [Range(index=self._leaf.index, start=start, nbytes=len(out), out=out)],
-            rounding=to_bfloat16,
-            backend=self._repo.backend,
-            options=self._repo.options,
-        )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
-from ckptstore.format.skeleton import Leaf, Node, prune
+from ckptstore.format.skeleton import Node, prune
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
@@ -48,9 +49,8 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
     """
     wanted = PathFilter(request.include, request.exclude)
     node: Node = content.node
-    leaves: Sequence[Leaf] | None = content.leaves
     if request.include is not None or request.exclude is not None:
-        node, leaves = prune(node, wanted), None
+        node = prune(node, wanted)
         wanted.check_all_used()
     restorer = Restorer(
         node,
@@ -58,29 +58,39 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
         adapters=request.adapters,
         map_location=request.map_location,
         into=request.into,
-        leaves=leaves,
+        leaves=content.leaves if node is content.node else None,
     )
     total = sum(content.manifest.tensors[index].nbytes for index in restorer.needed)
     done = 0
     for batch in restorer.batches(repo.options.host_bytes):
-        destinations = {index: restorer.destination(index) for index in batch}
-        read_ranges(
-            content,
-            [
-                Range(index=index, start=0, nbytes=len(to.view), out=to.view)
-                for index, to in destinations.items()
-            ],
-            backend=repo.backend,
-            options=repo.options,
-            progress=_from(request.progress, done, total),
-            rounding=to_bfloat16,
-        )
+        counted = partial(_count_on, request.progress, done, total)
+        read_records(repo, content, restorer, batch, progress=counted)
         done += sum(content.manifest.tensors[index].nbytes for index in batch)
-        for destination in destinations.values():
-            destination.finish()
     return restorer.build()
 
 
-def _from(progress: ProgressCallback, done: int, total: int) -> ProgressCallback:
-    """Count on from what earlier batches have read."""
-    return lambda step: progress(Progress(stage=step.stage, done=done + step.done, total=total))
+def read_records(
+    repo: Repo,
+    content: Content,
+    restorer: Restorer,
+    indices: Sequence[int],
+    *,
+    progress: ProgressCallback = silent,
+) -> None:
+    """Read some of the records that a restorer needs, and finish their tensors."""
+    destinations = [(index, restorer.destination(index)) for index in indices]
+    read_ranges(
+        content,
+        [Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations],
+        backend=repo.backend,
+        options=repo.options,
+        progress=progress,
+        rounding=to_bfloat16,
+    )
+    for _, destination in destinations:
+        destination.finish()
+
+
+def _count_on(progress: ProgressCallback, done: int, total: int, step: Progress) -> None:
+    """Report a step of a batch as one of the whole load, of which `done` bytes were read before."""
+    progress(Progress(stage=step.stage, done=done + step.done, total=total))

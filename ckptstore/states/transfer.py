@@ -7,15 +7,14 @@ tensors of another shape are left alone. Only the chunks that are needed are rea
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckptstore.checkpoint.content import Content
-from ckptstore.checkpoint.name_fit import fitting_rename
-from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern, path_text
@@ -23,7 +22,7 @@ from ckptstore.format.renames import Renames
 from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
-from ckptstore.tensors.bfloat16 import to_bfloat16
+from ckptstore.states.load import read_records
 from ckptstore.tensors.restore import Restorer
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
@@ -116,8 +115,7 @@ def _words(item: Mismatch) -> str:
     return f"{found} into {item.target_dtype}{list(item.target_shape)}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _Job(NamedTuple):
     """One leaf to read into one tensor."""
 
     leaf: Leaf
@@ -126,16 +124,6 @@ class _Job:
     dtype: str
     """Of the leaf."""
     nbytes: int
-
-
-@dataclass(slots=True)
-class _Plan:
-    jobs: list[_Job] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    mismatched: list[Mismatch] = field(default_factory=list)
-    also: list[str] = field(default_factory=list)
-    """Names that share the memory of one that is filled."""
 
 
 def transfer(
@@ -164,13 +152,12 @@ def transfer(
     if not targets:
         msg = f"there is no tensor in the target, a {type(target).__name__}"
         raise InvalidInputError(msg, hint="pass a module, or {'model': model}")
-    plan = _plan(content, sources, targets, cast=request.cast)
-    report = _report(version, plan)
+    jobs, report = _plan(version, content, sources, targets, cast=request.cast)
     if not report.complete:
         _check_fit(report, request.strict, sources, targets)
-    total = sum(job.nbytes for job in plan.jobs)
+    total = sum(job.nbytes for job in jobs)
     done = 0
-    for batch in _batches(plan.jobs, repo.options.host_bytes):
+    for batch in _batches(jobs, repo.options.host_bytes):
         _fill(repo, content, batch)
         done += sum(job.nbytes for job in batch)
         request.progress(Progress(stage="read", done=done, total=total))
@@ -193,7 +180,7 @@ def _check_fit(
     if strict is False and report.loaded:
         return
     shown = f"{report.version.run}@{report.version.step}"
-    rename = fitting_rename(sources, targets)
+    rename = _fitting_rename(sources, targets)
     if strict or not report.loaded:
         how = "does not fit the target" if report.loaded else "has nothing that fits the target"
         otherwise = (
@@ -238,25 +225,27 @@ def _targets(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:  # no
 
 
 def _plan(
+    version: Version,
     content: Content,
     sources: Mapping[str, Leaf],
     targets: Mapping[str, torch.Tensor],
     *,
     cast: bool,
-) -> _Plan:
-    plan = _Plan()
+) -> tuple[list[_Job], TransferReport]:
+    """Return which leaf is read into which tensor, and the report of it."""
+    jobs: list[_Job] = []
+    mismatched: list[Mismatch] = []
+    also: list[str] = []  # names that share the memory of one that is filled
     filled: dict[object, int] = {}
-    for name, target in targets.items():
-        leaf = sources.get(name)
-        if leaf is None:
-            continue
+    for name in filter(sources.__contains__, targets):
+        leaf, target = sources[name], targets[name]
         dtype, shape = _kind_of(content, leaf)
         memory = _memory(target)
         why = _refusal(leaf, dtype, shape, target, cast=cast)
         if not why and filled.get(memory, leaf.index) != leaf.index:
             why = "shared"
         if why:
-            plan.mismatched.append(
+            mismatched.append(
                 Mismatch(
                     name=name,
                     path=path_text(leaf.path),
@@ -268,36 +257,26 @@ def _plan(
                 )
             )
         elif memory in filled:
-            plan.also.append(name)
+            also.append(name)
         else:
             filled[memory] = leaf.index
             nbytes = content.manifest.tensors[leaf.index].nbytes
-            job = _Job(leaf=leaf, name=name, target=target, dtype=dtype, nbytes=nbytes)
-            plan.jobs.append(job)
-    for name, target in targets.items():
-        if name not in sources:
-            (plan.also if _memory(target) in filled else plan.missing).append(name)
-    plan.unexpected = [
-        path_text(leaf.path) for name, leaf in sources.items() if name not in targets
-    ]
-    return plan
-
-
-def _report(version: Version, plan: _Plan) -> TransferReport:
-    cast = {
-        job.name: (job.dtype, _dtype(job.target))
-        for job in plan.jobs
-        if job.dtype != _dtype(job.target)
-    }
-    return TransferReport(
+            jobs.append(_Job(leaf, name, target, dtype, nbytes))
+    absent = [name for name in targets if name not in sources]
+    also += [name for name in absent if _memory(targets[name]) in filled]
+    dtypes = {job.name: (job.dtype, _dtype(job.target)) for job in jobs}
+    report = TransferReport(
         version=version,
-        loaded=(*(job.name for job in plan.jobs), *plan.also),
-        cast=cast,
-        missing=tuple(plan.missing),
-        unexpected=tuple(plan.unexpected),
-        mismatched=tuple(plan.mismatched),
-        read_bytes=sum({job.leaf.index: job.nbytes for job in plan.jobs}.values()),
+        loaded=(*(job.name for job in jobs), *also),
+        cast={name: (given, own) for name, (given, own) in dtypes.items() if given != own},
+        missing=tuple(name for name in absent if _memory(targets[name]) not in filled),
+        unexpected=tuple(
+            path_text(leaf.path) for name, leaf in sources.items() if name not in targets
+        ),
+        mismatched=tuple(mismatched),
+        read_bytes=sum({job.leaf.index: job.nbytes for job in jobs}.values()),
     )
+    return jobs, report
 
 
 def _kind_of(content: Content, leaf: Leaf) -> tuple[str, tuple[int, ...]]:
@@ -310,6 +289,7 @@ def _kind_of(content: Content, leaf: Leaf) -> tuple[str, tuple[int, ...]]:
 
 
 def _dtype(target: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype, one that the format does not know too."""
     return dtype_text(target.dtype) or str(target.dtype)
 
 
@@ -368,21 +348,65 @@ def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:
     restorer = Restorer(
         ["l", *(job.leaf.node for job in batch)], content.manifest.tensors, into=exact or None
     )
-    destinations = [(index, restorer.destination(index)) for index in restorer.needed]
-    read_ranges(
-        content,
-        [Range(index=n, start=0, nbytes=len(to.view), out=to.view) for n, to in destinations],
-        rounding=to_bfloat16,
-        backend=repo.backend,
-        options=repo.options,
-    )
-    for _, destination in destinations:
-        destination.finish()
+    read_records(repo, content, restorer, restorer.needed)
     values = restorer.build()
     with torch.no_grad():
         for place, job in enumerate(batch):
             if place not in exact:
-                value = values[place]
-                job.target.copy_(
-                    value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-                )
+                job.target.copy_(torch.as_tensor(values[place]))
+
+
+# --- the renaming by which names fit --------------------------------------------------------------
+
+_CANDIDATES_MAX = 8
+"""Renamings that are tried. Source: copies of one model in a state, such as averaged weights."""
+
+_NAMES_MAX = 16
+"""Names of the target that renamings are made from. Source: one name may be of a new layer."""
+
+
+def _fitting_rename(sources: Mapping[str, Leaf], targets: Iterable[str]) -> str:
+    """Return the argument that makes most names of a target fit, as one writes it; or nothing.
+
+    Parameters
+    ----------
+    sources
+        Leaves of the version by the names that the current renaming gives them.
+    targets
+        Names of the target.
+
+    Returns
+    -------
+    str
+        Such as ``rename={'model': ''}``. Empty where one prefix in place of another does not make
+        half of the target's names fit, or no more than fit already.
+    """
+    names = sorted(targets)
+    paths = {path_text(leaf.path) for leaf in sources.values()}
+    best, fits = "", max(len(sources.keys() & names), (len(names) - 1) // 2)
+    for old, new in _candidates(paths, names[:: len(names) // _NAMES_MAX + 1]):
+        count = len({_renamed(path, old, new) for path in paths}.intersection(names))
+        if count > fits:
+            best, fits = f"rename={{{old!r}: {new!r}}}", count
+    return best
+
+
+def _candidates(paths: Iterable[str], names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return the prefixes to exchange where a path ends like a name, longest endings first."""
+    wanted = [name.split(".") for name in names]
+    found: Counter[tuple[str, str]] = Counter()
+    for parts in (path.split(".") for path in paths):
+        for name in wanted:
+            same = 0
+            while same < min(len(parts), len(name)) and parts[-1 - same] == name[-1 - same]:
+                same += 1
+            if same:
+                old, new = parts[: len(parts) - same], name[: len(name) - same]
+                found[".".join(old), ".".join(new)] += same
+    return sorted(found, key=lambda pair: (-found[pair], pair))[:_CANDIDATES_MAX]
+
+
+def _renamed(path: str, old: str, new: str) -> str:
+    if old and not path.startswith(f"{old}."):
+        return path
+    return ".".join(filter(None, (new, path[len(old) :].removeprefix("."))))

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
-from ckptstore.backends.base import Backend, Buffer, ObjectInfo, ObjectWriter
-from ckptstore.backends.wrapper import WrapperBackend, WrapperWriter
+from ckptstore.backends.base import Backend, Buffer, ObjectInfo
+from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import StorageError
 
 __all__ = ["CALLS", "WRITES", "Fault", "FaultyBackend", "When"]
@@ -107,22 +107,17 @@ class FaultyBackend(WrapperBackend):
         super().__init__(inner)
         self.faults = list(faults)
 
+    def around(self, call: str, key: str, action: Callable[[], T], size_bytes: int = 0) -> T:
+        """Carry out a call that knows no half, or fail."""
+        return self.run(call, key, action)
+
     def put(self, key: str, data: Buffer) -> None:
         """Write, or fail."""
-        self.run("put", key, lambda: self.inner.put(key, data), half=lambda: self._half(key, data))
+        self._write("put", self.inner.put, key, data)
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Create, or fail."""
-
-        def half() -> None:
-            self.inner.put_if_absent(key, memoryview(data)[: len(data) // 2])
-
-        self.run("put_if_absent", key, lambda: self.inner.put_if_absent(key, data), half=half)
-
-    def open_writer(self, key: str) -> ObjectWriter:
-        """Return a writer that may fail, or fail."""
-        writer = self.run("open_writer", key, lambda: self.inner.open_writer(key))
-        return _FaultyWriter(writer, self, key)
+        self._write("put_if_absent", self.inner.put_if_absent, key, data)
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Read, or fail; truncated: the first half."""
@@ -157,14 +152,6 @@ class FaultyBackend(WrapperBackend):
 
         yield from self.run("list", prefix, whole, half=half)
 
-    def stat(self, key: str) -> ObjectInfo:
-        """Stat, or fail."""
-        return self.run("stat", key, lambda: self.inner.stat(key))
-
-    def delete(self, key: str) -> None:
-        """Delete, or fail."""
-        self.run("delete", key, lambda: self.inner.delete(key))
-
     def run(
         self, call: str, key: str, action: Callable[[], T], *, half: Callable[[], T] | None = None
     ) -> T:
@@ -184,18 +171,8 @@ class FaultyBackend(WrapperBackend):
                 return result
         raise fault.error()
 
-    def _half(self, key: str, data: Buffer) -> None:
-        self.inner.put(key, memoryview(data)[: len(data) // 2])
-
-
-class _FaultyWriter(WrapperWriter):
-    def __init__(self, inner: ObjectWriter, backend: FaultyBackend, key: str) -> None:
-        super().__init__(inner)
-        self._backend = backend
-        self._key = key
-
-    def write(self, data: Buffer | Sequence[Buffer]) -> None:
-        self._backend.run("writer.write", self._key, lambda: self.inner.write(data))
-
-    def commit(self) -> None:
-        self._backend.run("writer.commit", self._key, self.inner.commit)
+    def _write(
+        self, call: str, write: Callable[[str, Buffer], None], key: str, data: Buffer
+    ) -> None:
+        half = memoryview(data)[: len(data) // 2]
+        self.run(call, key, lambda: write(key, data), half=lambda: write(key, half))

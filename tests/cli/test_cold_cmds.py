@@ -101,6 +101,7 @@ def test_there_and_back(
     assert set(_classes(s3_bucket).values()) == {"STANDARD"}
 
 
+@pytest.mark.slow
 def test_verify_says_what_it_did_not_read(cli: Cli, store: list[str]) -> None:
     """Cold packs are no damage, and have their own count."""
     cli("archive", "gpt@1", "--class", "DEEP_ARCHIVE", *store)
@@ -126,6 +127,7 @@ def test_new_packs_can_be_written_in_a_class(
     assert cli("ls", *store, "--option", "pack_class=no class").code == 2
 
 
+@pytest.mark.slow
 def test_what_is_refused(cli: Cli, store: list[str], store_path: object) -> None:
     """Neither class nor job; nothing named; both at once; storage without classes."""
     assert cli("archive", "gpt@1", *store).code == 2

@@ -20,6 +20,7 @@ def _environment(**changes: str) -> dict[str, str]:
     return {**kept, **changes}
 
 
+@pytest.mark.slow
 def test_ls_imports_no_heavy_library(history: Path) -> None:
     """Listing a local store loads neither torch nor numpy nor any storage library."""
     code = (
@@ -48,6 +49,7 @@ def test_ls_imports_no_heavy_library(history: Path) -> None:
         ["--version"],
     ],
 )
+@pytest.mark.short(sample=2)
 def test_reader_that_goes_away_is_no_error(history: Path, arguments: list[str]) -> None:
     """`ckptstore log | head -1`: no traceback, no message, and the exit code of SIGPIPE."""
     process = subprocess.Popen(
@@ -86,6 +88,7 @@ def test_an_error_that_nobody_reads_is_no_defect(tmp_path: Path) -> None:
     ("arguments", "code"),
     [(["ls"], 8), (["ls", "--json"], 8), (["show", "nope", "--json"], 3)],
 )
+@pytest.mark.short(sample=1)
 def test_output_to_a_full_disk_is_an_error(history: Path, arguments: list[str], code: int) -> None:
     """`ckptstore ls > FILE` with no room: one error and its exit code, no traceback."""
     with Path("/dev/full").open("w") as full:

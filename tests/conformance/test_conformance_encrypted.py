@@ -150,6 +150,7 @@ class TestEncryptedNfsSettings(TestEncryptedLocal):
     kind = "nfs"
 
 
+@pytest.mark.short(sample=1)
 class TestEncryptedS3(SealedSideDoor, BackendConformance):
     """Over S3, the server another process."""
 

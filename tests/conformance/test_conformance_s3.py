@@ -14,6 +14,7 @@ from ckptstore.backends.registry import open_backend
 from ckptstore.testing.conformance import BackendConformance
 
 
+@pytest.mark.short(sample=2)
 class TestS3(BackendConformance):
     """By botocore alone. The server is another process; the side door is boto3."""
 
@@ -61,6 +62,7 @@ class TestS3(BackendConformance):
             assert b"".join(parts) == data[1000:8_001_128]
 
 
+@pytest.mark.short(sample=1)
 class TestS3ByS3fs(TestS3):
     """By s3fs, which takes over where it alone knows an option."""
 

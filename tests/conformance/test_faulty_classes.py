@@ -113,9 +113,9 @@ def test_every_few_requests(
     _assert_whole(bucket)
 
 
-@pytest.mark.short("lost-503")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("fault", KINDS, ids=named)
+@pytest.mark.slow
 def test_a_repetition_finishes(
     through: ckptstore.Store, bucket: S3Bucket, s3_proxy: FaultProxy, fault: Fault
 ) -> None:

@@ -83,6 +83,7 @@ ANSWERS: list[tuple[int, type[CkptStoreError], type[CkptStoreError], type[CkptSt
 
 
 @pytest.mark.parametrize(("status", "create", "put", "get"), ANSWERS)
+@pytest.mark.short(sample=9)
 def test_answers_are_typed(
     place: Place,
     status: int,
@@ -164,6 +165,7 @@ def test_busy_after_success_is_told_as_exists(place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.RESET, Kind.STATUS])
+@pytest.mark.short(sample=3)
 def test_put_is_tried_again(place: Place, kind: Kind) -> None:
     """A plain put survives lost answers, resets and busy servers."""
     place.proxy.set(Fault(kind=kind, method=place.write, times=2))
@@ -183,6 +185,7 @@ def test_writer_commit_is_tried_again(place: Place, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.CUT, Kind.LOST, Kind.RESET, Kind.STATUS])
+@pytest.mark.short(sample=4)
 def test_reads_are_tried_again(place: Place, kind: Kind) -> None:
     """A cut, lost or refused read is repeated; what comes back is whole."""
     data = bytes(range(256)) * 5000
@@ -265,6 +268,7 @@ def test_missing_bucket_is_said(place: Place) -> None:
 
 
 @pytest.mark.parametrize("kind", [Kind.LOST, Kind.RESET, Kind.STATUS_AFTER])
+@pytest.mark.short(sample=3)
 def test_no_false_winner_in_a_race(place: Place, kind: Kind) -> None:
     """Under faults, who is told to have won has won, and nobody else is told so."""
 

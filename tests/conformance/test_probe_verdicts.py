@@ -12,9 +12,8 @@ from faultproxy import Fault, FaultProxy, Kind
 from ckptstore.backends.base import Backend, Buffer, PutIfAbsent
 from ckptstore.backends.fsspec_backend import open_fsspec
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.probe import ProbeReport, probe
+from ckptstore.backends.probe import ProbeReport, measure, probe
 from ckptstore.backends.registry import open_backend
-from ckptstore.backends.speed import measure
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.cli.probe_table import advice
 from ckptstore.errors import AmbiguousWriteError, CkptStoreError, FormatError, StorageError

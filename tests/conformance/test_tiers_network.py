@@ -66,6 +66,7 @@ def _wait(store: ckptstore.Store, step: int) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_saves_do_not_wait_for_a_replica_that_is_slow(
     hot: ckptstore.Store, s3_proxy: FaultProxy
 ) -> None:
@@ -141,6 +142,7 @@ def test_whatever_befalls_it_write_back_goes_on(
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_replica_that_is_gone(hot: ckptstore.Store, s3_proxy: FaultProxy) -> None:
     """Saves go on, waiting is loud, loads of what is here work, others say both reasons."""
     run = hot.run("gpt", write_back="cold")
@@ -161,6 +163,7 @@ def test_a_replica_that_is_gone(hot: ckptstore.Store, s3_proxy: FaultProxy) -> N
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_threads_load_from_a_bucket_at_once(hot: ckptstore.Store) -> None:
     """Many threads, whole versions and slices, of what only the bucket has."""
     run = hot.run("gpt")

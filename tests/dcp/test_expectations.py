@@ -411,6 +411,7 @@ def test_what_is_on_storage_is_no_pickle(run: Run, tmp_path: Path) -> None:
     assert PolicyError.kind  # what a pickle would be refused with
 
 
+@pytest.mark.slow
 def test_small_tensors_cost_little(run: Run, tmp_path: Path) -> None:
     """2,000 tensors of 64 bytes cost under 100 bytes each besides; with torch's own it is 1,829."""
     state = {f"layer.{n}.bias": torch.full((16,), float(n)) for n in range(2000)}

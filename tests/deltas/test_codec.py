@@ -68,6 +68,7 @@ def decoded(
 
 @pytest.mark.parametrize(("form", "layout"), PAIRS)
 @given(data=st.data())
+@pytest.mark.short(sample=10)
 def test_any_bytes_come_back_on_any_base(
     form: DeltaForm, layout: Layout, data: st.DataObject
 ) -> None:
@@ -95,6 +96,7 @@ def test_every_pair_of_odd_patterns_comes_back(form: DeltaForm, layout: Layout) 
 
 @pytest.mark.parametrize(("form", "layout"), PAIRS)
 @pytest.mark.parametrize("elements", [RUN - 1, RUN, 2 * RUN + 3])
+@pytest.mark.short(sample=20)
 def test_runs_of_elements_join_without_a_seam(
     form: DeltaForm, layout: Layout, elements: int
 ) -> None:
@@ -175,6 +177,7 @@ def planes_after(data: bytes, count: int, size: int) -> Sequence[bytes]:
 @pytest.mark.parametrize(
     ("form", "layout"), [(form, layout) for form, layout in PAIRS if form != PLAIN]
 )
+@pytest.mark.short(sample=4)
 def test_a_slow_decoder_after_the_page_agrees(form: DeltaForm, layout: Layout) -> None:
     """What is stored is what the format's page says: runs of 65536, ties as they lie, turns."""
     item = ITEM_BYTES[layout]

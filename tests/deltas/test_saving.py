@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from deltakit import deltas_of, manifest_of, open_store, packs_of, same, state_of
+from metered import Meter, MeteredBackend
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import Meter, MeteredBackend
 from ckptstore.codecs.codec_table import DELTAS
 from ckptstore.errors import NotFoundError, StorageError
 from ckptstore.format.keys import pack_key
@@ -360,6 +360,7 @@ def test_what_is_condemned_meanwhile_is_no_base(backends: Backends) -> None:
 
 
 @pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.short(sample=1)
 def test_background_saves_take_deltas(tmp_path: Any, engine: str) -> None:  # noqa: ANN401
     """Both engines do; the process keeps keyframes of its own."""
     import ckptstore

@@ -43,7 +43,8 @@ def test_blocks_say_what_they_are(page: Page) -> None:
 
 
 @pytest.mark.short(
-    "(?!docs/howto/(saving-in-the-background|beyond-one-machine|one-training-script|cold-storage))"
+    "(?!docs/(howto/(saving-in-the-background|beyond-one-machine|one-training-script|cold-storage"
+    "|hugging-face|s3-and-gcs|preemption)|reference/cli))"
 )
 def test_blocks_run(page: Page, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """What a reader copies from a page works."""

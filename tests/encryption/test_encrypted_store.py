@@ -18,8 +18,7 @@ import torch
 from buckets import S3Bucket
 
 import ckptstore
-from ckptstore.backends.encrypted import EncryptedBackend
-from ckptstore.backends.encrypted_writer import EncryptedWriter
+from ckptstore.backends.encrypted import EncryptedBackend, EncryptedWriter
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.posix import open_posix
 from ckptstore.backends.sealing import DataKey
@@ -109,6 +108,7 @@ def test_two_stores_of_one_state_have_nothing_in_common(tmp_path: Path, key: byt
 
 
 @pytest.mark.parametrize("engine", ["process", "thread"])
+@pytest.mark.short(sample=1)
 def test_saves_in_the_background(tmp_path: Path, key: bytes, engine: str) -> None:
     """A child process gets the key with the backend, and saves as the parent would."""
     with ckptstore.open(tmp_path / "s", create=True, encryption_key=key, engine=engine) as store:
@@ -239,6 +239,7 @@ def test_savers_that_are_killed(store: Store, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("engine", ["threads", "processes"])
+@pytest.mark.slow
 def test_workers_of_other_processes(
     store: Store, tmp_path: Path, engine: str, other: bytes
 ) -> None:
@@ -251,6 +252,7 @@ def test_workers_of_other_processes(
         assert same(target.load("r@2"), state(2))
 
 
+@pytest.mark.slow
 def test_a_bucket(
     store: Store, s3_bucket: S3Bucket, tmp_path: Path, key: bytes, other: bytes
 ) -> None:
@@ -445,6 +447,7 @@ def test_threads_read_and_write_at_once(tmp_path: Path) -> None:
         assert all(pool.map(work, range(6)))
 
 
+@pytest.mark.slow
 def test_plain_stores_never_load_cryptography(tmp_path: Path) -> None:
     """Who has no key pays nothing for keys."""
     code = (

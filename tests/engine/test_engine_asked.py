@@ -41,6 +41,7 @@ def test_commands_take_an_engine(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert "unknown engine 'clouds'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_jobs_take_an_engine(tmp_path: Path) -> None:
     """The job's copies and scrubs run over it; what is none is refused with the file's name."""
     trained(tmp_path / "hot")
@@ -60,6 +61,7 @@ def test_jobs_take_an_engine(tmp_path: Path) -> None:
             read_job(file)
 
 
+@pytest.mark.slow
 def test_encrypted_stores_travel_through_workers(tmp_path: Path) -> None:
     """Workers read and write what is encrypted, either way; the key is on no disk."""
     trained(tmp_path / "plain")

@@ -279,6 +279,7 @@ def test_the_bandwidth_is_that_of_all_tasks(
 
 @pytest.mark.parametrize("name", ["processes", "dask"])
 @pytest.mark.parametrize("operation", ["verify", "replicate"])
+@pytest.mark.short(sample=2)
 def test_workers_may_be_killed_in_the_middle(
     tmp_path: Path, spec: Spec, name: str, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,6 +210,7 @@ def cuts(data: bytes, chance: random.Random) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("kind", ["store.json", "commits", "snapshots", "manifests", "packs"])
+@pytest.mark.short(sample=2)
 def test_objects_that_are_cut_or_gone_are_noticed(
     healthy: Healthy, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

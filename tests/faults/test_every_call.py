@@ -135,6 +135,7 @@ def save_third(store: Store) -> Any:  # noqa: ANN401
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.short(sample=4)
 def test_a_save_raises_and_leaves_no_version_or_returns_and_leaves_one(
     base: dict[str, bytes], way: Way
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_tag_is_set_or_not(base: dict[str, bytes], way: Way) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+@pytest.mark.short(sample=4)
 def test_a_snapshot_that_fails_changes_nothing(
     base: dict[str, bytes], way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:

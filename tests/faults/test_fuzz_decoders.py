@@ -286,6 +286,7 @@ def test_arbitrary_bytes(name: str, data: bytes) -> None:
 @each_decoder
 @FUZZ
 @given(data=st.data())
+@pytest.mark.short(sample=5)
 def test_valid_records_with_other_bytes_in_them(name: str, data: st.DataObject) -> None:
     """A record that was valid, with parts replaced, cut out, doubled or put in, breaks nothing."""
     decode, whole = DECODERS[name]

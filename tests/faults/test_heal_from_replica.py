@@ -125,6 +125,7 @@ def test_fifty_damaged_objects_come_back(
     assert _healed(hot, cold)[1]["ok"]
 
 
+@pytest.mark.slow
 def test_it_says_what_it_did(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """The text names each version that was brought back, and where from."""
     hot, cold = _copied(pair, tmp_path)
@@ -157,6 +158,7 @@ def test_a_replica_that_keeps_less(pair: tuple[Path, Path], tmp_path: Path) -> N
     _assert_as_saved(hot, pair[0], but=lost)
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_damaged_elsewhere(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Damage of the replica never travels; what both have lost is named, all else comes back.
 

@@ -71,6 +71,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_file_system_without_room(tmp_path: Path) -> None:
     """ENOSPC from a real file system of 4 MiB fails the save and nothing else.
 

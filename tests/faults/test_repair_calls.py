@@ -77,6 +77,7 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.short(sample=1)
 def test_a_repair_that_fails_at_any_call_is_finished_by_the_next(
     way: str,
     torn: dict[str, bytes],

@@ -105,6 +105,7 @@ def check_rest(store: Store, report: RepairReport) -> None:
 
 
 @pytest.mark.parametrize("kind", ["packs/", "manifests/", "snapshots/", "all"])
+@pytest.mark.short(sample=1)
 def test_verify_names_exactly_what_is_touched(
     stores: Stores, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -162,6 +163,7 @@ def test_a_second_store_mends_everything(
     assert wanted <= origins
 
 
+@pytest.mark.slow
 def test_without_a_second_store_it_says_what_is_lost(
     stores: Stores, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -28,6 +28,8 @@ from ckptstore.events import SaveEvent
 from ckptstore.repo import create_on
 from ckptstore.store import Store
 
+pytestmark = pytest.mark.short(sample=1)
+
 
 @pytest.fixture(params=["thread", "process"])
 def engine(request: pytest.FixtureRequest) -> str:
@@ -185,6 +187,7 @@ def s3_store(s3_bucket: S3Bucket, s3_proxy: FaultProxy, engine: str) -> Iterator
 
 
 @pytest.mark.parametrize("part", ["packs", "manifests"])
+@pytest.mark.short(sample=1)
 def test_http_500(s3_store: Store, s3_proxy: FaultProxy, part: str) -> None:
     """A server that answers 500 to packs, or to manifests: an error, no version, then recovery."""
     run = s3_store.run("gpt")

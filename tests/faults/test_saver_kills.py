@@ -75,6 +75,7 @@ def test_staged_saves_survive_sigkill(tmp_path: Path, how: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_trainer_that_dies_before_its_child_has_begun(tmp_path: Path) -> None:
     """What was staged lies in memory and in a socket: the child finds both, and nobody to tell."""
     trainer = _trainer(tmp_path, "early", "process")
@@ -95,6 +96,7 @@ def test_a_trainer_that_dies_before_its_child_has_begun(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_child_that_is_told_nonsense_ends(tmp_path: Path) -> None:
     """An order that cannot be understood ends the child, after what was staged; none is left."""
     with ckptstore.open(tmp_path / "s", create=True, engine="process") as store:
@@ -127,9 +129,9 @@ def test_sigkill_with_the_thread_engine_leaves_no_part(tmp_path: Path) -> None:
         store.run("gpt").save(state_at(4), step=4)
 
 
-@pytest.mark.short("process")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("engine", ["thread", "process"])
+@pytest.mark.slow
 def test_an_exit_without_close_finishes(tmp_path: Path, engine: str) -> None:
     """A script that just ends has saved what it staged, with either engine, and says nothing."""
     trainer = _trainer(tmp_path, "exit", engine)

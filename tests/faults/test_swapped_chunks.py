@@ -56,6 +56,7 @@ def _room() -> dict[str, dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("reader", READERS)
+@pytest.mark.short(sample=24)
 def test_readers_refuse_and_name_the_tensor(
     made: Scene, disguised: bool, reader: str, tmp_path: Path
 ) -> None:

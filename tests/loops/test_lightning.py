@@ -147,6 +147,7 @@ def _fit(kit: Package, io: LoopIO | None, epochs: int, **options: Any) -> Any:
     return model
 
 
+@pytest.mark.short(sample=1)
 def test_a_resumed_fit_has_the_same_losses(either: Package, store: Store) -> None:
     """Two epochs, all objects new, two more: the losses of four in one go, bit for bit."""
     either.pl.seed_everything(7, verbose=False)
@@ -261,6 +262,7 @@ def test_who_forgets_the_callback_is_told(
 @pytest.mark.parametrize(
     "ref", ["gpt@best:val_loss", "gpt@5", "best:val_loss", "gpt@latest-valid", "gpt", "#"]
 )
+@pytest.mark.short(sample=2)
 def test_refs_are_paths_for_validate_and_test(kit: Package, store: Store, ref: str) -> None:
     """``ckpt_path`` takes any ref of the store; the weights are those of that version."""
     io = kit.io(store)

@@ -79,6 +79,7 @@ def _near(folder: Path, model: Any) -> bool:
     return not any(about.values()) and torch.allclose(_logits(loaded), _logits(model), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_training_of_an_adapter_is_resumed_and_exported(
     store: Store, base: Path, tmp_path: Path
 ) -> None:

@@ -314,6 +314,7 @@ def test_all_ranks_stop_at_one_step(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_signal_from_outside_stops_all_ranks(told: dict[str, list[list[int]]]) -> None:
     """At whatever moment it comes: all ranks stop at one step, and a restart finds that one."""
     said, saved = told["outside"]

@@ -151,6 +151,7 @@ def test_a_training_of_ones_own_keeps_the_files_of_its_fork(
     _check(export_pretrained(store, "ft@2", tmp_path / "out"), model, base)
 
 
+@pytest.mark.slow
 def test_a_trainer_keeps_the_files_of_its_fork(store: Store, base: Path, tmp_path: Path) -> None:
     """Import, fork, training without the tokenizer, export: the tokenizer is the imported one."""
     import_file(store, base, run="llama")

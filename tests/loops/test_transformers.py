@@ -104,6 +104,7 @@ def run(store: Store) -> Run:
 @pytest.mark.parametrize(
     "ref", [True, "gpt@12", 8], ids=["newest", "end of an epoch", "in an epoch"]
 )
+@pytest.mark.short(sample=1)
 def test_a_resumed_training_has_the_same_losses(
     store: Store, run: Run, tmp_path: Path, ref: Any
 ) -> None:
@@ -144,6 +145,7 @@ def test_versions_hold_metrics_and_nothing_is_written_elsewhere(
 
 
 @pytest.mark.usefixtures("_nothing_pickled")
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(store: Store, run: Run, tmp_path: Path) -> None:
     """``load_best_model_at_end`` takes the weights from the store; so does a resumed training."""
     options = {
@@ -195,6 +197,7 @@ def test_the_limit_deletes_by_commits(store: Store, run: Run, tmp_path: Path) ->
     assert store.undelete([f"gpt@{other}"])[0].step == other
 
 
+@pytest.mark.slow
 def test_saves_in_the_background(store: Store, run: Run, tmp_path: Path) -> None:
     """When ``train`` returns, all versions are durable; the limit holds as well."""
     trainer = _trainer(run, tmp_path, extra={"background": True}, save_total_limit=1, max_steps=8)
@@ -218,6 +221,7 @@ def test_only_the_model(run: Run, tmp_path: Path) -> None:
     assert run.resolve("latest").step == 8
 
 
+@pytest.mark.slow
 def test_a_folder_of_trainer_is_resumed_from_as_ever(run: Run, tmp_path: Path) -> None:
     """Who changes over in the middle goes on from the files that there are."""
     watch, second = Watch(), Watch()

@@ -59,6 +59,7 @@ def explored(*clients: Client) -> Found:
         ),
     ],
 )
+@pytest.mark.short(sample=2)
 def test_no_live_version_ever_names_what_was_deleted(clients: list[Client], states: int) -> None:
     """Nor does anything stay that none needs, wherever all clients die."""
     found = explored(*clients)
@@ -96,6 +97,7 @@ def test_no_live_version_ever_names_what_was_deleted(clients: list[Client], stat
         ),
     ],
 )
+@pytest.mark.short(sample=2)
 def test_each_rule_is_needed(clients: list[Client]) -> None:
     """Left out, some order of calls loses a version; the trace leads there from the start."""
     found = explored(*clients)

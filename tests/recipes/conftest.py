@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Callable
 
 import pytest
+from metered import MeteredBackend
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options
 from ckptstore.limits import CHUNK_BYTES_MIN
 from ckptstore.repo import create_on

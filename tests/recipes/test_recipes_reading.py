@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from metered import MeteredBackend
 from recipekit import Form, save, stored_bytes
 from safetensors.torch import load_file
 from shortening import examples
@@ -21,7 +22,6 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_distribu
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.checkpoint.content import Content, read_content
 from ckptstore.checkpoint.ranges import Range, read_ranges
 from ckptstore.checkpoint.regions import Region, read_regions

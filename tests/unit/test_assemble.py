@@ -11,12 +11,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from metered import MeteredBackend
 from safetensors.torch import load_file
 
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.checkpoint.assemble import RankPart, assemble, nest
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.regions import Region, read_regions

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from ckptstore.backends import posix
-from ckptstore.backends.lustre import stripe_folder
-from ckptstore.backends.mounts import Mount, find_mount, parse_mounts
 from ckptstore.backends.posix import open_posix
-from ckptstore.backends.posix_settings import SETTINGS, settings_for
+from ckptstore.backends.posix_settings import SETTINGS, find_fs_type, settings_for, stripe_folder
 
 TABLE = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 22 0:26 / /mnt/nfs rw shared:5 - nfs4 server:/export rw,vers=4.2
@@ -19,7 +17,7 @@ TABLE = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 33 22 0:29 / /mnt/twice rw - ext4 /dev/vdb rw
 34 22 0:30 / /mnt/twice rw - fuse.glusterfs host:/vol rw
 broken line
-35 22 0:31 / /short - ext4
+35 22 0:31 / /short - xfs
 """
 
 
@@ -45,25 +43,25 @@ def table(tmp_path: Path) -> Path:
 )
 def test_longest_mount_point_wins(path: str, fs_type: str, table: Path) -> None:
     """The deepest mount point that holds a path decides; of two at one point, the later."""
-    assert find_mount(path, table=table).fs_type == fs_type
+    assert find_fs_type(path, table=table) == fs_type
 
 
 def test_symbolic_links_are_followed(table: Path, tmp_path: Path) -> None:
     """A link onto another file system leads there."""
     (tmp_path / "link").symlink_to("/mnt/nfs")
-    assert find_mount(str(tmp_path / "link" / "x"), table=table).fs_type == "nfs4"
+    assert find_fs_type(str(tmp_path / "link" / "x"), table=table) == "nfs4"
 
 
 def test_no_table() -> None:
     """Without a mount table the type is unknown, and the settings are those of a disk."""
-    mount = find_mount("/x", table=Path("/no/such/table"))
-    assert mount.fs_type == "unknown"
-    assert settings_for(mount).name == "local"
+    fs_type = find_fs_type("/x", table=Path("/no/such/table"))
+    assert fs_type == "unknown"
+    assert settings_for(fs_type).name == "local"
 
 
-def test_broken_lines_are_skipped() -> None:
+def test_broken_lines_are_skipped(table: Path) -> None:
     """Lines that do not follow the format are left out."""
-    assert [mount.point for mount in parse_mounts(TABLE)][-1] == "/mnt/twice"
+    assert find_fs_type("/short/x", table=table) == "ext4"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,7 @@ def test_broken_lines_are_skipped() -> None:
 )
 def test_kinds(fs_type: str, name: str) -> None:
     """Each file system type gets the settings of its kind, under the kind's own name."""
-    settings = settings_for(Mount(point="/", fs_type=fs_type, source=""))
+    settings = settings_for(fs_type)
     assert settings is SETTINGS[name]
     assert settings.name == name
 
@@ -104,8 +102,7 @@ def test_remote_kinds_distrust_lookups() -> None:
 def test_new_store_on_lustre_is_striped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new root on Lustre gets the striping hint, once; an old root is left alone."""
     asked: list[tuple[str, int]] = []
-    mount = Mount(point="/", fs_type="lustre", source="mgs:/fs")
-    monkeypatch.setattr(posix, "find_mount", lambda _: mount)
+    monkeypatch.setattr(posix, "find_fs_type", lambda _: "lustre")
     monkeypatch.setattr(posix, "stripe_folder", lambda root, count: asked.append((root, count)))
     for _ in range(2):
         backend = open_posix(str(tmp_path / "new"))

@@ -7,12 +7,11 @@ import uuid
 from collections.abc import Callable, Iterator
 
 import pytest
+from metered import MeteredBackend
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
-from ckptstore.backends.readonly import ReadOnlyBackend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.backends.throttled import ThrottledBackend
 from ckptstore.backends.wrapper import WrapperBackend
@@ -20,10 +19,8 @@ from ckptstore.config import SystemEnvironment
 from ckptstore.errors import (
     AmbiguousWriteError,
     InvalidInputError,
-    InvalidKeyError,
     ObjectExistsError,
     ObjectNotFoundError,
-    ReadOnlyError,
     StorageError,
     TransientStorageError,
 )
@@ -168,24 +165,6 @@ def test_listing_goes_on_where_it_broke(memory: MemoryBackend) -> None:
     assert [info.key for info in backend.list("b/")] == keys
 
 
-# --- read-only --------------------------------------------------------------------------------
-
-
-def test_read_only_refuses_writes(memory: MemoryBackend) -> None:
-    """Writes are refused before the storage hears of them; reads go through."""
-    counted = Fault(at=0)
-    calls = use_all(ReadOnlyBackend(FaultyBackend(memory, counted)))
-    for name in ("put", "put_if_absent", "writer.commit", "delete"):
-        with pytest.raises(ReadOnlyError):
-            calls[name]()
-    assert counted.seen == 0
-    for name in ("get", "read_into", "list", "stat"):
-        calls[name]()
-    assert counted.seen == 4
-    with pytest.raises(InvalidKeyError):
-        ReadOnlyBackend(memory).put("../x", b"")
-
-
 # --- metered ----------------------------------------------------------------------------------
 
 
@@ -242,22 +221,16 @@ def test_bandwidth(memory: MemoryBackend) -> None:
     assert clock.now - 100 == pytest.approx(3.0)
 
 
-def test_latency(memory: MemoryBackend) -> None:
-    """Each call waits for the latency."""
-    clock = Clock()
-    for call in use_all(ThrottledBackend(memory, latency_s=0.5, environment=clock)).values():
-        call()
-    assert clock.slept == [0.5] * 9
+def test_bandwidth_is_not_negative(memory: MemoryBackend) -> None:
+    """A negative number is refused."""
     with pytest.raises(InvalidInputError):
-        ThrottledBackend(memory, latency_s=-1)
+        ThrottledBackend(memory, bytes_per_s=-1)
 
 
 # --- all --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "wrap", [RetryingBackend, MeteredBackend, ThrottledBackend, FaultyBackend, ReadOnlyBackend]
-)
+@pytest.mark.parametrize("wrap", [RetryingBackend, MeteredBackend, ThrottledBackend, FaultyBackend])
 def test_wrappers_pass_on_and_pickle(
     memory: MemoryBackend, wrap: Callable[[Backend], WrapperBackend]
 ) -> None:

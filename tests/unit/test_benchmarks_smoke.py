@@ -31,6 +31,7 @@ from benchmarks import (  # noqa: E402 - after the path
     keepers,
     link,
     local,
+    measure,
     memory,
     page,
     replicate,
@@ -61,6 +62,13 @@ def space(tmp_path: Path) -> Iterator[Workspace]:
     with warnings.catch_warnings(), workspace(tmp_path) as space:
         warnings.simplefilter("ignore")  # the peers warn about themselves
         yield space
+
+
+@pytest.fixture(autouse=True)
+def _unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take no care of the figures between cases: nothing is measured here."""
+    for module in (measure, trajectory, workloads):
+        monkeypatch.setattr(module, "settle", lambda **_: None)
 
 
 def _check(result: Result, tmp_path: Path) -> None:
@@ -202,6 +210,7 @@ def test_memory(space: Workspace, tmp_path: Path) -> None:
     assert [one.logical_bytes for one in result.tables["peak"]] == [1 << 22] * 2
 
 
+@pytest.mark.slow
 def test_filesystems(space: Workspace, tmp_path: Path) -> None:
     """What is measured on a mount runs anywhere; starting the systems is the laboratory's part."""
     state = make_state(StateSpec(bytes_min=300_000, training_steps=2))
@@ -211,6 +220,7 @@ def test_filesystems(space: Workspace, tmp_path: Path) -> None:
     _check(result, tmp_path)
 
 
+@pytest.mark.slow
 def test_encryption(space: Workspace, tmp_path: Path) -> None:
     """With a key and without, everything comes back, and both are compared."""
     result = encryption.run(space, bytes_min=300_000, rounds=1, training_steps=2)
@@ -253,6 +263,7 @@ def test_catalog(space: Workspace, tmp_path: Path) -> None:
     assert few["requests"] == many["requests"]
 
 
+@pytest.mark.slow
 def test_scale(space: Workspace, tmp_path: Path) -> None:
     """Simulated writers all commit; equal seeds give equal figures; no one really waits."""
     sizes: dict[str, Any] = {

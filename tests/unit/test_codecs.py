@@ -42,6 +42,7 @@ def _decoded(codec: int, layout: int, stored: bytes, length: int) -> bytes:
 
 @pytest.mark.parametrize("layout", Layout)
 @given(data=st.data())
+@pytest.mark.short(sample=3)
 def test_split_and_join_are_inverses(layout: Layout, data: st.DataObject) -> None:
     """Any bytes, NaN payloads and denormals included, come back bit for bit."""
     count = data.draw(st.integers(0, 40))

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 from buckets import GcsBucket, S3Bucket
 from coldbackend import ColdBackend, Shelf
+from metered import MeteredBackend
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.bucket import parse_bucket_url
 from ckptstore.backends.cold import ColdStorage, check_pack_class, cold_storage, is_classed
-from ckptstore.backends.gcs_cold import GcsColdStorage
+from ckptstore.backends.gcs import GcsColdStorage
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
-from ckptstore.backends.object_url import parse_bucket_url
-from ckptstore.backends.readonly import ReadOnlyBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.backends.s3_cold import S3ColdStorage
@@ -28,7 +27,6 @@ from ckptstore.errors import (
     InvalidInputError,
     LimitError,
     ObjectNotFoundError,
-    ReadOnlyError,
     StorageError,
     TransientStorageError,
 )
@@ -265,7 +263,7 @@ def test_gcs_rewrites_large_objects_in_several_requests() -> None:
 
 
 def test_wrappers_pass_classes_on() -> None:
-    """With their own behaviour: retries are tried again, and a read-only store moves nothing."""
+    """A failure that passes is retried below a wrapper that knows nothing of classes."""
     shelf = Shelf()
     inner = ColdBackend(MemoryBackend(f"m-{uuid.uuid4().hex}"), shelf)
     inner.put(KEY, b"chunks")
@@ -283,13 +281,5 @@ def test_wrappers_pass_classes_on() -> None:
     assert failed
     assert wrapped.restore_state(KEY).access == "cold"
     assert wrapped.classes
-    reading = _cold(ReadOnlyBackend(inner))
-    assert reading.class_of(KEY) == "GLACIER"
-    assert reading.restore_state(KEY).access == "cold"
-    assert reading.classes == wrapped.classes
-    with pytest.raises(ReadOnlyError):
-        reading.set_class(KEY, STANDARD)
-    with pytest.raises(ReadOnlyError):
-        reading.request_restore(KEY, days=1, tier="Bulk")
     assert cold_storage(RetryingBackend(MemoryBackend("plain"))) is None
-    assert cold_storage(ReadOnlyBackend(MemoryBackend("plain"))) is None
+    assert cold_storage(MeteredBackend(MemoryBackend("plain"))) is None

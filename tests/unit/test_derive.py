@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,9 +14,10 @@ from hypothesis import strategies as st
 from shortening import examples
 
 import ckptstore
-from ckptstore.checkpoint.derived_check import KnownCasts, prove
+from ckptstore.checkpoint.derived_check import KnownCasts, derived_pairs, prove
+from ckptstore.checkpoint.encoded_sources import source_of
 from ckptstore.encodings.decoding import decode_elements
-from ckptstore.encodings.derive import Candidate, derived_pairs, is_cast_of
+from ckptstore.format.blocks import Blocks
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.objects.sources import PieceSource
 
@@ -39,13 +42,53 @@ class _Bytes:
         out[:] = self._data[start : start + len(out)]
 
 
-def _candidate(tensor: torch.Tensor, *, in_place: bool = True, **may: bool) -> Candidate:
-    return Candidate(
+class Candidate(NamedTuple):
+    """A tensor of a state."""
+
+    record: TensorRecord
+    payload: _Bytes
+    wished: bool = False
+    """Whether a rule asks for a lossy form of it."""
+
+    @property
+    def source(self) -> PieceSource:
+        """Return it as something to write."""
+        return source_of(self.record, self.payload)
+
+
+def _candidate(
+    tensor: torch.Tensor,
+    *,
+    in_place: bool = True,
+    wished: bool = False,
+    shape: tuple[int, ...] | None = None,
+    order: tuple[int, ...] | None = None,
+    blocks: Blocks | None = None,
+) -> Candidate:
+    record = TensorRecord(
         dtype=str(tensor.dtype).removeprefix("torch."),
-        shape=tuple(tensor.shape),
-        order=None,
-        payload=_Bytes(tensor, in_place=in_place),
-        **may,
+        shape=tuple(tensor.shape) if shape is None else shape,
+        order=order,
+        role="",
+        nbytes=tensor.nbytes,
+        blocks=blocks,
+    )
+    return Candidate(record, _Bytes(tensor, in_place=in_place), wished)
+
+
+def _is_cast_of(low: Candidate, high: Candidate) -> bool:
+    """Return whether a save would store a tensor as a recipe over another one."""
+    known, grid = KnownCasts(None), high.record.nbytes
+    return prove(low.source, high.source, low.record, known, grid) is not None
+
+
+def _pairs(state: list[Candidate]) -> dict[int, int]:
+    """Return which tensors of a state are found to be another one, each pair compared in full."""
+    return derived_pairs(
+        [one.source for one in state],
+        [one.record for one in state],
+        [place for place, one in enumerate(state) if one.wished],
+        lambda low, high: _is_cast_of(state[low], state[high]),
     )
 
 
@@ -66,7 +109,7 @@ def _state(layers: int, low: torch.dtype) -> list[Candidate]:
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_weights_are_found_to_be_their_masters(low: torch.dtype) -> None:
     """Each weight is its own master, among many tensors of one shape."""
-    found = derived_pairs(_state(20, low))
+    found = _pairs(_state(20, low))
     assert found == {place: 20 + place for place in range(20)}
 
 
@@ -77,9 +120,9 @@ def test_one_bit_is_enough_to_differ() -> None:
         low = master.to(torch.bfloat16)
         bits = low.view(torch.int16).reshape(-1)
         bits[at] ^= 1
-        assert derived_pairs([_candidate(low), _candidate(master)]) == {}
+        assert _pairs([_candidate(low), _candidate(master)]) == {}
         bits[at] ^= 1
-        assert derived_pairs([_candidate(low), _candidate(master)]) == {0: 1}
+        assert _pairs([_candidate(low), _candidate(master)]) == {0: 1}
 
 
 def test_a_nan_with_another_payload_differs() -> None:
@@ -92,10 +135,10 @@ def test_a_nan_with_another_payload_differs() -> None:
     nan = memoryview(master[3, 4].reshape(1).view(torch.uint8).numpy().tobytes())
     decode_elements("cast", "", 0, "bfloat16", "float32", 0, nan, None, restored)
     bits[3, 4] = int(np.frombuffer(restored, np.int16)[0])
-    assert derived_pairs([_candidate(low), _candidate(master)]) == {0: 1}
+    assert _pairs([_candidate(low), _candidate(master)]) == {0: 1}
     bits[3, 4] ^= 1
     assert torch.isnan(low[3, 4])
-    assert derived_pairs([_candidate(low), _candidate(master)]) == {}
+    assert _pairs([_candidate(low), _candidate(master)]) == {}
 
 
 def test_zeros_denormals_and_infinities_round_as_torch_does() -> None:
@@ -105,25 +148,25 @@ def test_zeros_denormals_and_infinities_round_as_torch_does() -> None:
          65504.0, 65519.9, 65520.0, 5.9e-8, 2.9e-8, 6.1e-5, 1.00390625, 1.01171875],
     ).repeat(64)  # fmt: skip
     for low in (torch.bfloat16, torch.float16):
-        assert derived_pairs([_candidate(values.to(low)), _candidate(values)]) == {0: 1}
+        assert _pairs([_candidate(values.to(low)), _candidate(values)]) == {0: 1}
 
 
 def test_truncated_weights_are_not_derived() -> None:
     """Who cuts bits off instead of rounding gets his bytes stored, not other ones back."""
     master = _floats((64, 64), 1)
     cut = (master.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    assert derived_pairs([_candidate(cut), _candidate(master)]) == {}
+    assert _pairs([_candidate(cut), _candidate(master)]) == {}
 
 
 def test_shape_and_order_must_agree() -> None:
     """Other shapes, and the same elements in another order, are other tensors."""
     master = _floats((64, 48), 1)
     low = master.to(torch.bfloat16)
-    assert derived_pairs([_candidate(low.reshape(48, 64)), _candidate(master)]) == {}
-    turned = Candidate(dtype="bfloat16", shape=(64, 48), order=(1, 0), payload=_Bytes(low))
-    assert derived_pairs([turned, _candidate(master)]) == {}
-    whole = Candidate(dtype="float32", shape=(64, 48), order=(1, 0), payload=_Bytes(master))
-    assert derived_pairs([turned, whole]) == {0: 1}
+    assert _pairs([_candidate(low.reshape(48, 64)), _candidate(master)]) == {}
+    turned = _candidate(low, shape=(64, 48), order=(1, 0))
+    assert _pairs([turned, _candidate(master)]) == {}
+    whole = _candidate(master, shape=(64, 48), order=(1, 0))
+    assert _pairs([turned, whole]) == {0: 1}
 
 
 def test_no_source_is_derived_itself() -> None:
@@ -131,9 +174,9 @@ def test_no_source_is_derived_itself() -> None:
     wide = _floats((64, 48), 1, torch.float64)
     middle = wide.to(torch.float32)
     state = [_candidate(wide), _candidate(middle), _candidate(middle.to(torch.bfloat16))]
-    assert derived_pairs(state) == {2: 1}
-    assert derived_pairs(state[:2]) == {1: 0}
-    found = derived_pairs([state[0], _candidate(wide.to(torch.bfloat16)), state[1]])
+    assert _pairs(state) == {2: 1}
+    assert _pairs(state[:2]) == {1: 0}
+    found = _pairs([state[0], _candidate(wide.to(torch.bfloat16)), state[1]])
     assert not found.keys() & set(found.values())
 
 
@@ -141,13 +184,14 @@ def test_what_may_not_is_left_alone() -> None:
     """Masters in fewer bits give nothing, weights under a rule take nothing, nor do small ones."""
     master = _floats((64, 48), 1)
     low = master.to(torch.bfloat16)
-    assert derived_pairs([_candidate(low), _candidate(master, may_give=False)]) == {}
-    assert derived_pairs([_candidate(low, may_derive=False), _candidate(master)]) == {}
+    assert _pairs([_candidate(low), _candidate(master, wished=True)]) == {}
+    cut = Blocks.of([((0, 0), (32, 48)), ((32, 0), (32, 48))])
+    assert _pairs([_candidate(low, blocks=cut), _candidate(master)]) == {}
     for shape in ((0,), (0, 7), (), (7,), (511,)):
         few = _floats(shape, 1)
-        assert derived_pairs([_candidate(few.to(torch.float16)), _candidate(few)]) == {}
+        assert _pairs([_candidate(few.to(torch.float16)), _candidate(few)]) == {}
     enough = _floats((512,), 1)
-    assert derived_pairs([_candidate(enough.to(torch.float16)), _candidate(enough)]) == {0: 1}
+    assert _pairs([_candidate(enough.to(torch.float16)), _candidate(enough)]) == {0: 1}
 
 
 def test_two_weights_of_one_master_both_follow() -> None:
@@ -155,7 +199,7 @@ def test_two_weights_of_one_master_both_follow() -> None:
     master = _floats((64, 48), 1)
     half = master.to(torch.float16)
     state = [half, master.to(torch.bfloat16), half.clone(), master]
-    assert derived_pairs([_candidate(one) for one in state]) == {0: 3, 1: 3, 2: 3}
+    assert _pairs([_candidate(one) for one in state]) == {0: 3, 1: 3, 2: 3}
 
 
 def test_integers_and_equal_copies_are_not_looked_at() -> None:
@@ -163,18 +207,18 @@ def test_integers_and_equal_copies_are_not_looked_at() -> None:
     master = _floats((64, 48), 1)
     state = [_candidate(one, in_place=False) for one in (master, master.clone())]
     state.append(_candidate(torch.ones(64, 48, dtype=torch.int32), in_place=False))
-    assert derived_pairs(state) == {}
-    assert all(one.payload.read_bytes == 0 for one in state)  # type: ignore[attr-defined]
+    assert _pairs(state) == {}
+    assert all(one.payload.read_bytes == 0 for one in state)
 
 
 def test_where_nothing_matches_hardly_anything_is_read() -> None:
     """Of a tensor that is no other's rounding, 64 elements are read; of lone shapes none."""
     lows = [_candidate(_floats((512, 512), n).bfloat16(), in_place=False) for n in range(9)]
     highs = [_candidate(_floats((512, 512), 50 + n), in_place=False) for n in range(9)]
-    assert derived_pairs([*lows, *highs]) == {}
+    assert _pairs([*lows, *highs]) == {}
     for one in (*lows, *highs):
-        read = one.payload.read_bytes  # type: ignore[attr-defined]
-        assert read == 64 * (2 if one.dtype == "bfloat16" else 4)
+        read = one.payload.read_bytes
+        assert read == 64 * (2 if one.record.dtype == "bfloat16" else 4)
 
 
 def test_tensors_of_zeros_are_compared_a_few_times_at_most() -> None:
@@ -188,8 +232,8 @@ def test_tensors_of_zeros_are_compared_a_few_times_at_most() -> None:
         sparse[100 + place, 3] = 1
         lows.append(_candidate(sparse, in_place=False))
     highs = [_candidate(torch.zeros(512, 512), in_place=False) for _ in range(10)]
-    assert derived_pairs([*lows, *highs]) == {}
-    compared = sum(one.payload.read_bytes for one in lows)  # type: ignore[attr-defined]
+    assert _pairs([*lows, *highs]) == {}
+    compared = sum(one.payload.read_bytes for one in lows)
     assert compared <= 10 * (2 * 512 * 512 * 2 + 128)
 
 
@@ -197,7 +241,7 @@ def test_a_tensor_on_a_device_is_read_in_pieces() -> None:
     """Without memory to look at in place the result is the same."""
     master = _floats((1024, 700), 1)
     state = [_candidate(one, in_place=False) for one in (master.to(torch.bfloat16), master)]
-    assert derived_pairs(state) == {0: 1}
+    assert _pairs(state) == {0: 1}
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -209,11 +253,11 @@ def test_what_is_derived_is_what_a_load_gives(data: bytes, low: str) -> None:
     decode_elements("cast", "", 0, low, "float32", 0, memoryview(data), None, memoryview(restored))
     right = torch.frombuffer(restored, dtype=LOW[low])
     high = _candidate(master)
-    assert derived_pairs([_candidate(right), high]) == {0: 1}
+    assert _pairs([_candidate(right), high]) == {0: 1}
     ours, theirs = _candidate(right), _candidate(master.to(LOW[low]))
     same = bytes(restored) == master.to(LOW[low]).view(torch.uint8).numpy().tobytes()
-    assert is_cast_of(ours, high)
-    assert is_cast_of(theirs, high) == same
+    assert _is_cast_of(ours, high)
+    assert _is_cast_of(theirs, high) == same
 
 
 def _bit_pairs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -229,18 +273,9 @@ def _bit_pairs() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def _is_proved(high: np.ndarray, low: np.ndarray) -> bool:
     """Return whether a save would store bfloat16 bits as a recipe over float32 bits."""
-    source, other = (
-        PieceSource(
-            nbytes=bits.nbytes,
-            dtype=dtype,
-            itemsize=bits.itemsize,
-            row_bytes=bits.itemsize,
-            payload=_Bytes(torch.from_numpy(bits)),
-        )
-        for bits, dtype in ((low, "bfloat16"), (high, "float32"))
-    )
-    record = TensorRecord(dtype="bfloat16", shape=low.shape, order=None, role="", nbytes=low.nbytes)
-    return prove(source, other, record, KnownCasts(None), high.nbytes) is not None
+    given, other = (_candidate(torch.from_numpy(bits)) for bits in (low, high))
+    source = given._replace(record=replace(given.record, dtype="bfloat16"))
+    return _is_cast_of(source, other._replace(record=replace(other.record, dtype="float32")))
 
 
 def test_rounding_is_told_from_its_neighbours() -> None:

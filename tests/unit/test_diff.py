@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metered import MeteredBackend
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.limits import KIB
 from ckptstore.repo import create_on

@@ -41,6 +41,8 @@ from ckptstore.states.save import draft_of
 from ckptstore.store import Store
 from ckptstore.tensors.flatten import flatten
 
+pytestmark = pytest.mark.short(sample=4)
+
 RULES = {
     "*.exp_avg": "int8:rel_l2=0.02",
     "*.exp_avg_sq": "dynamic8:rel_l2=0.01",

@@ -301,6 +301,7 @@ def test_local_disk_errors_are_of_the_tree(store: ckptstore.Store, tmp_path: Pat
         export_safetensors(store, "r", tmp_path / "missing" / "a.safetensors")
 
 
+@pytest.mark.slow
 def test_memory_of_an_export_is_bounded(store: ckptstore.Store, tmp_path: Path) -> None:
     """A tensor of several windows goes through little more than one."""
     size = 3 * limits.EXPORT_WINDOW_BYTES

@@ -54,6 +54,7 @@ def _as_torch(dtype: str, raw: npt.NDArray[Any]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS, ids=lambda name: str(name))
+@pytest.mark.short(sample=8)
 def test_casts_are_those_of_torch(source: str, target: str) -> None:
     """Every pattern becomes what torch makes of it; a NaN stays one."""
     raw = _patterns(source)
@@ -78,6 +79,7 @@ def _rounded(bits: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint16]:
 
 @pytest.mark.parametrize("size", [1, 2, 63, 64, 65, 65_535, 65_536, 65_537, 140_000])
 @pytest.mark.parametrize("ties", [0, 1, 63, 64, 65, 66, 5000])
+@pytest.mark.short(sample=12)
 def test_ties_and_nan_are_found_wherever_they_are(size: int, ties: int) -> None:
     """Few ties or many, at the ends of the steps of the cast, beside NaN or alone."""
     random = np.random.default_rng(size + ties)
@@ -244,6 +246,7 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.short(sample=6)
 def test_flushed_denormals_change_no_cast(source: str, target: str) -> None:
     """A processor that takes denormal numbers for zero makes the same bits of each element.
 

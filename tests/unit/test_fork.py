@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metered import MeteredBackend
 
 import ckptstore
 from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog import content_ops, run_ops
 from ckptstore.config import Options

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from metered import MeteredBackend
 
 import ckptstore
 from ckptstore.backends.base import Backend, Buffer
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import ConflictError, CorruptTensorError, InvalidInputError, LimitError
 from ckptstore.limits import KIB

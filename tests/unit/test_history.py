@@ -152,6 +152,7 @@ def test_forks_of_forks_are_drawn(store: ckptstore.Store, tmp_path: Path) -> Non
     assert np.asarray(line.get_xydata()).tolist() == [[90, 1.5], [99, 1.25]]
 
 
+@pytest.mark.slow
 def test_the_picture_without_retention_and_of_a_fork(
     store: ckptstore.Store, tmp_path: Path
 ) -> None:

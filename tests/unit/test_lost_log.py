@@ -52,6 +52,7 @@ def test_objects_of_lost_commits_are_not_collected(place: Path, kept: int) -> No
 
 
 @pytest.mark.parametrize("kept", [0, 5])
+@pytest.mark.short(sample=1)
 def test_repair_says_what_verify_says(place: Path, kept: int) -> None:
     """Commits that nothing can bring back are no "no damage"; the hint's way brings versions."""
     with ckptstore.open(place) as store:

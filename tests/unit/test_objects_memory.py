@@ -44,9 +44,9 @@ print(json.dumps(figures))
 """
 
 
-@pytest.mark.short("planes")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("codec", ["planes", "raw"])
+@pytest.mark.slow
 def test_memory_stays_within_the_budget(tmp_path: Path, codec: str) -> None:
     """A state five times as large as the budget: saved, loaded in place and verified within it.
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metered import MeteredBackend
 
 from ckptstore.backends.base import Backend, PutIfAbsent
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options
 from ckptstore.objects.index import KnownPieces, Location, placed_table
 from ckptstore.repo import Finding, create_on

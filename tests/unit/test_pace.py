@@ -219,6 +219,7 @@ def store_of(bytes_per_s: float, claim: float) -> Store:
     return Store(create_on(backend, environment=environment, options=options))
 
 
+@pytest.mark.slow
 def test_end_to_end_on_a_storage_that_is_slower_than_it_claims() -> None:
     """The first save believes the claim, the second tells a slow storage from one slow save."""
     with store_of(bytes_per_s=50e6, claim=5e9) as store:

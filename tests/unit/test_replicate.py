@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from metered import MeteredBackend
 from shortening import places
 
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.catalog import content_ops
 from ckptstore.errors import CkptStoreError, ConflictError, InvalidInputError, ReadOnlyError
 from ckptstore.limits import KIB
@@ -546,6 +546,7 @@ def test_the_head_leaves_what_the_source_deleted(backends: Backends) -> None:
     assert target.resolve("gpt@latest").step == 3
 
 
+@pytest.mark.slow
 def test_many_metrics_travel_in_commits_of_their_size(backends: Backends) -> None:
     """Records and annotations of any size go into as many commits as they need."""
     source, target, later = _store(backends()), _store(backends()), _store(backends())

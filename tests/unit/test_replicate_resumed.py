@@ -193,6 +193,7 @@ def test_a_sound_orphan_that_lies_is_not_shared(backends: Callable[[], MemoryBac
 
 
 @pytest.mark.parametrize("codec", ["raw", "delta"])
+@pytest.mark.short(sample=1)
 def test_a_collection_at_any_call(backends: Callable[[], MemoryBackend], codec: str) -> None:
     """Whenever a collection without grace comes, the copy goes on, and all of it is there after."""
     stranded = backends()

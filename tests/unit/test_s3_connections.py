@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ckptstore.backends import s3_connections
-from ckptstore.backends.s3_direct import DirectFactory
+from ckptstore.backends import s3_direct
+from ckptstore.backends.s3_direct import direct_client
 from ckptstore.backends.s3_settings import read_settings
 
 
@@ -49,16 +49,16 @@ def test_each_answer_is_acknowledged_at_once(
 ) -> None:
     """The system forgets it after an answer: it is asked before each, on one connection."""
     asked: list[int] = []
-    ask = s3_connections._ask
+    ask = s3_direct._ask
 
     def note(connection: object) -> None:
         asked.append(id(connection))
         ask(connection)
 
-    monkeypatch.setattr(s3_connections, "_ask", note)
+    monkeypatch.setattr(s3_direct, "_ask", note)
     settings = read_settings({"key": "k", "secret": "s", "endpoint_url": endpoint})
     assert settings is not None
-    calls = DirectFactory(settings)()
+    calls = direct_client(settings)
     for _ in range(3):
         assert calls.read({"Bucket": "b", "Key": "k"}, lambda _: None) == b"abc"
     calls.close()
@@ -71,4 +71,4 @@ def test_a_client_of_another_make_is_left_alone() -> None:
     """A later botocore may keep its connections elsewhere: all works, slower."""
     for session in (None, SimpleNamespace(), SimpleNamespace(_manager=SimpleNamespace())):
         client = SimpleNamespace(_endpoint=SimpleNamespace(http_session=session))
-        assert not s3_connections.acknowledge_at_once(client)
+        assert not s3_direct.acknowledge_at_once(client)

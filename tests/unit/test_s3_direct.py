@@ -15,8 +15,8 @@ import urllib3
 from botocore.awsrequest import AWSResponse
 
 from ckptstore.backends.s3 import open_s3
-from ckptstore.backends.s3_direct import DirectCalls, DirectFactory
-from ckptstore.backends.s3_fsspec import S3fsFactory
+from ckptstore.backends.s3_direct import DirectCalls, direct_client
+from ckptstore.backends.s3_fsspec import s3fs_client
 from ckptstore.backends.s3_settings import Settings, read_settings
 from ckptstore.errors import InvalidUrlError
 
@@ -32,7 +32,7 @@ class Wire:
     def __init__(self, **options: object) -> None:
         settings = read_settings(KEYS | {"client_kwargs": {"region_name": "us-east-1"}} | options)
         assert settings is not None
-        self.calls: DirectCalls = DirectFactory(settings)()
+        self.calls: DirectCalls = direct_client(settings)
         self.headers: dict[str, str] = {}
         self.body = b""
         self.calls._client.meta.events.register("before-send.s3", self._send)
@@ -120,7 +120,7 @@ def test_the_factory_crosses_to_another_process() -> None:
     settings = read_settings({**KEYS, "anon": True, "endpoint_url": "http://127.0.0.1:1"})
     assert settings is not None
 
-    again: DirectFactory = pickle.loads(pickle.dumps(DirectFactory(settings)))  # noqa: S301
+    again: direct_client = pickle.loads(pickle.dumps(direct_client(settings)))  # noqa: S301
 
     assert isinstance(again(), DirectCalls)
 
@@ -129,7 +129,7 @@ def test_settings_show_no_credentials() -> None:
     """Neither in a ``repr`` nor in that of the backend."""
     settings = read_settings({**KEYS, "token": "t0ken"})
 
-    shown = repr(settings) + repr(open_s3("s3://b/x", **KEYS)) + repr(DirectFactory(Settings()))
+    shown = repr(settings) + repr(open_s3("s3://b/x", **KEYS)) + repr(direct_client(Settings()))
     assert not any(text in shown for text in ("AKID", "s3cret", "t0ken"))
 
 
@@ -149,7 +149,7 @@ def test_settings_show_no_credentials() -> None:
 def test_what_only_s3fs_knows_goes_to_s3fs(options: dict[str, Any]) -> None:
     """An option that is not surely understood is s3fs's; asking for botocore alone is refused."""
     assert read_settings(options) is None
-    assert isinstance(open_s3("s3://b/x", **options)._client._factory, S3fsFactory)
+    assert open_s3("s3://b/x", **options)._client._factory is s3fs_client
     with pytest.raises(InvalidUrlError):
         open_s3("s3://b/x", client="direct", **options)
 
@@ -157,8 +157,8 @@ def test_what_only_s3fs_knows_goes_to_s3fs(options: dict[str, Any]) -> None:
 def test_clients_can_be_chosen() -> None:
     """By the option ``client``; another word is an error."""
     factory = open_s3("s3://b/x", client="s3fs")._client._factory
-    assert isinstance(factory, S3fsFactory)
-    assert isinstance(open_s3("s3://b/x")._client._factory, DirectFactory)
+    assert factory is s3fs_client
+    assert open_s3("s3://b/x")._client._factory is direct_client
     with pytest.raises(InvalidUrlError, match="curl"):
         open_s3("s3://b/x", client="curl")
 

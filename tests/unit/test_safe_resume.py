@@ -82,6 +82,7 @@ def _ends(state: dict[str, Any]) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_a_resume_from_fewer_bytes_is_within_the_spread_of_seeds(tmp_path: Path) -> None:
     """At most 0.45 of the bytes, every error within its bound, and the loss no other one."""
     training = _Training()

@@ -36,6 +36,8 @@ from ckptstore.saver.pending import PendingSave
 from ckptstore.saver.saver import Saver
 from ckptstore.store import Store
 
+pytestmark = pytest.mark.short(sample=1)
+
 ENGINES = ("thread", "process")
 
 

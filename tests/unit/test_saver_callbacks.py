@@ -29,6 +29,8 @@ from ckptstore.saver.save_state import BackgroundSave
 from ckptstore.saver.staging import Staging
 from ckptstore.saver.thread_engine import ThreadEngine
 
+pytestmark = pytest.mark.short(sample=1)
+
 ENGINES = ("thread", "process")
 _PATIENCE_S = 300.0
 
@@ -88,6 +90,7 @@ def test_a_save_is_cancelled_in_its_progress_callback(tmp_path: Path, engine: st
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_what_a_child_tells_cannot_be_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,6 +162,7 @@ def test_a_child_that_cannot_be_told_the_end_ends(
         assert [version.step for version in store.run("gpt").versions()] == [1]
 
 
+@pytest.mark.slow
 def test_a_child_that_cannot_be_told_where_to_save_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

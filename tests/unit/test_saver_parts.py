@@ -317,6 +317,7 @@ def test_text_for_prometheus(memory: MemoryBackend, saving: Callable[..., Build]
     assert "ckptstore_saves_total" not in exposition(log.refresh())
 
 
+@pytest.mark.slow
 def test_receipts_can_be_drawn(tmp_path: Path) -> None:
     """One run or all; the file is the same each time; what cannot be drawn is said."""
     from matplotlib.figure import Figure

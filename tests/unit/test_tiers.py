@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from metered import MeteredBackend
 
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
 from ckptstore.errors import (
@@ -123,6 +123,7 @@ def test_a_snapshot_holds_the_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "a:b", "-a", "ä", "x" * 65, 3])
+@pytest.mark.short(sample=2)
 def test_a_name_that_could_be_a_place_is_refused(hot: ckptstore.Store, name: str) -> None:
     """So that ``replica:NAME`` and locations are never taken for each other."""
     with pytest.raises(InvalidInputError, match="replica's name"):

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from metered import MeteredBackend
 from torch import nn
 
 import ckptstore
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.config import Options
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.paths import Pattern

@@ -29,6 +29,8 @@ from ckptstore.replicas.writeback import WriteBack
 from ckptstore.repo import create_on
 from ckptstore.testing.faulty import WRITES, Fault, FaultyBackend, When
 
+pytestmark = pytest.mark.short(sample=1)
+
 _PATIENCE_S = 120.0
 
 

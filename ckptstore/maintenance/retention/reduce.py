@@ -25,7 +25,8 @@ from ckptstore.backends.base import Backend, Buffer, ObjectWriter
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog.levels import Level
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
-from ckptstore.checkpoint.stored_sources import StoredBytes, StoredSource
+from ckptstore.checkpoint.encoded_sources import source_of
+from ckptstore.checkpoint.stored_sources import StoredBytes
 from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.checkpoint.write import shareable
 from ckptstore.codecs.codec_table import check_choice
@@ -353,15 +354,13 @@ class _Rewriting:
             return False
         return any(source not in self.content.hidden for source in recipe.sources)
 
-    def _source(self, index: int) -> StoredSource:
+    def _source(self, index: int) -> Source:
         record = self.content.manifest.tensors[index]
         window = max(1, self.repo.options.host_bytes // 8)
-        return StoredSource(
-            record, StoredBytes(self.repo, self.content, index, window_bytes=window)
-        )
+        return source_of(record, StoredBytes(self.repo, self.content, index, window_bytes=window))
 
     def _queue(
-        self, index: int, coding: Coding | None, sources: tuple[Source, ...], read: StoredSource
+        self, index: int, coding: Coding | None, sources: tuple[Source, ...], read: Source
     ) -> None:
         room = self.repo.options.host_bytes // 4
         size = min(read.nbytes, room)

@@ -10,21 +10,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ckptstore import limits
-from ckptstore.checkpoint.encoded_sources import Codes, Elements, Scales, grid_of
+from ckptstore.checkpoint.encoded_sources import CodedSource, Elements, coded_sources, grid_of
 from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
-from ckptstore.checkpoint.stored_sources import StoredSource, row_bytes_of
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import is_second_moment, loses_small
-from ckptstore.format.dtypes import ITEM_BYTES, bytes_of
+from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
 from ckptstore.format.recipes import Recipe
-from ckptstore.objects.sources import Payload, PieceSource, Source
+from ckptstore.objects.sources import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ def wanted(
 
 def round_tensor(
     record: TensorRecord,
-    source: StoredSource,
+    source: Source,
     encodings: Sequence[Encoding],
     *,
     name: str,
@@ -93,31 +92,17 @@ def round_tensor(
         form = Form.of(encoding, signed=looked.seen.negative)
         problem = form.problem(looked.seen)
         if not problem:
-            records = _records(record, form)
-            grids = [grid_of(r.nbytes, row_bytes_of(r), ITEM_BYTES[r.dtype], chunk_bytes)
-                     for r in records]  # fmt: skip
+            coded = coded_sources(record, elements, form)
+            grids = [grid_of(one.source.nbytes, one.source.row_bytes, one.source.itemsize,
+                             chunk_bytes) for one in coded]  # fmt: skip
             measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
             recipe = _recipe(record.recipe, form, looked, encoding, measured.digest,
                              measured.difference.max_abs, measured.difference.rel_l2)  # fmt: skip
             problem = measured.difference.problem or _over(recipe, encoding)
             if not problem:
-                return _coding(elements, form, records, recipe, encoding), problems
+                return _coding(form, coded, recipe, encoding), problems
         problems.append(f"{encoding.name}: {problem}")
     return None, problems
-
-
-def _records(record: TensorRecord, form: Form) -> tuple[TensorRecord, ...]:
-    """Return what the manifest is to say of the codes, and of the scales."""
-    codes = replace(
-        record, dtype=form.dtype, nbytes=bytes_of(form.dtype, record.shape), recipe=None
-    )
-    if not form.block:
-        return (codes,)
-    blocks = -(-math.prod(record.shape) // form.block)
-    scales = TensorRecord(
-        dtype="float32", shape=(blocks,), order=None, role=record.role, nbytes=4 * blocks
-    )
-    return codes, scales
 
 
 def _recipe(
@@ -163,23 +148,11 @@ def _over(recipe: Recipe, encoding: Encoding) -> str:
     return ""
 
 
-def _coding(
-    elements: Elements,
-    form: Form,
-    records: tuple[TensorRecord, ...],
-    recipe: Recipe,
-    encoding: Encoding,
-) -> Coding:
-    payloads: tuple[Payload, ...] = (Codes(elements, form), Scales(elements, form))
-    sources = tuple(
-        PieceSource(
-            nbytes=one.nbytes,
-            dtype=one.dtype,
-            itemsize=ITEM_BYTES[one.dtype],
-            row_bytes=row_bytes_of(one),
-            payload=payload,
-        )
-        for one, payload in zip(records, payloads, strict=False)
-    )
+def _coding(form: Form, coded: Sequence[CodedSource], recipe: Recipe, encoding: Encoding) -> Coding:
     blocks = f", blocks of {form.block}" if form.block else ""
-    return Coding(recipe=recipe, records=records, sources=sources, form=encoding.name + blocks)
+    return Coding(
+        recipe=recipe,
+        records=tuple(one.record for one in coded),
+        sources=tuple(one.source for one in coded),
+        form=encoding.name + blocks,
+    )

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from metered import MeteredBackend
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -17,7 +18,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import Replicate, Shard
 
 import ckptstore
-from ckptstore.backends.metered import MeteredBackend
 from ckptstore.backends.oserrors import translate
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import Options
