@@ -32,12 +32,8 @@ def annotate(
     with opened_to_write(options) as opening:
         found = find_version(opening, ref)
         version = opening.annotate(f"#{found.id}", values)
-        document = {
-            "version": version.id,
-            "run": version.run,
-            "step": version.step,
-            "metrics": metrics_document(version.metrics),
-        }
+        names = {"version": version.id, "run": version.run, "step": version.step}
+        document = {**names, "metrics": metrics_document(version.metrics)}
         known = ", ".join(f"{n} {metric_text(x)}" for n, x in sorted(version.metrics.items()))
         text = f"{version.run}@{version.step}: {known}"
         output.tell(document, text)

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ckptstore.cli.archive_job import run_file
+from ckptstore.cli.archive_job import JobOptions, run_file
 from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import full_ref, opened_to_write
-from ckptstore.cli.text import bytes_text, counted, seconds_text
+from ckptstore.cli.text import bytes_text, counted, packs_text, seconds_text
 from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
-    from ckptstore.maintenance.core.live_set import Tally
 
 _LISTED = 10
 """Packs shown that stay or could not be moved; the document has all."""
@@ -50,33 +49,13 @@ class _MoveOptions:
     min_age: Annotated[str | None, typer.Option(metavar="TIME")] = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _JobOptions:
-    """Options of an archival job and its report.
-
-    Parameters
-    ----------
-    since
-        With --job: only versions saved since this time, for example 2026-03-01T12:00:00Z; `last` is
-        the time of the last fully successful run, read from the file of --report.
-    report_file
-        With --job: also write the JSON document to this file.
-    metrics
-        With --job: write metrics for the Prometheus node exporter to this .prom file.
-    """
-
-    since: Annotated[str | None, typer.Option(metavar="TIME")] = None
-    report_file: Annotated[Path | None, typer.Option("--report", metavar="FILE")] = None
-    metrics: Annotated[Path | None, typer.Option(metavar="FILE")] = None
-
-
 def archive(
     refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
     move: _MoveOptions,
     job: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     dry_run: DryRun = False,
-    reporting: _JobOptions,
+    reporting: JobOptions,
     options: WriterOptions,
 ) -> None:
     """Move data that only these versions need to a colder storage class, or run an archival job.
@@ -102,14 +81,7 @@ def archive(
     output = options.output("archive")
     _check(refs, move, job, reporting)
     if job is not None:
-        run_file(
-            output,
-            job,
-            dry_run=dry_run,
-            since=reporting.since,
-            report_file=reporting.report_file,
-            metrics=reporting.metrics,
-        )
+        run_file(output, job, reporting, dry_run=dry_run)
         return
     age_s = _seconds(move.min_age)
     with opened_to_write(options, writing=not dry_run) as opening:
@@ -131,7 +103,7 @@ def archive(
 
 
 def _check(
-    refs: Sequence[str] | None, move: _MoveOptions, job: Path | None, reporting: _JobOptions
+    refs: Sequence[str] | None, move: _MoveOptions, job: Path | None, reporting: JobOptions
 ) -> None:
     """Refuse a command line with no selection, or with contradicting ones."""
     msg = hint = ""
@@ -160,10 +132,10 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
     moved = "would move" if report.dry_run else "moved"
     took = "" if report.dry_run else f"; {seconds_text(report.seconds)}"
     count = counted(len(report.versions), "version")
-    what = _amount(report.moved) if report.moved.count else "nothing"
+    what = packs_text(report.moved) if report.moved.count else "nothing"
     screen.line(f"{moved} {what} to {report.storage_class}, of {count}{took}")
     if report.there.count:
-        screen.line(f"{_amount(report.there)} there already")
+        screen.line(f"{packs_text(report.there)} there already")
     if report.left:
         size = sum(one.size_bytes for one in report.left)
         packs = counted(len(report.left), "pack")
@@ -183,7 +155,3 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
         screen.line(f"{name} appeared meanwhile, and needs a pack that was moved", style="red")
     for text in report.warnings:
         screen.line(f"note: {text}")
-
-
-def _amount(tally: Tally) -> str:
-    return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

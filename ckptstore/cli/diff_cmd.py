@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.documents import metrics_document
+from ckptstore.cli.documents import metrics_document, name_document
 from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.options import CommonOptions, SourceOptions
 from ckptstore.cli.output import Column, Screen
@@ -17,7 +17,7 @@ from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.reports.diff import DiffReport, Side, Status, TensorChange
+    from ckptstore.maintenance.reports.diff import DiffReport, Status, TensorChange
     from ckptstore.states.compare import TensorError
 
 _ROWS: Final = 20
@@ -76,16 +76,12 @@ class _View:
         """Return the whole report without equal tensors."""
         report = self.report
         return {
-            "first": {"id": report.first.id, "run": report.first.run, "step": report.first.step},
-            "second": {
-                "id": report.second.id,
-                "run": report.second.run,
-                "step": report.second.step,
-            },
+            "first": name_document(report.first),
+            "second": name_document(report.second),
             "equal": report.equal,
             "counts": {status: len(report.of(status)) for status in _ORDER},
             "tensors": [self._change(c) for c in report.changes if c.status != "same"],
-            "values": [asdict(value) for value in report.values],
+            "values": report.values,
         }
 
     def _change(self, change: TensorChange) -> dict[str, Any]:
@@ -93,17 +89,10 @@ class _View:
         return {
             "path": change.path,
             "status": change.status,
-            "before": _side(change.before),
-            "after": _side(change.after),
+            "before": change.before,
+            "after": change.after,
             "same_bytes": change.same_bytes,
-            "error": None
-            if error is None
-            else {
-                **metrics_document({"relative_l2": error.relative_l2, "max_abs": error.max_abs}),
-                "elements": error.elements,
-                "unequal": error.unequal,
-                "nonfinite": error.nonfinite,
-            },
+            "error": None if error is None else metrics_document(asdict(error)),
         }
 
     def draw(self, screen: Screen) -> None:
@@ -192,10 +181,6 @@ def _was(change: TensorChange) -> str:
         for side in (change.before, change.after)
     ]
     return "-" if kinds[0] == kinds[1] else f"{kinds[0]}, now {kinds[1]}"
-
-
-def _side(side: Side | None) -> dict[str, Any] | None:
-    return None if side is None else asdict(side)
 
 
 def _rest(screen: Screen, more: int) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ckptstore.cli.documents import name_document
 from ckptstore.cli.options import DryRun, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.session import find_version, opened_to_write
@@ -103,14 +104,12 @@ def _stays(
 
 def _document(report: EvictReport, stays: Sequence[tuple[Version, str]]) -> dict[str, Any]:
     return {
-        "evicted": [{"id": one.id, "run": one.run, "step": one.step} for one in report.evicted],
-        "missed": list(report.missed),
-        "returned": list(report.returned),
-        "stays": [
-            {"id": one.id, "run": one.run, "step": one.step, "why": why} for one, why in stays
-        ],
-        "pinned": list(report.pinned),
-        "unpinned": list(report.unpinned),
+        "evicted": [name_document(one) for one in report.evicted],
+        "missed": report.missed,
+        "returned": report.returned,
+        "stays": [{**name_document(one), "why": why} for one, why in stays],
+        "pinned": report.pinned,
+        "unpinned": report.unpinned,
         "lost": [one.version for one in report.lost],
         "reclaimable_bytes": report.reclaimable_bytes,
     }

@@ -11,7 +11,7 @@ from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.options import CommonOptions, PathOptions, SourceOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import bytes_text, counted
+from ckptstore.cli.text import bytes_text, counted, listed
 
 _NAMED = 5
 """Paths that the note about what was left out names."""
@@ -67,12 +67,10 @@ def export(
         "step": done.version.step,
         "tensors_count": done.tensors_count,
         "file_bytes": done.file_bytes,
-        "left_out": list(done.left_out),
+        "left_out": done.left_out,
     }
     count, size = counted(done.tensors_count, "tensor"), bytes_text(done.file_bytes)
     text = f"{done.path}: {count} of {done.version.run}@{done.version.step}, {size}"
     output.tell(document, text)
     if done.left_out and not options.json:
-        named = ", ".join(done.left_out[:_NAMED])
-        more = f" and {len(done.left_out) - _NAMED} more" if done.left_out[_NAMED:] else ""
-        output.note(f"left out, since they are no tensors: {named}{more}")
+        output.note(f"left out, since they are no tensors: {listed(done.left_out, most=_NAMED)}")

@@ -97,10 +97,9 @@ def _draw(screen: Screen, report: GcReport) -> None:
     }
     rows = [(kind, *(_cell(kinds, kind) for kinds in columns.values())) for kind in report.stored]
     titles = [
-        Column(title=title, right=True, wrap=False, drop=_DROPPED.get(title, 0))
-        for title in columns
+        Column(title, right=True, wrap=False, drop=_DROPPED.get(title, 0)) for title in columns
     ]
-    screen.table([Column(title="OBJECTS", wrap=False), *titles], rows)
+    screen.table([Column("OBJECTS", wrap=False), *titles], rows)
     screen.line()
     needed = f"{counted(report.versions_count, 'version')}, {bytes_text(report.logical_bytes)}"
     screen.line(f"{needed} in memory, {bytes_text(report.live_chunk_bytes)} of chunks")

@@ -183,10 +183,10 @@ def _draw(screen: Screen, catalog: Catalog, commits: Sequence[Commit], *, utc: b
             cells = (_name(op), describe(op, catalog))
             rows.append((*(head if place == 0 else ("", "", "")), *cells))
     columns = (
-        Column(title="COMMIT", right=True, wrap=False),
-        Column(title="TIME", wrap=False),
-        Column(title="BY", drop=1),
-        Column(title="OPERATION", wrap=False),
-        Column(title="WHAT"),
+        Column("COMMIT", right=True, wrap=False),
+        Column("TIME", wrap=False),
+        Column("BY", drop=1),
+        Column("OPERATION", wrap=False),
+        Column("WHAT"),
     )
     screen.table(columns, rows)

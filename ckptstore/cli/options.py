@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
@@ -16,7 +17,7 @@ import typer
 from ckptstore.cli.output import Output
 from ckptstore.errors import InvalidInputError
 
-_PANEL = "Common options"
+_common: Final = partial(typer.Option, rich_help_panel="Common options")
 
 _OWN: Final = {
     "url": "--store URL names the store",
@@ -36,54 +37,50 @@ _OWN: Final = {
 
 StoreUrl = Annotated[
     str | None,
-    typer.Option(
+    _common(
         "--store",
         "-s",
         metavar="URL",
         envvar="CKPTSTORE_URL",
         show_envvar=True,
         help="The store: a path, s3://bucket/prefix, gs://bucket/prefix or any fsspec URL.",
-        rich_help_panel=_PANEL,
     ),
 ]
 StorageOptions = Annotated[
     list[str] | None,
-    typer.Option(
+    _common(
         "--option",
         "-o",
         metavar="KEY=VALUE",
         help="An option for the storage library, such as endpoint_url=http://host:9000; "
         "KEY:=JSON for numbers and objects. Repeatable.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Key = Annotated[
     str | None,
-    typer.Option(
+    _common(
         "--key",
         metavar="SPEC",
         envvar="CKPTSTORE_KEY",
         show_envvar=True,
         help="The key of an encrypted store: file:PATH, env:NAME or command:CMD.",
-        rich_help_panel=_PANEL,
     ),
 ]
 AsJson = Annotated[
     bool,
-    typer.Option("--json", help="Print one JSON document instead of text.", rich_help_panel=_PANEL),
+    _common("--json", help="Print one JSON document instead of text."),
 ]
 Quiet = Annotated[
     bool,
-    typer.Option(
+    _common(
         "--quiet",
         "-q",
         help="Print only the result: no progress, no notes.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Utc = Annotated[
     bool,
-    typer.Option("--utc", help="Print times in UTC instead of local time.", rich_help_panel=_PANEL),
+    _common("--utc", help="Print times in UTC instead of local time."),
 ]
 MetricValues = Annotated[
     list[str] | None,
@@ -121,6 +118,16 @@ class CommonOptions:
             As :func:`parse_storage_options`.
         """
         return parse_storage_options(self.option or ())
+
+    def given(self) -> dict[str, Any]:
+        """Return storage options and key as :func:`ckptstore.open` takes them.
+
+        Raises
+        ------
+        InvalidInputError
+            As :func:`parse_storage_options`.
+        """
+        return open_options(self.option, self.key, placed=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +172,7 @@ class TargetOptions:
         InvalidInputError
             As :func:`parse_storage_options`.
         """
-        return second_store(self.to_option, self.to_key, placed=placed)
+        return open_options(self.to_option, self.to_key, placed=placed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +198,7 @@ class SourceOptions:
         InvalidInputError
             As :func:`parse_storage_options`.
         """
-        return second_store(self.from_option, self.from_key)
+        return open_options(self.from_option, self.from_key)
 
     def check(self, source: str | None, wanted: str) -> None:
         """Refuse options for a store that is not named.
@@ -246,15 +253,10 @@ class PathOptions:
     exclude: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None
 
 
-def secret(key: str | None) -> dict[str, Any]:
-    """Return a key as an option of :func:`ckptstore.open`; empty if there is none."""
-    return {} if key is None else {"encryption_key": key}
-
-
-def second_store(
+def open_options(
     options: Sequence[str] | None, key: str | None, *, placed: bool = True
 ) -> dict[str, Any]:
-    """Return how a second store is opened, as :func:`ckptstore.open` takes it.
+    """Return storage options and a key, if there is one, as :func:`ckptstore.open` takes them.
 
     Parameters
     ----------
@@ -266,7 +268,8 @@ def second_store(
     InvalidInputError
         As :func:`parse_storage_options`.
     """
-    return {**parse_storage_options(options or (), placed=placed), **secret(key)}
+    given = parse_storage_options(options or (), placed=placed)
+    return given if key is None else {**given, "encryption_key": key}
 
 
 def parse_storage_options(texts: Sequence[str], *, placed: bool = False) -> dict[str, Any]:

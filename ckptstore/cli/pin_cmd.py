@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ckptstore.catalog.pin_ops import pinned_text
+from ckptstore.cli.documents import name_document
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import version_text
@@ -44,9 +45,7 @@ def pin(
             found = [find_version(opening, ref) for ref in refs or ()]
             found = [change(f"#{version.id}") for version in found]
         document = {
-            "versions": [
-                {"id": v.id, "run": v.run, "step": v.step, "pinned": v.pinned} for v in found
-            ],
+            "versions": [{**name_document(v), "pinned": v.pinned} for v in found],
         }
         said = [f"is {pinned_text(v)}" if v.pinned else "is not pinned any more" for v in found]
         lines = [f"{version_text(v)} {word}" for v, word in zip(found, said, strict=True)]

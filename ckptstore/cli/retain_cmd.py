@@ -150,7 +150,7 @@ def _document(store: Store, report: RetainReport) -> dict[str, Any]:
         "deleted_count": sum(decision.fate == "gone" for decision in report.changes),
         "aged_count": sum(decision.fate != "gone" for decision in report.changes),
         "reclaimable_bytes": report.reclaimable_bytes,
-        "commits": list(report.commits),
+        "commits": report.commits,
     }
 
 
@@ -165,7 +165,7 @@ def _run_document(plan: RunPlan, report: RetainReport) -> dict[str, Any]:
                 "step": decision.version.step,
                 "level": decision.version.level,
                 "fate": decision.fate,
-                "reasons": list(decision.reasons),
+                "reasons": decision.reasons,
                 "reclaimable_bytes": decision.reclaimable_bytes,
                 "rounding": rounding_document(report.roundings.get(decision.version.id)),
             }

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Final
 import typer
 
 from ckptstore.catalog.levels import LowerLevel
+from ckptstore.cli.documents import name_document
 from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
@@ -30,12 +31,6 @@ class Keep(StrEnum):
 
 
 _FOR_GOOD: Final = "undelete does not bring it back"
-_PARTS: Final[dict[Keep | None, LowerLevel]] = {
-    Keep.WEIGHTS: "weights",
-    Keep.WEIGHTS_BF16: "weights-bf16",
-    Keep.WEIGHTS_INT8: "weights-int8",
-    Keep.RECORD: "record",
-}
 
 
 def rm(
@@ -76,7 +71,7 @@ def rm(
         raise InvalidInputError(msg, hint="--keep weights-bf16, or --keep weights-int8")
     with opened_to_write(options, writing=not dry_run) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
-        part = _PARTS.get(keep)
+        part: LowerLevel | None = keep.value if keep else None
         found = opening.remove(
             named, keep=part, lossy=lossy, reason=reason, force=force, dry_run=dry_run
         )
@@ -115,11 +110,8 @@ def _one(store: Store, ref: str) -> Version:
 
 
 def _document(removal: Removal) -> dict[str, Any]:
-    version = removal.version
     return {
-        "id": version.id,
-        "run": version.run,
-        "step": version.step,
+        **name_document(removal.version),
         "obstacle": removal.obstacle or None,
         "reclaimable_bytes": removal.reclaimable_bytes,
         "rounding": rounding_document(removal.rounding),

@@ -13,11 +13,10 @@ from ckptstore.cli.options import CommonOptions, DryRun, PathOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text, version_text
+from ckptstore.cli.text import packs_text, seconds_text, time_text, version_text
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.thaw import ThawReport
-    from ckptstore.maintenance.core.live_set import Tally
     from ckptstore.model import Version
 
 
@@ -83,24 +82,20 @@ def _draw(screen: Screen, version: Version, report: ThawReport) -> None:
     name = version_text(version)
     if report.requested.count:
         asked = "would ask" if report.dry_run else "asked"
-        screen.line(f"{asked} for {_amount(report.requested)}, readable for {report.days} days")
+        screen.line(f"{asked} for {packs_text(report.requested)}, readable for {report.days} days")
     if report.ready:
         until = ""
         if report.restored_until is not None:
             moment = datetime.fromtimestamp(report.restored_until, UTC)
             until = f" until {time_text(moment, utc=False)}"
-        screen.line(f"{name} can be loaded{until}: {_amount(report.packs)}", "green")
+        screen.line(f"{name} can be loaded{until}: {packs_text(report.packs)}", "green")
         return
     if report.readable.count:
-        screen.line(f"{_amount(report.readable)} can be read")
+        screen.line(f"{packs_text(report.readable)} can be read")
     if report.restoring.count:
-        screen.line(f"{_amount(report.restoring)} on the way")
+        screen.line(f"{packs_text(report.restoring)} on the way")
     if report.expected_s is not None:
         low, high = map(seconds_text, report.expected_s)
         screen.line(f"tier {report.tier} usually takes {low} to {high}")
     if not report.dry_run:
         screen.line(f"{name} cannot be loaded yet; look again, or add --wait")
-
-
-def _amount(tally: Tally) -> str:
-    return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

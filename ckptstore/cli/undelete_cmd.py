@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckptstore.cli.documents import name_document
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import full_ref, opened_to_write
 from ckptstore.cli.text import version_text
@@ -42,11 +43,8 @@ def undelete(
         else:
             named = [full_ref(opening, ref) for ref in refs or ()]
         found = opening.undelete(named)
-        document = {
-            "versions": [{"id": v.id, "run": v.run, "step": v.step} for v in found],
-        }
         lines = [f"{version_text(v)} is back{_less(v)}" for v in found]
-        output.tell(document, *lines)
+        output.tell({"versions": [name_document(v) for v in found]}, *lines)
 
 
 def _less(version: Version) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.options import EngineOptions, WriterOptions, second_store
+from ckptstore.cli.options import EngineOptions, WriterOptions, open_options
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
@@ -82,7 +82,7 @@ class _HealOptions:
 
     def given(self) -> dict[str, Any]:
         """Return the options of :func:`ckptstore.open` for these stores."""
-        return second_store(self.heal_option, self.heal_key)
+        return open_options(self.heal_option, self.heal_key)
 
 
 def verify(
@@ -148,13 +148,13 @@ def _document(report: VerifyReport, url: str) -> dict[str, Any]:
         "chunks_count": report.chunks_count,
         "read_bytes": report.read_bytes,
         "seconds": report.seconds,
-        "sample": None if report.sample is None else asdict(report.sample),
-        "recorded": list(report.recorded),
+        "sample": report.sample,
+        "recorded": report.recorded,
         "cold_packs_count": report.cold_packs_count,
-        "cold_versions": list(report.cold_versions),
-        "damaged_versions": list(report.damaged_versions),
+        "cold_versions": report.cold_versions,
+        "damaged_versions": report.damaged_versions,
         "problems": [_problem_document(problem) for problem in report.problems],
-        "notices": [asdict(notice) for notice in report.notices],
+        "notices": report.notices,
     }
 
 
