@@ -1,8 +1,9 @@
 """Storage classes: an optional service of backends whose storage has some, besides keys and bytes.
 
-:func:`cold_storage` returns None for a backend without classes. Only packs are ever moved to
-another class; ``store.json``, commits, manifests and snapshots stay where they were written, so
-that a store opens, lists and verifies its records whatever the class of its packs.
+:meth:`ckptstore.backends.base.Backend.cold_storage` returns None for a backend without classes.
+Only packs are ever moved to another class; ``store.json``, commits, manifests and snapshots stay
+where they were written, so that a store opens, lists and verifies its records whatever the class of
+its packs.
 """
 
 from __future__ import annotations
@@ -80,18 +81,6 @@ class ColdStorage(Protocol):
         ObjectNotFoundError
             No such key.
         """
-
-
-class _Storage(Protocol):
-    """A backend with access to storage classes."""
-
-    def cold_storage(self) -> ColdStorage | None:
-        """Return access to the storage classes; None if there are none."""
-
-
-def cold_storage(backend: _Storage) -> ColdStorage | None:
-    """Return access to the storage classes of a backend, through all wrappers, or None."""
-    return backend.cold_storage()
 
 
 def is_classed(key: str) -> bool:

@@ -15,7 +15,7 @@ from metered import MeteredBackend
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.bucket import parse_bucket_url
-from ckptstore.backends.cold import ColdStorage, check_pack_class, cold_storage, is_classed
+from ckptstore.backends.cold import ColdStorage, check_pack_class, is_classed
 from ckptstore.backends.gcs import GcsColdStorage
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
@@ -45,7 +45,7 @@ def backend(s3_bucket: S3Bucket, request: pytest.FixtureRequest) -> Iterator[Bac
 
 
 def _cold(backend: Backend) -> ColdStorage:
-    cold = cold_storage(backend)
+    cold = backend.cold_storage()
     assert cold is not None
     return cold
 
@@ -280,5 +280,5 @@ def test_wrappers_pass_classes_on() -> None:
     assert wrapped.set_class(KEY, "GLACIER")
     assert failed
     assert wrapped.restore_state(KEY).access == "cold"
-    assert cold_storage(RetryingBackend(MemoryBackend("plain"))) is None
-    assert cold_storage(MeteredBackend(MemoryBackend("plain"))) is None
+    assert RetryingBackend(MemoryBackend("plain")).cold_storage() is None
+    assert MeteredBackend(MemoryBackend("plain")).cold_storage() is None

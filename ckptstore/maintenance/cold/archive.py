@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.backends.cold import ColdStorage, cold_storage
+from ckptstore.backends.cold import ColdStorage
 from ckptstore.backends.storage_classes import (
     STANDARD,
     StorageClass,
@@ -98,7 +98,7 @@ def cold_storage_of(repo: Repo) -> ColdStorage:
     InvalidInputError
         It has none.
     """
-    cold = cold_storage(repo.backend)
+    cold = repo.backend.cold_storage()
     if cold is None:
         msg = f"the storage of {repo.url} has no storage classes"
         raise InvalidInputError(

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptstore import limits
-from ckptstore.backends.cold import Access, ColdStorage, ObjectState, cold_storage
+from ckptstore.backends.cold import Access, ColdStorage, ObjectState
 from ckptstore.backends.storage_classes import class_named
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.selection import Selection, select
@@ -107,7 +107,7 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
         raise VersionNotFoundError(msg, hint=_elsewhere(repo, version))
     part = select(repo.manifests.load(version), request.selection, version=version.id)
     packs = sorted(Footprint.of(part).packs)
-    cold = cold_storage(repo.backend)
+    cold = repo.backend.cold_storage()
     if cold is None:
         sizes = (repo.backend.stat(pack_key(pack)).size_bytes for pack in packs)
         tally = Tally(count=len(packs), size_bytes=sum(sizes))

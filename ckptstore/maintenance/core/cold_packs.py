@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState, cold_storage
+from ckptstore.backends.cold import ColdStorage, ObjectState
 from ckptstore.backends.storage_classes import class_named
 from ckptstore.errors import ObjectNotFoundError
 from ckptstore.format.keys import pack_key
@@ -33,7 +33,7 @@ def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set
         The storage failed.
     """
     asked = [pack for pack, info in packs if class_named(info.storage_class).may_be_cold]
-    cold = cold_storage(backend) if asked else None
+    cold = backend.cold_storage() if asked else None
     if cold is None:
         return set()
     found = states_of(backend, cold, asked)
