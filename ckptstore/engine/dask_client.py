@@ -204,8 +204,9 @@ def _start_local(workers: int, stack: ExitStack) -> Client:
 
 def _client(scheduler: Any, msg: str, *, hint: str) -> Client:  # noqa: ANN401 - address or cluster
     """Return a client of a scheduler, or raise StorageError with the message and hint."""
+    distributed = _distributed()
     try:
-        client: Client = _distributed().Client(
+        client: Client = distributed.Client(
             scheduler, timeout=limits.CONNECT_TIMEOUT_S, set_as_default=False, name="ckptstore"
         )
     except (OSError, ValueError, RuntimeError) as error:

@@ -185,10 +185,7 @@ class _Run:
         scrub = self.job.scrub
         if scrub.source:
             self._step("scrub-source", lambda: self._scrub(self.source, self.target, scrub.source))
-        older_s = self.age(self.job.select.older_than)
-        chosen = self.chosen(
-            _selected(self.source, self.job), older_s=older_s, since_s=self.since_s
-        )
+        chosen = self.chosen(self.job.select.older_than, since_s=self.since_s)
         copied = self._step("replicate", lambda: self._replicate(chosen))
         retain = self.job.retain
         if scrub.target and not self._step(

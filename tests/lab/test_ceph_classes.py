@@ -17,8 +17,8 @@ from buckets import PREFIX, S3Bucket
 from labkit.systems import Ceph, LabPool
 
 import ckptstore
-from ckptstore.backends.cold import ColdStorage
 from ckptstore.backends.registry import open_backend
+from ckptstore.backends.storage_classes import ColdStorage
 from ckptstore.config import SYSTEM
 
 _MIB = 1 << 20
