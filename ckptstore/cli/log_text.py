@@ -10,12 +10,10 @@ import msgspec
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
-from ckptstore.catalog.lifecycle_ops import Delete, Fork, Rollback, SetPolicy, Undelete
-from ckptstore.catalog.pin_ops import Pin, Unpin
-from ckptstore.catalog.replica_ops import Replicate, Replicated
+from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
+from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
-from ckptstore.catalog.tier_ops import NameReplica, UnnameReplica
 from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, version_text
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.keys import PACKS_PREFIX

@@ -195,7 +195,7 @@ class Replicas:
         create: bool,
     ) -> ReplicaInfo:
         """Give another store a name; see :meth:`ckptstore.Store.add_replica`."""
-        from ckptstore.catalog.tier_ops import name_replica
+        from ckptstore.catalog.replica_ops import name_replica
 
         check_replica_name(name)
         with ExitStack() as stack:
@@ -218,7 +218,7 @@ class Replicas:
 
     def info(self, name: str) -> ReplicaInfo:
         """Return a replica by its name, as the log has it now; raises NotFoundError."""
-        from ckptstore.catalog.tier_ops import find_replica
+        from ckptstore.catalog.replica_ops import find_replica
 
         return find_replica(self._repo.refresh(), name)
 

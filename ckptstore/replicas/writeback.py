@@ -375,17 +375,11 @@ class WriteBack:
                 self._mine.pop(version.id, None)
             self._changed.notify_all()
         for version in done:
-            self._events.emit(
-                SaveEvent(
-                    kind="replicated",
-                    store=self._here.url,
-                    run=version.run,
-                    step=version.step,
-                    version=version.id,
-                    at_ms=self._environment.now_ms(),
-                    replica=self.replica.name,
-                )
+            name = self.replica.name
+            event = self._here.save_event(
+                "replicated", version.run, version.step, version.id, replica=name
             )
+            self._events.emit(event)
 
 
 class WriteBacks:

@@ -79,7 +79,7 @@ def remove_replica(self: HasRepo, name: str) -> None:
     NotFoundError
         No replica has it.
     """
-    from ckptstore.catalog.tier_ops import unname_replica
+    from ckptstore.catalog.replica_ops import unname_replica
 
     self.repo.log.append_any(lambda now: unname_replica(now, name))
 
@@ -185,7 +185,8 @@ def replicate(
     from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
     here = self._session.repo
-    target = _target(self._session, to, hidden(to_key), dry_run=dry_run)
+    to_key = hidden(to_key)  # in place, so that no frame shows the key
+    target = _target(self._session, to, to_key, dry_run=dry_run)
     if bytes_per_s < 0:
         msg = f"bytes_per_s={bytes_per_s} must not be negative"
         raise InvalidInputError(msg)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.errors import CkptStoreError, NotReplicatedError
-from ckptstore.events import Events, SaveEvent
+from ckptstore.events import Events
 from ckptstore.model import Version
 from ckptstore.replicas.named import Replicas
 from ckptstore.replicas.options import ReplicaOptions
@@ -144,30 +144,15 @@ class Session:
         try:
             version = save_version(self.repo, state, request)
         except CkptStoreError as error:
-            self.events.emit(self._event(request, error=error), raised=True)
+            failed = self.repo.save_event("failed", request.run, request.step, error=error)
+            self.events.emit(failed, raised=True)
             raise
-        self.events.emit(self._event(request, version=version))
+        durable = self.repo.save_event(
+            "durable", version.run, version.step, version.id, receipt=version.receipt
+        )
+        self.events.emit(durable)
         resume_check.saved(self.repo, version.run, version.step, version.id)
         return version
-
-    def _event(
-        self,
-        request: SaveRequest,
-        *,
-        version: Version | None = None,
-        error: CkptStoreError | None = None,
-    ) -> SaveEvent:
-        return SaveEvent(
-            kind="failed" if version is None else "durable",
-            store=self.repo.url,
-            run=request.run,
-            step=request.step,
-            version="" if version is None else version.id,
-            at_ms=self.repo.environment.now_ms(),
-            receipt={} if version is None else dict(version.receipt),
-            error_kind="" if error is None else error.kind,
-            message="" if error is None else str(error),
-        )
 
 
 def _unpickled(data: bytes) -> Session:

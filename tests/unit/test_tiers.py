@@ -294,7 +294,7 @@ def test_chunks_that_are_cold_here_are_read_there(
 
 def _name(hot: ckptstore.Store, name: str, other: ckptstore.Store) -> None:
     """Name a replica that is open already, where nothing can be opened by its location."""
-    from ckptstore.catalog.tier_ops import name_replica
+    from ckptstore.catalog.replica_ops import name_replica
 
     url, store = f"memory://{name}", other.info.store_id
     hot.repo.log.append_any(lambda now: name_replica(now, name=name, url=url, store=store))
@@ -347,7 +347,7 @@ def test_local_replicas_come_before_remote_ones_then_the_order_of_naming(tmp_pat
         name: ckptstore.Store(create_on(Telling(MemoryBackend(f"{tmp_path}/{name}"), name)))
         for name in ("far", "empty", "near", "nearer")
     }
-    from ckptstore.catalog.tier_ops import name_replica
+    from ckptstore.catalog.replica_ops import name_replica
 
     with ckptstore.open(tmp_path / "hot", create=True, replicas=stores) as hot:
         hot.run("gpt").save(state_of(1), step=1)

@@ -12,7 +12,7 @@ import torch
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog.tier_ops import name_replica
+from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.errors import ColdObjectError, TransientStorageError, VersionNotFoundError
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
 from ckptstore.repo import create_on

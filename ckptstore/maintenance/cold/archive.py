@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState, cold_storage
 from ckptstore.backends.storage_classes import (
     STANDARD,
+    ColdStorage,
+    ObjectState,
     StorageClass,
     check_class,
     class_named,
@@ -37,8 +38,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
-from ckptstore.maintenance.core.cold_packs import states_of
-from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally
+from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally, states_of
 from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.maintenance.core.task_pool import at_once
@@ -101,7 +101,7 @@ def cold_storage_of(repo: Repo) -> ColdStorage:
     InvalidInputError
         It has none.
     """
-    cold = cold_storage(repo.backend)
+    cold = repo.backend.cold_storage()
     if cold is None:
         msg = f"the storage of {repo.url} has no storage classes"
         raise InvalidInputError(

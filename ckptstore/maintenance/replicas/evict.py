@@ -28,7 +28,7 @@ from ckptstore.catalog import replica_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, Quarantine
 from ckptstore.catalog.levels import LEVELS
-from ckptstore.catalog.pin_ops import Pin, pin_for, unpin_for
+from ckptstore.catalog.lifecycle_ops import Pin, pin_for, unpin_for
 from ckptstore.catalog.replica_ops import Arrival
 from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, ReadOnlyError, UnsafeBackendError
@@ -392,7 +392,7 @@ class _Evicting:
         return found
 
     def _still_holds(self, version: Version) -> bool:
-        """Return after the commit whether the other store has it; pin it if that was undone."""
+        """Return whether the other store still has a version; pin it if its pin is gone."""
         if not self._holds(version):
             return False
         if self.pins is not None and not self.pins.has(version.id):

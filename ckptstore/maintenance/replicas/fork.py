@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
@@ -22,6 +24,7 @@ from ckptstore.errors import ConflictError, CorruptObjectError, InvalidInputErro
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest
+from ckptstore.format.names import encode_metadata
 from ckptstore.maintenance.replicas.copy_manifest import (
     ORIGIN_KEY,
     Landed,
@@ -159,19 +162,18 @@ class _Fork:
         """Return the operations of the fork on a catalog."""
         request, source = self.request, self.source
         if not self.is_foreign:
-            return lifecycle_ops.fork(
-                now,
-                run=request.run,
-                source=source.id,
+            save = run_ops.Save(
                 version=self.version,
+                run=request.run,
                 step=source.step,
+                parent=source.id,
                 manifest=first.pointer,
                 content=first.content,
-                roles=first.roles,
-                metrics={},
-                metadata=request.metadata,
-                directions=request.directions,
-                relies_on=first.relies_on,
+                metadata=msgspec.Raw(encode_metadata(request.metadata)),
+                roles=run_ops.sizes(first.roles),
+            )
+            return lifecycle_ops.fork(
+                now, save, directions=request.directions, relies_on=first.relies_on
             )
         if now.has_run(request.run):
             msg = f"there is a run {request.run!r} already"

@@ -24,8 +24,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS, Level
-from ckptstore.catalog.lifecycle_ops import SetPolicy
-from ckptstore.catalog.pin_ops import pinned_error
+from ckptstore.catalog.lifecycle_ops import SetPolicy, pinned_error
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan, reclaimable
 from ckptstore.catalog.state import Op
