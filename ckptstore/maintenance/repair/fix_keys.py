@@ -32,13 +32,7 @@ from ckptstore.errors import (
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import KEYS_PREFIX, key_record_key
 from ckptstore.format.superblock import Superblock
-from ckptstore.keyring import (
-    check_written,
-    delete_records,
-    put_record,
-    read_record,
-    record_numbers,
-)
+from ckptstore.keyring import KeyRecords, check_written, read_record, record_numbers
 from ckptstore.repo import unsafe
 from ckptstore.superblocks import read_superblock
 
@@ -109,12 +103,10 @@ def mend_keys(
         conditional = verdict is PutIfAbsent.ATOMIC
         if not (kept or conditional or single_writer):
             raise unsafe(backend.url, verdict)
-        if kept:
-            record = sound[-1]
-        else:
-            record = _write(backend, good[0], user_key, number, environment, conditional)
+        records = KeyRecords(backend=backend, environment=environment, conditional=conditional)
+        record = sound[-1] if kept else _write(records, good[0], user_key, number)
         # The highest first: until then it counts, wrong as it is.
-        delete_records(backend, record, gone[::-1], environment, conditional=conditional)
+        records.delete(record, gone[::-1])
     return KeysMended(
         dry_run=dry_run, record=number, kept=kept, deleted=tuple(map(key_record_key, gone))
     )
@@ -170,24 +162,19 @@ def _opened(
 
 
 def _write(
-    backend: Backend,
-    opened: tuple[KeyRecord, DataKey],
-    user_key: UserKey,
-    number: int,
-    environment: Environment,
-    conditional: bool,
+    records: KeyRecords, opened: tuple[KeyRecord, DataKey], user_key: UserKey, number: int
 ) -> KeyRecord:
     record, data_key = opened
     fresh = msgspec.structs.replace(
         record,
         number=number,
         slots=(),
-        at_ms=environment.now_ms(),
+        at_ms=records.environment.now_ms(),
         by=writer_identity()[: limits.BY_CHARS_MAX],
     )
-    written = put_record(backend, fresh, data_key, user_key, environment, conditional=conditional)
+    written = records.put(fresh, data_key, user_key)
     if written is None:
-        msg = f"another process has written {key_record_key(number)} at {backend.url}"
+        msg = f"another process has written {key_record_key(number)} at {records.backend.url}"
         raise AmbiguousWriteError(msg, hint="see who does, and do it again")
-    check_written(backend, written, user_key)
+    check_written(records.backend, written, user_key)
     return written
