@@ -42,19 +42,6 @@ class ObjectState:
 class ColdStorage(Protocol):
     """Access to the classes of one storage. Any thread may call; errors as of a backend."""
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the names of the provider's own classes; there may be others."""
-
-    def class_of(self, key: str) -> str:
-        """Return the class of an object.
-
-        Raises
-        ------
-        ObjectNotFoundError
-            No such key.
-        """
-
     def set_class(self, key: str, name: str) -> bool:
         """Move an object to another class; return False if it was there already.
 

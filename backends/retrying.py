@@ -94,13 +94,6 @@ class _RetryingCold:
         self._inner = inner
         self._retry = backend.retry
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._inner.classes
-
-    def class_of(self, key: str) -> str:
-        return self._retry(lambda: self._inner.class_of(key))
-
     def set_class(self, key: str, name: str) -> bool:
         return self._retry(lambda: self._inner.set_class(key, name))
 

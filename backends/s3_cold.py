@@ -55,15 +55,6 @@ class S3ColdStorage:
         self._location = location
         self._send = send
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the classes of AWS; an administrator of Ceph may have made others."""
-        return _CLASSES
-
-    def class_of(self, key: str) -> str:
-        """Return the class of an object."""
-        return self.restore_state(key).storage_class
-
     def restore_state(self, key: str) -> ObjectState:
         """Return class and state by a HEAD."""
         return _state(self._head(key))
@@ -110,7 +101,7 @@ class S3ColdStorage:
             return True
 
         copied = self._send(what, copy)
-        after = self.class_of(key)
+        after = self.restore_state(key).storage_class
         if after == name:
             return copied
         if not copied:
@@ -122,8 +113,8 @@ class S3ColdStorage:
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
         """Send a RestoreObject."""
         wanted: dict[str, Any] = {"GlacierJobParameters": {"Tier": tier}, "Days": days}
-        if self.class_of(key) == TIERING:  # restored for good, without a number of days
-            del wanted["Days"]
+        if self.restore_state(key).storage_class == TIERING:
+            del wanted["Days"]  # a restore within this class is for good
         request = self._object(key) | {"RestoreRequest": wanted}
 
         def ask(calls: S3Calls) -> bool:

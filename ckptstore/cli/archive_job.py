@@ -86,7 +86,7 @@ def run_file(output: Output, job: Path, options: JobOptions, *, dry_run: bool) -
         )
     document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
     document |= {"last_success": before.last_success, "last": asdict(before)}
-    files.write(document, exposition(done, now_s=SYSTEM.now_ms() / 1000))
+    files.write(document, exposition(done.name, done, now_s=SYSTEM.now_ms() / 1000))
     output.show(document, lambda screen: _draw(screen, done))
     if done.exit_code:
         raise typer.Exit(done.exit_code)
@@ -99,13 +99,13 @@ class _Success:
     last_success: str = ""
     """When it began."""
     covered_until: str = ""
-    """What was saved before was old enough for it."""
+    """Time before which every saved version was old enough for that run."""
     target_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files:
-    """What a run leaves for others to read; None for what was not asked for."""
+    """Files that a run leaves for other programs; None where none is wanted."""
 
     report: Path | None = None
     metrics: Path | None = None
@@ -129,7 +129,7 @@ class _Files:
 
     def write_failure(self, name: str, error: CkptStoreError, before: _Success) -> None:
         """Say that nothing could be done, and keep when the last run was that did all."""
-        from ckptstore.jobs.report import failed_exposition
+        from ckptstore.jobs.report import exposition
 
         document = {
             "name": name,
@@ -141,7 +141,7 @@ class _Files:
             "last_success": before.last_success,
             "last": asdict(before),
         }
-        self.write(document, failed_exposition(name, now_s=SYSTEM.now_ms() / 1000))
+        self.write(document, exposition(name, None, now_s=SYSTEM.now_ms() / 1000))
 
 
 def _last_success(path: Path | None) -> _Success:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ckptstore.catalog.pin_ops import pinned_text
+from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.maintenance.reports.usage import ObjectTotals, sum_roles
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 

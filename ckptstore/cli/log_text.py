@@ -1,4 +1,4 @@
-"""What the operations of the log did, in words."""
+"""Descriptions of the operations of the log, for people."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import msgspec
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
-from ckptstore.catalog.lifecycle_ops import Delete, Fork, Rollback, SetPolicy, Undelete
-from ckptstore.catalog.pin_ops import Pin, Unpin
-from ckptstore.catalog.replica_ops import Replicate, Replicated
+from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
+from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
-from ckptstore.catalog.tier_ops import NameReplica, UnnameReplica
 from ckptstore.cli.text import bytes_text, counted, listed, metric_text, version_text
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.keys import PACKS_PREFIX
@@ -146,4 +144,4 @@ _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {
     NameReplica: _replica,
     UnnameReplica: _replica,
 }
-"""What each operation did, in words."""
+"""Type of an operation to the function that describes it."""

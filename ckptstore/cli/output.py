@@ -1,4 +1,4 @@
-"""What a command prints: one JSON document, or text and tables for people. Never both.
+"""Output of a command: one JSON document, or text and tables for people. Never both.
 
 stdout holds the result and nothing else; notes, progress and errors go to stderr. rich is
 imported only when a table is printed.

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.catalog.pin_ops import pinned_text
+from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.cli.documents import name_document
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write

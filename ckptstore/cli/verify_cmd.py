@@ -258,4 +258,4 @@ _NOTICES: Final = {
     ),
     "unknown": ("is not ckptstore's", "are not ckptstore's"),
 }
-"""What to say of one and of several objects that no version needs; none of it is damage."""
+"""Kind of object that no version needs to its text, for one and for several; none is damage."""

@@ -52,7 +52,7 @@ def test_an_object_moves_and_stays_whole(ceph: Ceph, bucket: S3Bucket, client: s
         for name in ("STANDARD_IA", "STANDARD"):
             assert cold.set_class(key, name)
             assert not cold.set_class(key, name)
-            assert _classes(bucket)[key] == cold.class_of(key) == name
+            assert _classes(bucket)[key] == cold.restore_state(key).storage_class == name
             ceph.tell("collect")
             assert bucket.read(key) == data
 

@@ -53,10 +53,10 @@ def _cold(backend: Backend) -> ColdStorage:
 def test_an_object_changes_class(backend: Backend, s3_bucket: S3Bucket) -> None:
     """The listing and the state tell it, the bytes are what they were, and once is enough."""
     cold = _cold(backend)
-    assert cold.class_of(KEY) == STANDARD
+    assert cold.restore_state(KEY).storage_class == STANDARD
     assert cold.set_class(KEY, "STANDARD_IA")
     assert not cold.set_class(KEY, "STANDARD_IA")
-    assert cold.class_of(KEY) == backend.stat(KEY).storage_class == "STANDARD_IA"
+    assert cold.restore_state(KEY).storage_class == backend.stat(KEY).storage_class == "STANDARD_IA"
     assert [info.storage_class for info in backend.list(PACKS_PREFIX)] == ["STANDARD_IA"]
     assert s3_bucket.read(KEY) == b"chunks"
 
@@ -90,7 +90,7 @@ def test_what_is_not_there_is_told(backend: Backend) -> None:
     cold = _cold(backend)
     gone = pack_key("b" * 32)
     for ask in (
-        lambda: cold.class_of(gone),
+        lambda: cold.restore_state(gone).storage_class,
         lambda: cold.set_class(gone, "GLACIER"),
         lambda: cold.request_restore(gone, days=1, tier="Bulk"),
     ):
@@ -280,6 +280,5 @@ def test_wrappers_pass_classes_on() -> None:
     assert wrapped.set_class(KEY, "GLACIER")
     assert failed
     assert wrapped.restore_state(KEY).access == "cold"
-    assert wrapped.classes
     assert cold_storage(RetryingBackend(MemoryBackend("plain"))) is None
     assert cold_storage(MeteredBackend(MemoryBackend("plain"))) is None
