@@ -24,12 +24,11 @@ from gcsfs.core import GCSFileSystem
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectInfo, ObjectWriter
 from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, parse_bucket_url
-from ckptstore.backends.buffered_writer import Body, BufferedWriter
-from ckptstore.backends.cold import ColdStorage, ObjectState, check_pack_class
+from ckptstore.backends.collecting_writers import Body, BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import Scatter
-from ckptstore.backends.storage_classes import STANDARD
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState, check_pack_class
 from ckptstore.config import SYSTEM
 from ckptstore.errors import (
     CkptStoreError,
@@ -44,7 +43,7 @@ _BOUNDARY: Final = SYSTEM.random_hex(16)
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
-class GcsBackend(BucketBackend):
+class GcsBackend(BucketBackend[Foreign]):
     """The objects below one prefix of a bucket."""
 
     name = "gcs"

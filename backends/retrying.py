@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState
+from ckptstore.backends.storage_classes import ColdStorage, ObjectState
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import TransientStorageError

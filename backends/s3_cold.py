@@ -10,21 +10,18 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from ckptstore import limits
 from ckptstore.backends.bucket import BucketLocation, Foreign
-from ckptstore.backends.cold import Access, ObjectState
 from ckptstore.backends.s3_calls import S3Calls, code_of
-from ckptstore.backends.storage_classes import STANDARD, TIERING, class_named
+from ckptstore.backends.storage_classes import STANDARD, TIERING, Access, ObjectState, class_named
 from ckptstore.errors import (
     ColdObjectError,
     LimitError,
     StorageError,
     TransientStorageError,
 )
-
-T = TypeVar("T")
 
 _CLASSES: Final = (
     *(STANDARD, "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING"),
@@ -33,11 +30,8 @@ _CLASSES: Final = (
 _RESTORE = re.compile(r'ongoing-request="(true|false)"(?:,\s*expiry-date="([^"]*)")?')
 
 
-class Sender(Protocol):
-    """The backend's way to send: ``send(what, work)`` is ``work(client)``, errors translated."""
-
-    def __call__(self, what: str, work: Callable[[S3Calls], T]) -> T:
-        """Return ``work(client)``."""
+Sender = Callable[[str, Callable[[S3Calls], Any]], Any]
+"""The backend's way to send: ``send(what, work)`` is ``work(client)``, errors translated."""
 
 
 class S3ColdStorage:
@@ -75,9 +69,8 @@ class S3ColdStorage:
             msg = f"{key} is in {before.storage_class}, and cannot be moved unless it is restored"
             raise ColdObjectError(msg, hint="ckptstore thaw restores it for some days")
         if before.size_bytes > limits.S3_COPY_BYTES_MAX:
-            msg = (
-                f"{key} has {before.size_bytes} bytes; S3 moves {limits.S3_COPY_BYTES_MAX} at most"
-            )
+            most = limits.S3_COPY_BYTES_MAX
+            msg = f"{key} has {before.size_bytes} bytes; S3 moves {most} at most"
             raise LimitError(msg, hint="a lifecycle rule of the bucket can move it")
         request = self._object(key) | {
             "CopySource": self._object(key),
@@ -100,7 +93,7 @@ class S3ColdStorage:
                 return False
             return True
 
-        copied = self._send(what, copy)
+        copied: bool = self._send(what, copy)
         after = self.restore_state(key).storage_class
         if after == name:
             return copied
@@ -114,7 +107,7 @@ class S3ColdStorage:
         """Send a RestoreObject."""
         wanted: dict[str, Any] = {"GlacierJobParameters": {"Tier": tier}, "Days": days}
         if self.restore_state(key).storage_class == TIERING:
-            del wanted["Days"]  # a restore within this class is for good
+            del wanted["Days"]  # it is restored for good
         request = self._object(key) | {"RestoreRequest": wanted}
 
         def ask(calls: S3Calls) -> bool:
@@ -131,7 +124,8 @@ class S3ColdStorage:
                 raise
             return True
 
-        return self._send(f"restore {key}", ask)
+        sent: bool = self._send(f"restore {key}", ask)
+        return sent
 
     def _head(self, key: str) -> Foreign:
         request = self._object(key)

@@ -29,7 +29,7 @@ from ckptstore.errors import (
     NotReplicatedError,
     OperationCancelledError,
 )
-from ckptstore.events import Events
+from ckptstore.events import Events, SaveEvent
 from ckptstore.format.names import check_listed
 from ckptstore.model import ReplicaInfo, Version
 from ckptstore.replicas.named import Replicas

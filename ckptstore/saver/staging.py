@@ -19,7 +19,7 @@ from ckptstore.format.paths import path_text
 from ckptstore.hashing import xxh3_64
 from ckptstore.saver.arena import ALIGN_BYTES, Arena
 from ckptstore.saver.staged import Digests, StagedTensor
-from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
+from ckptstore.tensors.tensor_bytes import SourceTensor, TensorBytes, settle
 
 _PORTABLE: Final = 1
 """cudaHostRegisterPortable: pinned for all devices. Source: the CUDA runtime's driver_types.h."""
@@ -140,7 +140,7 @@ def _counters(source: SourceTensor) -> tuple[int, ...]:
 
 
 def _sample_of(source: SourceTensor) -> bytes | None:
-    view = source.view()
+    view = source.payload.view()
     return None if view is None else _sample(view)
 
 
@@ -326,8 +326,8 @@ class Staging:
         at = self._layout.offsets[place] + start
         target = self._bytes[at : at + size]
         source = self._sources[place]
-        view = source.view()
+        view = source.payload.view()
         if view is None:
-            source.copy_into(start, target.data)
+            source.payload.copy_into(start, target.data)
         else:
             np.copyto(target, np.frombuffer(view[start : start + size], np.uint8))

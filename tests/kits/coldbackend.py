@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState
-from ckptstore.backends.storage_classes import STANDARD, class_named
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState, class_named
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import ColdObjectError
 

@@ -17,8 +17,8 @@ from buckets import PREFIX, S3Bucket
 from labkit.systems import Ceph, LabPool
 
 import ckptstore
-from ckptstore.backends.cold import ColdStorage, cold_storage
 from ckptstore.backends.registry import open_backend
+from ckptstore.backends.storage_classes import ColdStorage
 from ckptstore.config import SYSTEM
 
 _MIB = 1 << 20
@@ -118,7 +118,7 @@ class _opened:
         self._backend = open_backend(bucket.url, client=client, **bucket.options())
 
     def __enter__(self) -> ColdStorage:
-        cold = cold_storage(self._backend)
+        cold = self._backend.cold_storage()
         assert cold is not None
         return cold
 

@@ -19,7 +19,7 @@ from ckptstore.checkpoint import encode, write
 from ckptstore.checkpoint.content import TensorInfo, read_content
 from ckptstore.checkpoint.encode import Draft, encode_draft
 from ckptstore.checkpoint.encoding_trial import measure
-from ckptstore.codecs.codec_table import CODEC_CHOICES
+from ckptstore.config import CODEC_CHOICES
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.errors import (

@@ -181,7 +181,7 @@ def _staged(state: object) -> tuple[Arena, tuple[StagedTensor, ...], Digests, li
     meant = []
     for source in flat.tensors:
         data = bytearray(source.nbytes)
-        source.copy_into(0, memoryview(data))
+        source.payload.copy_into(0, memoryview(data))
         meant.append(bytes(data))
     return arena, staged, staging.digests(), meant
 
@@ -241,7 +241,7 @@ def test_copies_by_several_threads() -> None:
         staging.copy(helpers, 3)
         staging.settle()
     for source, tensor in zip(flat.tensors, staged, strict=True):
-        view = source.view()
+        view = source.payload.view()
         assert view is not None
         assert bytes(view) == bytes(arena.view[tensor.offset : tensor.offset + tensor.nbytes])
 

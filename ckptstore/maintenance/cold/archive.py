@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState, cold_storage
 from ckptstore.backends.storage_classes import (
     STANDARD,
+    ColdStorage,
+    ObjectState,
     StorageClass,
     check_class,
     class_named,
@@ -100,7 +101,7 @@ def cold_storage_of(repo: Repo) -> ColdStorage:
     InvalidInputError
         It has none.
     """
-    cold = cold_storage(repo.backend)
+    cold = repo.backend.cold_storage()
     if cold is None:
         msg = f"the storage of {repo.url} has no storage classes"
         raise InvalidInputError(

@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptstore import limits
-from ckptstore.backends.cold import Access, ColdStorage, ObjectState, cold_storage
-from ckptstore.backends.storage_classes import class_named
+from ckptstore.backends.storage_classes import (
+    Access,
+    ColdStorage,
+    ObjectState,
+    class_named,
+)
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.selection import Selection, select
 from ckptstore.errors import (
@@ -106,7 +110,7 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
         raise VersionNotFoundError(msg, hint=_elsewhere(repo, version))
     part = select(repo.manifests.load(version), request.selection, version=version.id)
     packs = sorted(Footprint.of(part).packs)
-    work = _Thawing(repo=repo, cold=cold_storage(repo.backend), version=version, request=request)
+    work = _Thawing(repo=repo, cold=repo.backend.cold_storage(), version=version, request=request)
     work.look(packs)
     work.ask()
     if request.wait and not request.dry_run:

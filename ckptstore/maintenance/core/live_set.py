@@ -23,8 +23,7 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState, cold_storage
-from ckptstore.backends.storage_classes import class_named
+from ckptstore.backends.storage_classes import ColdStorage, ObjectState, class_named
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
@@ -325,7 +324,7 @@ def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set
         The storage failed.
     """
     asked = [pack for pack, info in packs if class_named(info.storage_class).may_be_cold]
-    cold = cold_storage(backend) if asked else None
+    cold = backend.cold_storage() if asked else None
     if cold is None:
         return set()
     found = states_of(backend, cold, asked)

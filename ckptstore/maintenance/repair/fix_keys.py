@@ -104,10 +104,7 @@ def mend_keys(
         if not (kept or conditional or single_writer):
             raise unsafe(backend.url, verdict)
         records = KeyRecords(backend=backend, environment=environment, conditional=conditional)
-        if kept:
-            record = sound[-1]
-        else:
-            record = _write(records, good[0], user_key, number)
+        record = sound[-1] if kept else _write(records, good[0], user_key, number)
         # The highest first: until then it counts, wrong as it is.
         records.delete(record, gone[::-1])
     return KeysMended(

@@ -21,8 +21,9 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.codec import CodecError
-from ckptstore.codecs.codec_table import CODECS, DELTAS, BaseData, check_choice, decode
+from ckptstore.codecs.codec_table import CODECS, DELTAS, BaseData, decode
 from ckptstore.codecs.plane_layout import Layout
+from ckptstore.config import check_choice
 from ckptstore.errors import ColdObjectError, CorruptObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES

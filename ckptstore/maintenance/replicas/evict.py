@@ -393,7 +393,7 @@ class _Evicting:
         return found
 
     def _still_holds(self, version: Version) -> bool:
-        """Return after the commit whether the other store has a version; pin it again if need be."""
+        """Return whether the other store still has a version; pin it if its pin is gone."""
         if not self._holds(version):
             return False
         if self.pins is not None and not self.pins.has(version.id):

@@ -27,10 +27,10 @@ from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog.levels import Level
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
 from ckptstore.checkpoint.encoded_sources import source_of
+from ckptstore.checkpoint.selection import part_of
 from ckptstore.checkpoint.stored_sources import StoredBytes
-from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.checkpoint.write import shareable
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.events import silent
 from ckptstore.format.dtypes import ITEM_BYTES
