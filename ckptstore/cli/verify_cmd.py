@@ -195,11 +195,7 @@ def _problem_document(problem: Problem) -> dict[str, object]:
 
 
 def _draw(
-    screen: Screen,
-    report: VerifyReport,
-    healed: Sequence[tuple[str, RepairReport]],
-    *,
-    quiet: bool,
+    screen: Screen, report: VerifyReport, healed: Sequence[tuple[str, RepairReport]], *, quiet: bool
 ) -> None:
     if report.problems:
         _draw_problems(screen, report)
