@@ -17,6 +17,7 @@ PLACES = (
     "backends",
     "benchmarks",
     "ckptstore/chunking.py",
+    "ckptstore/cli",
     "ckptstore/config.py",
     "ckptstore/engine",
     "ckptstore/hashing.py",
