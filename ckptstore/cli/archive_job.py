@@ -73,7 +73,7 @@ def run_file(
         )
     document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
     document |= {"last_success": before.last_success, "last": asdict(before)}
-    files.write(document, exposition(done, now_s=SYSTEM.now_ms() / 1000))
+    files.write(document, exposition(done.name, done, now_s=SYSTEM.now_ms() / 1000))
     output.show(document, lambda screen: _draw(screen, done))
     if done.exit_code:
         raise typer.Exit(done.exit_code)
@@ -116,7 +116,7 @@ class _Files:
 
     def write_failure(self, name: str, error: CkptStoreError, before: _Success) -> None:
         """Say that nothing could be done, and keep when the last run was that did all."""
-        from ckptstore.jobs.report import failed_exposition
+        from ckptstore.jobs.report import exposition
 
         document = {
             "name": name,
@@ -128,7 +128,7 @@ class _Files:
             "last_success": before.last_success,
             "last": asdict(before),
         }
-        self.write(document, failed_exposition(name, now_s=SYSTEM.now_ms() / 1000))
+        self.write(document, exposition(name, None, now_s=SYSTEM.now_ms() / 1000))
 
 
 def _last_success(path: Path | None) -> _Success:

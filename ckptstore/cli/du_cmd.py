@@ -14,7 +14,7 @@ from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text
-from ckptstore.maintenance.reports.usage import sum_roles
+from ckptstore.maintenance.reports.usage import by_role, sum_roles
 from ckptstore.model import RoleBytes, Version
 from ckptstore.store import Store
 
@@ -140,16 +140,8 @@ def _total(versions: Sequence[Version]) -> RoleBytes:
     return sum_roles(part for version in versions for part in version.roles.values())
 
 
-def _by_role(versions: Sequence[Version]) -> dict[str, RoleBytes]:
-    parts: dict[str, list[RoleBytes]] = {}
-    for version in versions:
-        for role, part in version.roles.items():
-            parts.setdefault(role, []).append(part)
-    return {role: sum_roles(found) for role, found in sorted(parts.items())}
-
-
 def _roles_document(versions: Sequence[Version]) -> dict[str, Any]:
-    return {role: role_document(part) for role, part in _by_role(versions).items()}
+    return {role: role_document(part) for role, part in sorted(by_role(versions).items())}
 
 
 def _run_document(name: str, versions: Sequence[Version]) -> dict[str, Any]:
@@ -202,7 +194,7 @@ def _draw_versions(screen: Screen, versions: Sequence[Version]) -> None:
 
 
 def _draw_roles(screen: Screen, versions: Sequence[Version]) -> None:
-    rows = [(role, *_cells(part)) for role, part in _by_role(versions).items()]
+    rows = [(role, *_cells(part)) for role, part in sorted(by_role(versions).items())]
     screen.table((Column(title="ROLE"), *_BYTES), rows)
 
 

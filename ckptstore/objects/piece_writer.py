@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
-from ckptstore.codecs.codec_table import CodecChoice, encode
-from ckptstore.config import Environment, Options
+from ckptstore.codecs.codec_table import encode
+from ckptstore.config import CodecChoice, Environment, Options
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from ckptstore.checkpoint.request import check_wishes
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
 from ckptstore.events import Events, SaveEventKind
 from ckptstore.repo import Repo

@@ -12,9 +12,8 @@ from ckptstore.backends.key_sources import KeyInput, hidden, read_key
 from ckptstore.backends.registry import open_backend
 from ckptstore.config import SYSTEM, Options
 from ckptstore.errors import InvalidInputError
-from ckptstore.replicas.options import ReplicaOptions, check_given, open_place
+from ckptstore.replicas.options import ReplicaOptions, check_given, open_place, open_target
 from ckptstore.replicas.places import PLACE, name_in
-from ckptstore.replicas.targets import open_target
 from ckptstore.store.pickling import Opening
 from ckptstore.store.store import Store
 
@@ -144,7 +143,7 @@ def open_target_of(
     NotFoundError
         The store has no replica of this name.
     CkptStoreError
-        As :func:`ckptstore.replicas.targets.open_target`.
+        As :func:`ckptstore.replicas.options.open_target`.
     """
     name = name_in(url)
     if name is not None:

@@ -13,9 +13,8 @@ from ckptstore.errors import InvalidInputError, NotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed, check_replica_name
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.replicas.options import HasRepo
+from ckptstore.replicas.options import HasRepo, open_target
 from ckptstore.replicas.places import name_in
-from ckptstore.replicas.targets import open_target
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.store_session import HasSession, Session
@@ -105,7 +104,7 @@ def give_options(self: HasSession, name: str, options: Mapping[str, Any]) -> Non
     InvalidInputError
         They do not say for which place they are.
     """
-    self._session.replicas.pool.give(check_replica_name(name), options)
+    self._session.replicas.give(check_replica_name(name), options)
 
 
 def replicate(

@@ -12,7 +12,7 @@ from ckptstore.events import Events
 from ckptstore.model import Version
 from ckptstore.replicas.named import Replicas
 from ckptstore.replicas.options import ReplicaOptions
-from ckptstore.replicas.write_backs import WriteBacks
+from ckptstore.replicas.writeback import WriteBacks
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.pickling import Opening, pickled, unpickled
@@ -67,16 +67,15 @@ class Session:
 
         See :func:`ckptstore.store.pickling.pickled`.
         """
-        given, writes_back = self.replicas.pool.given, bool(self.write_backs.own())
+        given, writes_back = self.replicas.given, bool(self.write_backs.own())
         return pickled(self.repo.url, self._opening, given, writes_back=writes_back)
 
     def of_replica(self, name: str, repo: Repo) -> Session:
         """Return the session of an opened replica, the same one each time; closed with this one."""
         found = self._of_replicas.get(repo)
         if found is None:
-            pool = self.replicas.pool
-            given = pool.given.get(name, {})
-            options = pool.options(given) if isinstance(given, Mapping) else {}
+            given = self.replicas.given.get(name, {})
+            options = self.replicas.options(given) if isinstance(given, Mapping) else {}
             key, replicas = options.pop("encryption_key", None), options.pop("replicas", None)
             opening = None
             if self._opening is not None:
@@ -95,7 +94,7 @@ class Session:
         try:
             with ExitStack() as closing:
                 closing.callback(self.repo.close)
-                closing.callback(self.replicas.pool.close, self._close_replica)
+                closing.callback(self.replicas.close, self._close_replica)
                 if saver is not None:
                     saver.close()
                 late = self.write_backs.close()

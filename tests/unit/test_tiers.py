@@ -593,10 +593,10 @@ def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None
 def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
     """Of threads that wait for a replica that cannot be opened only one tries."""
     from ckptstore.model import ReplicaInfo
-    from ckptstore.replicas.pool import OpenedReplicas
+    from ckptstore.replicas.named import Replicas
 
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
-        opened = OpenedReplicas(hot.repo)
+        opened = Replicas(hot.repo)
         tries = 0
         waiting = threading.Event()
 
@@ -686,7 +686,7 @@ def test_a_forked_child_opens_its_own(hot: ckptstore.Store) -> None:
     """A child of a fork does not use the connections of its parent."""
     hot.age(["gpt@1"], "record")
     assert_same(hot.load("gpt@1"), 1)
-    opened = hot._session.replicas.pool
+    opened = hot._session.replicas
     slots = opened._slots
     opened._pid = os.getpid() + 1  # as a child sees it
     assert_same(hot.load("gpt@1"), 1)

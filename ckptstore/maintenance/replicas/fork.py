@@ -25,7 +25,12 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.names import encode_metadata
-from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY, Landed, transplant
+from ckptstore.maintenance.replicas.copy_manifest import (
+    ORIGIN_KEY,
+    Landed,
+    likely_versions,
+    transplant,
+)
 from ckptstore.maintenance.replicas.fallback import Found
 from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
@@ -70,8 +75,8 @@ def fork(
     repo
         The store that has the version; `target` itself for a fork within it.
     lender
-        A replica that has the content where `repo` does not: what is missing in `target` travels
-        from there, as far as the request takes it over.
+        A replica that has the content where `repo` does not: chunks that `target` lacks travel
+        from there, as far as the request takes them over.
 
     Raises
     ------
@@ -179,14 +184,14 @@ def _bring(
     without: Collection[str],
     progress: ProgressCallback,
 ) -> Landed:
-    """Bring what a fork needs, and `target` does not have, from where it is."""
+    """Bring the chunks of a fork that `target` does not have."""
     there, source = place
     with naming_cold(source.id, there.url, shown=f"{source.run}@{source.step}"):
         return transplant(
             wanted,
             source=there,
             target=target,
-            source_id=source.id,
+            candidates=likely_versions(target.catalog, source.id),
             without=without,
             progress=progress,
         )
