@@ -20,6 +20,7 @@ from ckptstore.backends.base import ObjectInfo
 from ckptstore.backends.storage_classes import (
     STANDARD,
     ColdStorage,
+    ObjectState,
     StorageClass,
     check_class,
     class_named,
