@@ -1,4 +1,4 @@
-"""What several ranks wrote becomes the manifest of one version. Needs no torch.
+"""The manifest of a version whose parts several ranks wrote. Needs no torch.
 
 Each rank writes packs with its own parts of the state and keeps a :class:`RankPart`: what it wrote,
 and where. One of them, which has all parts, puts them together here, and commits what comes of it
@@ -60,7 +60,7 @@ class ValueInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPart:
-    """What one rank wrote; travels from rank to rank and is never stored."""
+    """The part that one rank wrote; travels from rank to rank and is never stored."""
 
     shards: tuple[ShardInfo, ...]
     values: tuple[ValueInfo, ...]

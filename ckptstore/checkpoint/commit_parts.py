@@ -1,4 +1,4 @@
-"""What several ranks wrote becomes visible, by one commit of the rank that has all parts.
+"""The commit of a version that several ranks wrote, by the one rank that has all parts.
 
 Until then nothing is visible; after it everything is. Needs no torch.
 """
