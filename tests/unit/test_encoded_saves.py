@@ -33,8 +33,7 @@ from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
 from ckptstore.objects.index import KnownPieces
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.cancellation import CancellationToken
-from ckptstore.saver.save_job import write_job
+from ckptstore.saver.save_job import CancellationToken, write_job
 from ckptstore.saver.staged import sources_in
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.states.save import draft_of

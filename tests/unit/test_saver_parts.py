@@ -31,8 +31,8 @@ from ckptstore.integrations.receipt_plots import plot_receipts
 from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 from ckptstore.model import Receipt
 from ckptstore.saver.arena import Arena, ArenaPool
-from ckptstore.saver.cancellation import CancellationToken
-from ckptstore.saver.channel import Channel
+from ckptstore.saver.messages import Channel
+from ckptstore.saver.save_job import CancellationToken
 from ckptstore.saver.staged import Digests, StagedTensor, sources_in
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.tensors.flatten import flatten
