@@ -1,4 +1,4 @@
-"""What a manifest says that a version holds: leaves and tensors; needs no torch and no data."""
+"""The content of a version by its manifest: leaves and tensors; needs no torch and no data."""
 
 from __future__ import annotations
 

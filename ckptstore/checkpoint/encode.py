@@ -267,7 +267,7 @@ class _Work:
         hidden: Sequence[CodedSource],
         seen: Sequence[Sequence[int] | Sequence[bytes]],
     ) -> list[CodedSource]:
-        """Return hidden tensors each piece of which, when it is written, must be what was seen.
+        """Return hidden tensors whose pieces, when they are written, must be those that were seen.
 
         Parameters
         ----------

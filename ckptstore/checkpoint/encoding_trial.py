@@ -31,7 +31,7 @@ Key: TypeAlias = "tuple[bytes, str, tuple[int, ...], tuple[int, ...] | None, str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """What a tensor is."""
+    """Digest, range and checksums of a tensor."""
 
     given: bytes
     """BLAKE3-256 of its bytes."""
@@ -42,10 +42,10 @@ class TensorFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What comes back of a tensor in a form, and what is stored of it."""
+    """The tensor that a form gives back, and the pieces that it stores."""
 
     digest: bytes
-    """BLAKE3-256 of what comes back."""
+    """BLAKE3-256 of the bytes that come back."""
     difference: Difference
     pieces: tuple[Sequence[int], Sequence[int]]
     """XXH3-64 of each piece of the codes, and of the scales; of a cast the latter are none."""

@@ -83,7 +83,7 @@ class _Part:
         self.wants: list[Want] = []
         """What must be read for them; whole pieces, some into memory of their own."""
         self.edge_bytes = 0
-        """Memory of pieces of which only a part is wanted."""
+        """Memory of pieces that are wanted only in part."""
         self._edges: list[tuple[memoryview, int]] = []
         self._start, self._out = start, out
         if not nbytes:
@@ -265,9 +265,9 @@ def piece_ends(manifest: Manifest, index: int) -> npt.NDArray[np.int64]:
 
 
 def check_made(content: Content, index: int, made: Hasher) -> None:
-    """Compare all bytes of a tensor that was made with what its recipe names.
+    """Compare the digest of a tensor that was made with the one that its recipe names.
 
-    :func:`read_ranges` does so for whole tensors; whoever asks for them in parts may call it.
+    :func:`read_ranges` does so for whole tensors; callers that read them in parts may call it.
 
     Raises
     ------

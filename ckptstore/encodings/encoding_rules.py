@@ -1,4 +1,4 @@
-"""Which tensors of a state are to be stored in fewer bytes: patterns and roles, the first wins."""
+"""Rules by which tensors are stored in fewer bytes: patterns and roles, the first wins."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from ckptstore import limits
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.encoding import CASTS, LOSSLESS, Encoding
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, PathFilter, Pattern, path_text
 from ckptstore.format.roles import ROLES
 
@@ -34,15 +35,6 @@ _SQUARES_OF_OPTIMIZERS: Final = frozenset(
 )
 _ZEROING: Final = frozenset(["int8", "fp16", "fp8_e4m3fn", "fp8_e5m2"])
 """Forms in which what is small beside its neighbours, or by itself, becomes 0."""
-
-
-class EncodingTarget(NamedTuple):
-    """One tensor that rules are asked about."""
-
-    path: Path
-    role: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def is_second_moment(path: Path, role: str) -> bool:
@@ -69,8 +61,8 @@ class _Rule:
     """None for a rule of a role."""
     role: str = ""
 
-    def takes(self, target: EncodingTarget) -> bool:
-        return target.role == self.role if self.matches is None else self.matches(target.path)
+    def takes(self, path: Path, role: str) -> bool:
+        return role == self.role if self.matches is None else self.matches(path)
 
 
 class EncodingRules:
@@ -108,7 +100,7 @@ class EncodingRules:
                 raise InvalidInputError(msg)
         return {str(rule.pattern): str(rule.encoding) for rule in self._rules}
 
-    def wishes(self, targets: Sequence[EncodingTarget]) -> dict[int, Encoding]:
+    def wishes(self, tensors: Sequence[tuple[Path, TensorRecord]]) -> dict[int, Encoding]:
         """Return which tensors are to be stored in which lossy form, by their places.
 
         Left out, and so stored as they are: what no rule or a ``lossless`` one takes; what is no
@@ -124,15 +116,15 @@ class EncodingRules:
         """
         found: dict[int, Encoding] = {}
         used: set[int] = set()
-        for place, target in enumerate(targets):
+        for place, (path, record) in enumerate(tensors):
             for number, rule in enumerate(self._rules):
-                if rule.takes(target):
+                if rule.takes(path, record.role):
                     used.add(number)
-                    if _wanted(rule, target):
+                    if _wanted(rule, path, record):
                         found[place] = rule.encoding
                     break
         for number, rule in enumerate(self._rules):
-            if number not in used and not rule.role and targets:
+            if number not in used and not rule.role and tensors:
                 _log.warning("the encoding %s of %r takes no tensor", rule.encoding, rule.pattern)
         return found
 
@@ -155,20 +147,20 @@ def _rule(pattern: Pattern, value: Encoding | str) -> _Rule:
     return _Rule(pattern=pattern, encoding=encoding, matches=PathFilter([pattern]))
 
 
-def _wanted(rule: _Rule, target: EncodingTarget) -> bool:
+def _wanted(rule: _Rule, path: Path, record: TensorRecord) -> bool:
     """Return whether a rule that takes a tensor changes how it is stored."""
     encoding = rule.encoding
-    if encoding.name == LOSSLESS or target.role == "rng" or target.dtype not in FLOATS:
+    if encoding.name == LOSSLESS or record.role == "rng" or record.dtype not in FLOATS:
         return False
-    if loses_small(encoding) and is_second_moment(target.path, target.role):
-        raise _unsafe(rule, target)
-    if math.prod(target.shape) < limits.ENCODED_ELEMENTS_MIN:
+    if loses_small(encoding) and is_second_moment(path, record.role):
+        raise _unsafe(rule, path)
+    if math.prod(record.shape) < limits.ENCODED_ELEMENTS_MIN:
         return False
-    return FLOATS[target.dtype] > FLOATS[CASTS.get(encoding.name, "float8_e5m2")]
+    return FLOATS[record.dtype] > FLOATS[CASTS.get(encoding.name, "float8_e5m2")]
 
 
-def _unsafe(rule: _Rule, target: EncodingTarget) -> UnsafeEncodingError:
-    name = path_text(target.path)
+def _unsafe(rule: _Rule, path: Path) -> UnsafeEncodingError:
+    name = path_text(path)
     msg = (
         f"{name!r} would be stored as {rule.encoding} by the rule {rule.pattern!r}: small second "
         "moments become 0 there, and the optimizer divides by their root"

@@ -42,7 +42,7 @@ from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import UserKey
 from ckptstore.catalog.replica_ops import name_replica, unname_replica
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import commit_parts
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.config import Options
 from ckptstore.repo import Finding, Repo, create_on

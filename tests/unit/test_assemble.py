@@ -18,8 +18,7 @@ from simulated_environment import SimulatedEnvironment
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.checkpoint.assemble import RankPart, assemble, nest
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import RankPart, assemble, commit_parts, nest
 from ckptstore.checkpoint.regions import Region, read_regions
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import shareable

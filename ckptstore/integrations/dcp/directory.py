@@ -20,8 +20,7 @@ import torch
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
-from ckptstore.checkpoint.assemble import RankPart
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import RankPart, commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
 from ckptstore.chunking import in_batches

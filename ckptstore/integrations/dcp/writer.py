@@ -17,8 +17,7 @@ from torch.futures import Future
 from ckptstore.backends.base import Backend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.refs import parse_ref
-from ckptstore.checkpoint.assemble import RankPart
-from ckptstore.checkpoint.commit_parts import commit_parts
+from ckptstore.checkpoint.assemble import RankPart, commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
 from ckptstore.config import Options, check_choice
