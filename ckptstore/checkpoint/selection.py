@@ -11,10 +11,9 @@ from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, PathFilter, Pattern
-from ckptstore.format.renames import Renames
+from ckptstore.format.renames import Renames, rename
 from ckptstore.format.roles import ROLES, RoleRules
 from ckptstore.format.skeleton import prune
-from ckptstore.format.skeleton_edit import rename
 from ckptstore.model import RoleBytes
 
 BESIDE: Final = "pretrained"

@@ -1,7 +1,7 @@
 """A part of a manifest as a manifest of its own: some leaves, their tensors, their pieces.
 
 No tensor is read: what stays keeps its chunks where they lie. A tensor that stays and follows from
-others (:mod:`ckptstore.format.recipes`) brings these along: of bfloat16 weights that follow from
+others (:mod:`ckptstore.format.tables`) brings these along: of bfloat16 weights that follow from
 float32 ones of the optimizer, the float32 ones stay too, hidden. That may be more than the weights
 themselves would take; whoever wants these alone must write them. Needs no torch.
 """

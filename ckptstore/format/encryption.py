@@ -127,24 +127,12 @@ def decode_key_record(data: bytes, *, where: str) -> KeyRecord:
 
 def wrapping_context(record: KeyRecord, key_id: str, *, sealed: bool) -> bytes:
     """Return what a wrapped key is bound to: whoever changes one of these, breaks the wrapping."""
-    found = record.encryption
-    return "\n".join(
-        (
-            "ckptstore wrapped key v2" if sealed else "ckptstore wrapped key v1",
-            record.store_id,
-            str(record.chunk_bytes),
-            str(record.created_at_ms),
-            found.cipher,
-            str(found.segment_bytes),
-            found.check,
-            key_id,
-        )
-    ).encode()
+    title = "ckptstore wrapped key v2" if sealed else "ckptstore wrapped key v1"
+    return "\n".join((title, *_store_lines(record), key_id)).encode()
 
 
 def sealed_text(record: KeyRecord) -> bytes:
     """Return what the seal of a record vouches for: its number, and everything else in it."""
-    found = record.encryption
     slots = (
         f"{slot.key} {slot.salt} {slot.wrapped} {'sealed' if slot.sealed else 'open'}"
         for slot in record.slots
@@ -153,15 +141,23 @@ def sealed_text(record: KeyRecord) -> bytes:
         (
             "ckptstore key record v2",
             str(record.number),
-            record.store_id,
-            str(record.chunk_bytes),
-            str(record.created_at_ms),
-            found.cipher,
-            str(found.segment_bytes),
-            found.check,
+            *_store_lines(record),
             str(record.at_ms),
             str(len(record.slots)),
             *slots,
             record.by,
         )
     ).encode()
+
+
+def _store_lines(record: KeyRecord) -> tuple[str, ...]:
+    """Return what a record says of its store, a line each."""
+    found = record.encryption
+    return (
+        record.store_id,
+        str(record.chunk_bytes),
+        str(record.created_at_ms),
+        found.cipher,
+        str(found.segment_bytes),
+        found.check,
+    )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.format.bases import NO_BASE
 from ckptstore.format.manifest import PieceTable
+from ckptstore.format.tables import NO_BASE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ from ckptstore.encodings.measuring import Difference, ValueRange
 from ckptstore.encodings.scaling import codes_of, scales_of
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.paths import Path
-from ckptstore.format.recipes import CODES
+from ckptstore.format.tables import CODES
 from ckptstore.hashing import blake3_hex
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -26,8 +26,7 @@ from ckptstore.errors import CorruptTensorError, OperationCancelledError, Storag
 from ckptstore.events import Progress, silent
 from ckptstore.objects import piece_reader
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.pack_plan import PackPlan
-from ckptstore.objects.packs import PackSink
+from ckptstore.objects.packs import PackPlan, PackSink
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.testing.faulty import Fault, FaultyBackend, When

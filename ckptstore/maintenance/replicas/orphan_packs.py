@@ -19,8 +19,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
 from ckptstore.maintenance.core.live_set import list_objects
 from ckptstore.maintenance.core.task_pool import Tasks, at_once
-from ckptstore.objects.pack_index import read_index
-from ckptstore.objects.packs import Placed
+from ckptstore.objects.packs import Placed, read_index
 from ckptstore.repo import Repo
 
 Alike = tuple[bytes, int, int]

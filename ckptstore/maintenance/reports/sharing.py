@@ -16,9 +16,9 @@ import numpy.typing as npt
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
-from ckptstore.format import bases
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
+from ckptstore.format.tables import BASE_ROLE
 from ckptstore.maintenance.core.live_set import chunk_keys, live_versions
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -117,7 +117,7 @@ def _chunks(manifest: Manifest, packs: _Names, roles: _Names) -> _Chunks:
     by_tensor = np.array([roles.of(record.role) for record in manifest.tensors], np.int64)
     by_row = np.repeat(by_tensor, np.diff(manifest.first))
     if more := len(table) - len(by_row):  # what deltas refer to
-        by_row = np.concatenate((by_row, np.full(more, roles.of(bases.ROLE), np.int64)))
+        by_row = np.concatenate((by_row, np.full(more, roles.of(BASE_ROLE), np.int64)))
     return _Chunks(
         keys=unique,
         size=table.stored[rows].astype(np.int64) + _EACH,
