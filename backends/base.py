@@ -27,7 +27,7 @@ from ckptstore import limits
 from ckptstore.errors import InvalidKeyError
 
 if TYPE_CHECKING:
-    from ckptstore.backends.cold import ColdStorage
+    from ckptstore.backends.storage_classes import ColdStorage
 
 __all__ = [
     "Backend",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from ckptstore.backends.base import (
     Backend,
@@ -21,9 +21,9 @@ from ckptstore.backends.base import (
     check_prefix,
     is_key,
 )
-from ckptstore.backends.cold import is_classed
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import wanted_bytes
+from ckptstore.backends.storage_classes import is_classed
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -33,6 +33,7 @@ from ckptstore.errors import (
 )
 from ckptstore.limits import MIB
 
+C = TypeVar("C")
 T = TypeVar("T")
 Foreign = Any
 """A value of a client library, which ship no types."""
@@ -94,7 +95,7 @@ def parse_bucket_url(url: str) -> BucketLocation:
     return BucketLocation(url=url.rstrip("/"), bucket=bucket, prefix=f"{path}/" if path else "")
 
 
-class BucketBackend(Backend):
+class BucketBackend(Backend, Generic[C]):
     """The objects below one prefix of a bucket. A subclass sends the requests.
 
     Parameters
@@ -110,7 +111,7 @@ class BucketBackend(Backend):
     def __init__(
         self,
         location: BucketLocation,
-        client: PerProcess[Any],
+        client: PerProcess[C],
         *,
         pack_class: str = "",
     ) -> None:
@@ -216,7 +217,7 @@ class BucketBackend(Backend):
         """Return the storage class in which to write a large object; empty for the bucket's own."""
         return self._pack_class if is_classed(key) else ""
 
-    def _run(self, what: str, work: Callable[[Foreign], T], *, conditional: bool = False) -> T:
+    def _run(self, what: str, work: Callable[[C], T], *, conditional: bool = False) -> T:
         """Return ``work(client)``, translating the errors that it raises."""
         try:
             return work(self._client.get())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -18,17 +19,18 @@ import fsspec.core
 from fsspec.asyn import AsyncFileSystem
 from fsspec.exceptions import FSTimeoutError
 
+from ckptstore.backends import bucket
 from ckptstore.backends.base import (
     Backend,
     Buffer,
     Capabilities,
     ObjectInfo,
     ObjectWriter,
-    PutIfAbsent,
     check_key,
     check_prefix,
+    is_key,
 )
-from ckptstore.backends.buffered_writer import Body, BufferedWriter
+from ckptstore.backends.collecting_writers import BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.oserrors import translate as translate_os
 from ckptstore.backends.per_process import PerProcess
@@ -37,7 +39,6 @@ from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
-    InvalidKeyError,
     InvalidUrlError,
     MissingDependencyError,
     ObjectExistsError,
@@ -47,22 +48,13 @@ from ckptstore.errors import (
     TransientStorageError,
     UnsafeBackendError,
 )
-from ckptstore.limits import MIB
 
 T = TypeVar("T")
 Foreign = Any
 """A value of fsspec, which ships no types."""
 
-CAPABILITIES: Final = Capabilities(
-    put_if_absent=PutIfAbsent.UNKNOWN,
-    pack_bytes=64 * MIB,  # pipe_file takes an object whole
-    part_bytes=64 * MIB,
-    read_gap_bytes=1 * MIB,
-    read_bytes_max=16 * MIB,
-    concurrency=8,
-    scatter_read=False,
-    lookup_lag_s=10.0,
-)
+# As of an object store: pipe_file takes an object whole.
+CAPABILITIES: Final = replace(bucket.CAPABILITIES, concurrency=8, lookup_lag_s=10.0)
 
 # Separators of the parts of a connection string or of a query.
 _PARTS: Final = re.compile(r"[;&\s]")
@@ -107,11 +99,7 @@ class FsspecBackend(Backend):
     def open_writer(self, key: str) -> ObjectWriter:
         """Return a writer that collects the object in memory."""
         check_key(key)
-
-        def send(body: Body) -> None:
-            self._pipe(key, body.getvalue())
-
-        return BufferedWriter(send)
+        return BufferedWriter(lambda body: self._pipe(key, body.getvalue()))
 
     def get(self, key: str, *, bytes_max: int) -> bytes:
         """Return a whole object, requesting one byte more than is allowed."""
@@ -150,7 +138,7 @@ class FsspecBackend(Backend):
 
         infos = self._run(f"list {prefix}", find)
         for key in sorted(infos):
-            if key.startswith(prefix) and key > after and _is_key(key):
+            if key.startswith(prefix) and key > after and is_key(key):
                 yield self._info(key, infos[key])
 
     def stat(self, key: str) -> ObjectInfo:
@@ -212,17 +200,16 @@ class FsspecBackend(Backend):
         conditional: bool = False,
     ) -> T:
         """Return ``call(fs, root)``, translating the errors that it raises."""
+        opened = False
         try:
             fs, root = self._client.get()
-        except CkptStoreError:
-            raise
-        except Exception as error:  # a file system may connect when it is made
-            raise translate(error, f"open {self.url}", writing=True, conditional=False) from error
-        try:
+            opened = True
             return call(fs, root)
         except CkptStoreError:
             raise
         except Exception as error:
+            if not opened:  # a file system may connect when it is made
+                what, writing, conditional = f"open {self.url}", True, False
             raise translate(error, what, writing=writing, conditional=conditional) from error
 
     def _info(self, key: str, info: Mapping[str, object]) -> ObjectInfo:
@@ -250,7 +237,10 @@ class FsspecBackend(Backend):
 
 
 class _ClientFactory:
-    """Makes the file system object of one process; picklable."""
+    """Makes the file system object of one process; picklable.
+
+    A class, so that a traceback with local variables shows neither URL nor options.
+    """
 
     def __init__(self, url: str, options: dict[str, Any]) -> None:
         self._url = url
@@ -347,13 +337,6 @@ def _answer(error: BaseException | None) -> tuple[int, str] | None:
                     code = getattr(found, "error_code", None)
                     return status, str(getattr(code, "value", code) or "")
     return None
-
-
-def _is_key(text: str) -> bool:
-    try:
-        return check_key(text) == text
-    except InvalidKeyError:
-        return False
 
 
 def without_credentials(url: str) -> str:

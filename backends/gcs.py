@@ -24,12 +24,11 @@ from gcsfs.core import GCSFileSystem
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectInfo, ObjectWriter
 from ckptstore.backends.bucket import BucketBackend, CheckRange, Foreign, parse_bucket_url
-from ckptstore.backends.buffered_writer import Body, BufferedWriter
-from ckptstore.backends.cold import ColdStorage, ObjectState, check_pack_class
+from ckptstore.backends.collecting_writers import Body, BufferedWriter
 from ckptstore.backends.httperrors import error_for_answer, error_for_silence
 from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.scatter import Scatter
-from ckptstore.backends.storage_classes import STANDARD
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState, check_pack_class
 from ckptstore.config import SYSTEM
 from ckptstore.errors import (
     CkptStoreError,
@@ -41,11 +40,10 @@ from ckptstore.errors import (
 
 # Drawn once: only code that can read this process could put it into a data stream.
 _BOUNDARY: Final = SYSTEM.random_hex(16)
-_CLASSES: Final = (STANDARD, "NEARLINE", "COLDLINE", "ARCHIVE")
 _NOT_SENT = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 
 
-class GcsBackend(BucketBackend):
+class GcsBackend(BucketBackend[Foreign]):
     """The objects below one prefix of a bucket."""
 
     name = "gcs"
@@ -278,15 +276,6 @@ class GcsColdStorage:
         self._stat = stat
         self._rewrite = rewrite
 
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the four classes of GCS."""
-        return _CLASSES
-
-    def class_of(self, key: str) -> str:
-        """Return the class of an object."""
-        return self.restore_state(key).storage_class
-
     def restore_state(self, key: str) -> ObjectState:
         """Return the class; it can be read at any time."""
         info = self._stat(key)
@@ -299,7 +288,7 @@ class GcsColdStorage:
 
     def set_class(self, key: str, name: str) -> bool:
         """Rewrite an object in place; a large one takes several requests."""
-        if self.class_of(key) == name:
+        if self.restore_state(key).storage_class == name:
             return False
         token = ""
         while True:
@@ -307,7 +296,7 @@ class GcsColdStorage:
             token = answer.get("rewriteToken", "")
             if answer.get("done", True) or not token:
                 break
-        after = self.class_of(key)
+        after = self.restore_state(key).storage_class
         if after != name:
             msg = f"move {key} to {name}: the object is in {after} afterwards"
             raise StorageError(msg, hint="does this storage have the class?")

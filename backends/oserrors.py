@@ -18,32 +18,17 @@ ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 """There is no such object: no name, a parent that is a file, or a symbolic link."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PERMISSION = frozenset({errno.EACCES, errno.EPERM})
-# Errors of network file systems while a server restarts or fails over, and of a signal or a full
-# table: the same call may succeed a moment later.
-_TRANSIENT = frozenset(
-    {
-        errno.EAGAIN,
-        errno.EBUSY,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.EINTR,
-        errno.EMFILE,
-        errno.ENETDOWN,
-        errno.ENETUNREACH,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENOLCK,
-        errno.ENOMEM,
-        errno.ENOTCONN,
-        errno.EPIPE,
-        errno.ESHUTDOWN,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-    }
+# A network file system while its server restarts or fails over: the same call may succeed a moment
+# later.
+_LOST_SERVER = frozenset({errno.ESTALE, errno.ETIMEDOUT, errno.ENOLCK, errno.ENOTCONN})
+_NO_ROUTE = frozenset({errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH})
+_BROKEN_CONNECTION = frozenset(
+    {errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE, errno.ESHUTDOWN}
 )
+# A signal, a lock, or a full table of this machine.
+_BUSY = frozenset({errno.EAGAIN, errno.EBUSY, errno.EINTR})
+_TABLE_FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+_TRANSIENT = _LOST_SERVER | _NO_ROUTE | _BROKEN_CONNECTION | _BUSY | _TABLE_FULL
 
 
 def translate(error: OSError, what: str, *, writing: bool = False) -> CkptStoreError:

@@ -205,16 +205,11 @@ class PosixBackend(Backend):
             try:
                 return _use_file(path, key, use)
             except OSError as error:
-                if error.errno in ABSENT and self._is_absent(path):
-                    raise translate(error, f"read {key}") from error
-                if error.errno not in ABSENT and error.errno != errno.ESTALE:
+                cached = error.errno in ABSENT and self._settings.relist and is_listed(path)
+                if not cached and error.errno != errno.ESTALE:
                     raise translate(error, f"read {key}") from error
         msg = f"read {key}: the name is there, but opening it keeps failing"
         raise TransientStorageError(msg)
-
-    def _is_absent(self, path: str) -> bool:
-        """Return whether a name that could not be opened is really absent."""
-        return not (self._settings.relist and is_listed(path))
 
     def __repr__(self) -> str:
         return f"PosixBackend({self.url!r}, name={self.name!r}, fs_type={self.fs_type!r})"

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState
+from ckptstore.backends.storage_classes import ColdStorage, ObjectState
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import TransientStorageError
@@ -93,13 +93,6 @@ class _RetryingCold:
     def __init__(self, inner: ColdStorage, backend: RetryingBackend) -> None:
         self._inner = inner
         self._retry = backend.retry
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self._inner.classes
-
-    def class_of(self, key: str) -> str:
-        return self._retry(lambda: self._inner.class_of(key))
 
     def set_class(self, key: str, name: str) -> bool:
         return self._retry(lambda: self._inner.set_class(key, name))

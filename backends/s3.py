@@ -21,14 +21,13 @@ from ckptstore.backends.bucket import (
     Foreign,
     parse_bucket_url,
 )
-from ckptstore.backends.cold import ColdStorage, check_pack_class
+from ckptstore.backends.collecting_writers import BufferPool, PooledWriter
 from ckptstore.backends.per_process import PerProcess
-from ckptstore.backends.pooled_writer import BufferPool, PooledWriter
 from ckptstore.backends.s3_calls import S3Calls, translate
 from ckptstore.backends.s3_cold import S3ColdStorage
 from ckptstore.backends.s3_direct import direct_client
 from ckptstore.backends.s3_settings import read_settings
-from ckptstore.backends.storage_classes import STANDARD
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, check_pack_class
 from ckptstore.errors import CorruptObjectError, InvalidUrlError, MissingDependencyError
 
 _CLIENTS: Final = ("auto", "direct", "s3fs")
@@ -40,7 +39,7 @@ _KEPT_BYTES: Final = limits.HOST_BYTES_DEFAULT // 4
 _BUFFERS_KEPT: Final = _KEPT_BYTES // limits.PACK_BYTES_MIN
 
 
-class S3Backend(BucketBackend):
+class S3Backend(BucketBackend[S3Calls]):
     """The objects below one prefix of a bucket.
 
     Parameters
@@ -199,8 +198,8 @@ def open_s3(
     name = check_pack_class(pack_class)
     settings = None if client == "s3fs" else read_settings(options)
     if settings is not None:
-        client = PerProcess(direct_client, settings)
-        return S3Backend(location, client, scatter_read=True, pack_class=name)
+        direct = PerProcess[S3Calls](direct_client, settings)
+        return S3Backend(location, direct, scatter_read=True, pack_class=name)
     if client == "direct":
         msg = "only s3fs knows one of the storage options"
         raise InvalidUrlError(msg, hint='leave out client="direct", or that option')
@@ -209,5 +208,5 @@ def open_s3(
     except ImportError as error:
         msg = f"one of the storage options needs a package that is not installed ({error.name})"
         raise MissingDependencyError(msg, hint="pip install 'ckptstore[s3]'") from error
-    client = PerProcess(s3fs_client, options)
-    return S3Backend(location, client, scatter_read=False, pack_class=name)
+    by_s3fs = PerProcess[S3Calls](s3fs_client, options)
+    return S3Backend(location, by_s3fs, scatter_read=False, pack_class=name)

@@ -10,21 +10,18 @@ import re
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final
 
 from ckptstore import limits
 from ckptstore.backends.bucket import BucketLocation, Foreign
-from ckptstore.backends.cold import Access, ObjectState
 from ckptstore.backends.s3_calls import S3Calls, code_of
-from ckptstore.backends.storage_classes import STANDARD, TIERING, class_named
+from ckptstore.backends.storage_classes import STANDARD, TIERING, Access, ObjectState, class_named
 from ckptstore.errors import (
     ColdObjectError,
     LimitError,
     StorageError,
     TransientStorageError,
 )
-
-T = TypeVar("T")
 
 _CLASSES: Final = (
     *(STANDARD, "STANDARD_IA", "ONEZONE_IA", "INTELLIGENT_TIERING"),
@@ -33,11 +30,8 @@ _CLASSES: Final = (
 _RESTORE = re.compile(r'ongoing-request="(true|false)"(?:,\s*expiry-date="([^"]*)")?')
 
 
-class Sender(Protocol):
-    """The backend's way to send: ``send(what, work)`` is ``work(client)``, errors translated."""
-
-    def __call__(self, what: str, work: Callable[[S3Calls], T]) -> T:
-        """Return ``work(client)``."""
+Sender = Callable[[str, Callable[[S3Calls], Any]], Any]
+"""The backend's way to send: ``send(what, work)`` is ``work(client)``, errors translated."""
 
 
 class S3ColdStorage:
@@ -54,15 +48,6 @@ class S3ColdStorage:
     def __init__(self, location: BucketLocation, send: Sender) -> None:
         self._location = location
         self._send = send
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Return the classes of AWS; an administrator of Ceph may have made others."""
-        return _CLASSES
-
-    def class_of(self, key: str) -> str:
-        """Return the class of an object."""
-        return self.restore_state(key).storage_class
 
     def restore_state(self, key: str) -> ObjectState:
         """Return class and state by a HEAD."""
@@ -84,9 +69,8 @@ class S3ColdStorage:
             msg = f"{key} is in {before.storage_class}, and cannot be moved unless it is restored"
             raise ColdObjectError(msg, hint="ckptstore thaw restores it for some days")
         if before.size_bytes > limits.S3_COPY_BYTES_MAX:
-            msg = (
-                f"{key} has {before.size_bytes} bytes; S3 moves {limits.S3_COPY_BYTES_MAX} at most"
-            )
+            most = limits.S3_COPY_BYTES_MAX
+            msg = f"{key} has {before.size_bytes} bytes; S3 moves {most} at most"
             raise LimitError(msg, hint="a lifecycle rule of the bucket can move it")
         request = self._object(key) | {
             "CopySource": self._object(key),
@@ -109,8 +93,8 @@ class S3ColdStorage:
                 return False
             return True
 
-        copied = self._send(what, copy)
-        after = self.class_of(key)
+        copied: bool = self._send(what, copy)
+        after = self.restore_state(key).storage_class
         if after == name:
             return copied
         if not copied:
@@ -122,8 +106,8 @@ class S3ColdStorage:
     def request_restore(self, key: str, *, days: int, tier: str) -> bool:
         """Send a RestoreObject."""
         wanted: dict[str, Any] = {"GlacierJobParameters": {"Tier": tier}, "Days": days}
-        if self.class_of(key) == TIERING:  # restored for good, without a number of days
-            del wanted["Days"]
+        if self.restore_state(key).storage_class == TIERING:
+            del wanted["Days"]  # it is restored for good
         request = self._object(key) | {"RestoreRequest": wanted}
 
         def ask(calls: S3Calls) -> bool:
@@ -140,7 +124,8 @@ class S3ColdStorage:
                 raise
             return True
 
-        return self._send(f"restore {key}", ask)
+        sent: bool = self._send(f"restore {key}", ask)
+        return sent
 
     def _head(self, key: str) -> Foreign:
         request = self._object(key)

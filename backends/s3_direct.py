@@ -155,10 +155,6 @@ class _Sending(io.RawIOBase):
         self._at = base + offset
         return self._at
 
-    def tell(self) -> int:
-        """Return the offset of the next read."""
-        return self._at
-
     def seekable(self) -> bool:
         """Return True."""
         return True

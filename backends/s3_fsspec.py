@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import s3fs
@@ -12,7 +12,7 @@ from fsspec.asyn import sync
 
 from ckptstore import limits
 from ckptstore.backends.bucket import Foreign
-from ckptstore.backends.buffered_writer import Body
+from ckptstore.backends.collecting_writers import Body
 from ckptstore.backends.s3_calls import Accept, Request
 from ckptstore.backends.s3_settings import base_config
 from ckptstore.backends.scatter import Scatter
@@ -46,30 +46,30 @@ class S3fsCalls:
 
     def read(self, request: Request, accept: Accept) -> bytes:
         """Return the body of an object."""
-
-        async def fetch() -> bytes:
-            answer = await self._fs._call_s3("get_object", **request)
-            async with answer["Body"] as body:
-                accept(answer)
-                data: bytes = await body.read()
-            return data
-
-        data: bytes = sync(self._fs.loop, fetch)
+        data: bytes = self._get(request, accept, lambda body: body.read())
         return data
 
     def read_into(self, request: Request, buffers: Sequence[memoryview], accept: Accept) -> int:
         """Fill buffers from the body."""
         scatter = Scatter(buffers)
 
-        async def fetch() -> None:
+        async def fill(body: Foreign) -> None:
+            while scatter.left and (data := await body.read(limits.STREAM_BYTES)):
+                scatter.feed(data)
+
+        self._get(request, accept, fill)
+        return scatter.left
+
+    def _get(self, request: Request, accept: Accept, use: Callable[[Foreign], Foreign]) -> Foreign:
+        """Return what the coroutine function `use` makes of an object's body."""
+
+        async def fetch() -> Foreign:
             answer = await self._fs._call_s3("get_object", **request)
             async with answer["Body"] as body:
                 accept(answer)
-                while scatter.left and (data := await body.read(limits.STREAM_BYTES)):
-                    scatter.feed(data)
+                return await use(body)
 
-        sync(self._fs.loop, fetch)
-        return scatter.left
+        return sync(self._fs.loop, fetch)
 
     def close(self) -> None:
         """Close the connections."""

@@ -1,8 +1,12 @@
-"""Table of storage classes: fees for early deletion, and duration of a restore.
+"""Storage classes: an optional service of backends whose storage has some, besides keys and bytes.
 
-It serves warnings and estimates of the time that a restore takes; prices are out of its scope. A
-class that is not in it (an administrator of Ceph may choose any name) counts as one that can be
-read at any time and costs nothing to leave.
+``Backend.cold_storage`` returns None where there are none. Only packs are ever moved to another
+class; ``store.json``, commits, manifests and snapshots stay where they were written, so that a
+store opens, lists and verifies its records whatever the class of its packs.
+
+The table of classes serves warnings and estimates of the time that a restore takes; prices are out
+of its scope. A class that is not in it (an administrator of Ceph may choose any name) counts as one
+that can be read at any time and costs nothing to leave.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Literal, Protocol, TypeAlias
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.limits import KIB
@@ -20,6 +24,13 @@ STANDARD: Final = "STANDARD"
 
 TIERING: Final = "INTELLIGENT_TIERING"
 """Class within which S3 itself moves objects that nobody reads."""
+
+CLASSED_PREFIX: Final = "packs/"
+"""Prefix of the only keys whose objects may be in a class other than the standard one."""
+
+Access: TypeAlias = Literal["readable", "cold", "restoring", "restored"]
+"""``readable``: at any time; ``cold``: a restore must be asked for; ``restoring``: one was;
+``restored``: for some days."""
 
 _NAME = re.compile(r"[A-Z][A-Z0-9_-]{0,63}\Z")
 _HOUR: Final = 3600.0
@@ -101,3 +112,88 @@ def class_named(name: str) -> StorageClass:
     """Return the table's entry of a class; empty names and ``STANDARD`` mean the same."""
     known = CLASSES.get(name or STANDARD)
     return StorageClass(name=name) if known is None else known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectState:
+    """Class of one object, and whether it can be read now."""
+
+    storage_class: str
+    size_bytes: int
+    modified_at: float
+    """Seconds since 1970 by the storage's clock; a change of the class counts."""
+    access: Access
+    restored_until: float | None = None
+    """Time when a restored object is cold again, in seconds since 1970; None if not reported."""
+
+    @property
+    def is_readable(self) -> bool:
+        """Return whether it can be read now."""
+        return self.access in {"readable", "restored"}
+
+
+class ColdStorage(Protocol):
+    """Access to the classes of one storage. Any thread may call; errors as of a backend."""
+
+    def set_class(self, key: str, name: str) -> bool:
+        """Move an object to another class; return False if it was there already.
+
+        At every moment readers find the object as it was, whole, in the one class or the other.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        ColdObjectError
+            It is in an archive class and was not restored.
+        LimitError
+            It is too large for this storage to move.
+        StorageError
+            The storage does not know the class, or failed.
+        """
+
+    def request_restore(self, key: str, *, days: int, tier: str) -> bool:
+        """Request that an object be readable for some days; return False if that is under way.
+
+        If the object is restored already, the days are counted from this request.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        StorageError
+            The storage refuses the tier, or failed.
+        """
+
+    def restore_state(self, key: str) -> ObjectState:
+        """Return class and state of an object.
+
+        Raises
+        ------
+        ObjectNotFoundError
+            No such key.
+        """
+
+
+def is_classed(key: str) -> bool:
+    """Return whether an object may be in a class other than the standard one."""
+    return key.startswith(CLASSED_PREFIX)
+
+
+def check_pack_class(name: object) -> str:
+    """Return the storage class for new packs, empty for the standard one.
+
+    Raises
+    ------
+    InvalidInputError
+        There is no such class; or its objects must be restored before they can be read.
+    """
+    if name in (None, ""):
+        return ""
+    found = class_named(check_class(str(name)))
+    if found.is_archive:
+        msg = f"new packs cannot be written in {found.name}: saves and checks read them back"
+        raise InvalidInputError(
+            msg, hint=f"move versions there later: ckptstore archive REF --class {found.name}"
+        )
+    return found.name

@@ -17,7 +17,7 @@ from ckptstore.backends.base import (
 from ckptstore.backends.scatter import wanted_bytes
 
 if TYPE_CHECKING:
-    from ckptstore.backends.cold import ColdStorage
+    from ckptstore.backends.storage_classes import ColdStorage
 
 T = TypeVar("T")
 

@@ -48,35 +48,25 @@ __all__ = [
     "rotate_key",
 ]
 
-_LAZY = {
-    "DivergenceGuard": ("ckptstore.catalog.early_stopping", "DivergenceGuard"),
-    "EarlyStopping": ("ckptstore.catalog.early_stopping", "EarlyStopping"),
-    "Encoding": ("ckptstore.encodings.encoding", "Encoding"),
-    "LazyTensor": ("ckptstore.states.lazy", "LazyTensor"),
-    "LazyVersion": ("ckptstore.states.lazy", "LazyVersion"),
-    "PendingSave": ("ckptstore.saver.pending", "PendingSave"),
-    "Progress": ("ckptstore.events", "Progress"),
-    "Receipt": ("ckptstore.model", "Receipt"),
-    "ReplicaInfo": ("ckptstore.model", "ReplicaInfo"),
-    "RoleBytes": ("ckptstore.model", "RoleBytes"),
-    "Run": ("ckptstore.store", "Run"),
-    "RunInfo": ("ckptstore.model", "RunInfo"),
-    "Store": ("ckptstore.store", "Store"),
-    "TypeAdapter": ("ckptstore.tensors.adapters", "TypeAdapter"),
-    "Version": ("ckptstore.model", "Version"),
-    "mend_keys": ("ckptstore.store", "mend_keys"),
-    "mend_superblock": ("ckptstore.store", "mend_superblock"),
-    "open": ("ckptstore.store", "open_store"),
-    "rotate_key": ("ckptstore.store", "rotate_key"),
+_MODULES = {
+    "ckptstore.catalog.early_stopping": ("DivergenceGuard", "EarlyStopping"),
+    "ckptstore.encodings.encoding": ("Encoding",),
+    "ckptstore.events": ("Progress",),
+    "ckptstore.model": ("Receipt", "ReplicaInfo", "RoleBytes", "RunInfo", "Version"),
+    "ckptstore.saver.pending": ("PendingSave",),
+    "ckptstore.states.lazy": ("LazyTensor", "LazyVersion"),
+    "ckptstore.store": ("Run", "Store", "mend_keys", "mend_superblock", "open", "rotate_key"),
+    "ckptstore.tensors.adapters": ("TypeAdapter",),
 }
+_LAZY = {name: module for module, names in _MODULES.items() for name in names}
 
 if not TYPE_CHECKING:  # so that type checkers still report misspelled names
 
     def __getattr__(name: str) -> object:
         """Import the module behind a lazily exported name (PEP 562)."""
         if name in _LAZY:
-            module, attribute = _LAZY[name]
-            return getattr(importlib.import_module(module), attribute)
+            attribute = "open_store" if name == "open" else name
+            return getattr(importlib.import_module(_LAZY[name]), attribute)
         msg = f"module {__name__!r} has no attribute {name!r}"
         raise AttributeError(msg)
 

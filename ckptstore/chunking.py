@@ -6,7 +6,10 @@ rows shared when others change or when rows are appended (embeddings, vocabulari
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def piece_bytes(row_bytes: int, item_bytes: int, target_bytes: int) -> int:
@@ -36,3 +39,18 @@ def cut(total_bytes: int, length: int) -> Iterator[tuple[int, int]]:
     """Yield ``(start, length)`` of each piece of `total_bytes`; none for an empty tensor."""
     for start in range(0, total_bytes, length):
         yield start, min(length, total_bytes - start)
+
+
+def in_batches(items: Iterable[T], size_of: Callable[[T], int], limit: int) -> Iterator[list[T]]:
+    """Yield items in batches whose sizes sum up to at most `limit`, or of one item."""
+    batch: list[T] = []
+    filled = 0
+    for item in items:
+        size = size_of(item)
+        if batch and filled + size > limit:
+            yield batch
+            batch, filled = [], 0
+        batch.append(item)
+        filled += size
+    if batch:
+        yield batch

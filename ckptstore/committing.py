@@ -1,4 +1,4 @@
-"""Commits that a collection may overtake: what it condemned is written again under new names."""
+"""Writes that others may overtake: objects that are created once, and commits under collection."""
 
 from __future__ import annotations
 
@@ -6,10 +6,70 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ckptstore import limits
-from ckptstore.errors import CondemnedError
+from ckptstore.backends.base import Backend
+from ckptstore.catalog.reading import wait_until
+from ckptstore.config import Environment
+from ckptstore.errors import (
+    AmbiguousWriteError,
+    CondemnedError,
+    ObjectExistsError,
+    StorageError,
+    TransientStorageError,
+)
 from ckptstore.format.keys import pack_id
 
 T = TypeVar("T")
+
+
+def put_once(
+    backend: Backend,
+    key: str,
+    data: bytes,
+    environment: Environment,
+    *,
+    bytes_max: int,
+    conditional: bool = True,
+) -> bytes:
+    """Create an object; return what is stored under its key: `data`, or another creator's.
+
+    As with commits, a lost answer is resolved by reading back, and the same bytes are sent again
+    only if nothing is stored yet.
+
+    Parameters
+    ----------
+    bytes_max
+        Most bytes that the object of another creator may have.
+    conditional
+        False where the storage has no put-if-absent, and the user has promised a single writer.
+
+    Raises
+    ------
+    AmbiguousWriteError
+        The object may or may not be stored.
+    """
+    write = backend.put_if_absent if conditional else backend.put
+    msg = f"it is not known whether {key} was written at {backend.url}"
+
+    def is_listed() -> bool:
+        return any(info.key == key for info in backend.list(key))
+
+    for sent in range(limits.COMMIT_SENDS_MAX):
+        cause: Exception
+        try:
+            write(key, data)
+        except (ObjectExistsError, AmbiguousWriteError, TransientStorageError) as error:
+            cause = error
+        else:
+            return data
+        taken = isinstance(cause, ObjectExistsError)
+        try:
+            if wait_until(backend, environment, is_listed) if taken else is_listed():
+                return backend.get(key, bytes_max=bytes_max)
+        except StorageError as error:
+            raise AmbiguousWriteError(f"{msg}: {error.message}", hint="do it again") from error
+        if taken or sent + 1 == limits.COMMIT_SENDS_MAX:
+            raise AmbiguousWriteError(msg, hint="do it again") from cause
+    raise AssertionError  # pragma: no cover - the loop has no other end
 
 
 def commit_retrying(attempt: Callable[[set[str]], T]) -> T:

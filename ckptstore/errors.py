@@ -56,54 +56,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-__all__ = [
-    "AmbiguousWriteError",
-    "CkptStoreError",
-    "ColdObjectError",
-    "CommitConflictError",
-    "CondemnedError",
-    "ConflictError",
-    "CorruptObjectError",
-    "CorruptTensorError",
-    "EncryptionKeyError",
-    "FormatError",
-    "IntegrityError",
-    "InvalidInputError",
-    "InvalidKeyError",
-    "InvalidRefError",
-    "InvalidUrlError",
-    "LimitError",
-    "MissingDependencyError",
-    "MissingKeyError",
-    "NotFoundError",
-    "NotReplicatedError",
-    "ObjectExistsError",
-    "ObjectNotFoundError",
-    "OperationCancelledError",
-    "PolicyError",
-    "ReadOnlyError",
-    "ReplicaChangedError",
-    "RunNotFoundError",
-    "SaveBusyError",
-    "SaverDiedError",
-    "StateError",
-    "StorageError",
-    "StorageFullError",
-    "StoragePermissionError",
-    "StoreExistsError",
-    "StoreNotFoundError",
-    "TensorIndexError",
-    "TensorNotFoundError",
-    "TornStateError",
-    "TransientStorageError",
-    "UnsafeBackendError",
-    "UnsafeEncodingError",
-    "UnsupportedFeatureError",
-    "VersionNotFoundError",
-    "WorkerDiedError",
-    "WrongKeyError",
-]
-
 
 class CkptStoreError(Exception):
     """Base class of all errors that ckptstore raises.
@@ -424,3 +376,6 @@ class OperationCancelledError(CkptStoreError):
 
     kind = "cancelled"
     exit_code = 130
+
+
+__all__ = sorted(name for name, value in list(globals().items()) if isinstance(value, type))

@@ -15,6 +15,9 @@ from blake3 import blake3
 
 Buffer = bytes | bytearray | memoryview
 
+Hasher = blake3
+"""BLAKE3-256 of a stream of bytes: ``update`` appends, ``digest`` is that of all bytes so far."""
+
 DIGEST_BYTES: Final = 32
 """Length of a BLAKE3-256 digest, in bytes (source: the BLAKE3 specification, section 2)."""
 DIGEST_HEX_CHARS: Final = 2 * DIGEST_BYTES
@@ -36,23 +39,6 @@ def blake3_of(parts: Iterable[Buffer]) -> bytes:
     for part in parts:
         hasher.update(part)
     return hasher.digest()
-
-
-class Hasher:
-    """BLAKE3-256 of a stream of bytes. One thread at a time."""
-
-    __slots__ = ("_hasher",)
-
-    def __init__(self) -> None:
-        self._hasher = blake3()
-
-    def update(self, data: Buffer) -> None:
-        """Append the next bytes."""
-        self._hasher.update(data)
-
-    def digest(self) -> bytes:
-        """Return the digest of all bytes so far, 32 bytes."""
-        return self._hasher.digest()
 
 
 class PieceChecksums:

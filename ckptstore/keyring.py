@@ -23,6 +23,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.encrypted import EncryptedBackend
 from ckptstore.backends.sealing import DataKey, UserKey, unwrap, wrap
 from ckptstore.catalog.reading import wait_until
+from ckptstore.committing import put_once
 from ckptstore.config import SYSTEM, Environment, writer_identity
 from ckptstore.errors import (
     AmbiguousWriteError,
@@ -31,9 +32,7 @@ from ckptstore.errors import (
     FormatError,
     LimitError,
     MissingKeyError,
-    ObjectExistsError,
     ObjectNotFoundError,
-    TransientStorageError,
     UnsupportedFeatureError,
     WrongKeyError,
 )
@@ -240,7 +239,8 @@ def create_keys(
         at_ms=now_ms,
         by=writer_identity()[: limits.BY_CHARS_MAX],
     )
-    put_record(backend, record, data_key, user_key, environment, conditional=conditional)
+    records = KeyRecords(backend=backend, environment=environment, conditional=conditional)
+    records.put(record, data_key, user_key)
     return open_keys(backend, user_key)
 
 
@@ -274,6 +274,7 @@ def rotate(
     AmbiguousWriteError
         The new record may or may not be written; the store opens with one of the keys.
     """
+    records = KeyRecords(backend=backend, environment=environment, conditional=conditional)
     for _ in range(limits.KEY_TRIES_MAX):
         record, data_key = open_keys(backend, old)
         if record.number >= limits.COMMIT_NUMBER_MAX:
@@ -287,7 +288,7 @@ def rotate(
             at_ms=environment.now_ms(),
             by=writer_identity()[: limits.BY_CHARS_MAX],
         )
-        wanted = put_record(backend, follower, data_key, new, environment, conditional=conditional)
+        wanted = records.put(follower, data_key, new)
         if wanted is None:
             continue  # another rotation was faster: build on its record
         check_written(backend, wanted, new)  # before anything is deleted
@@ -297,88 +298,69 @@ def rotate(
             record=wanted.number,
             keys=now,
             dropped=tuple(slot.key for slot in record.slots if slot.key not in now),
-            deleted=delete_records(backend, wanted, past, environment, conditional=conditional),
+            deleted=records.delete(wanted, past),
         )
     msg = f"other processes keep rotating the keys of {backend.url}"
     raise AmbiguousWriteError(msg, hint="try again")
 
 
-def put_record(
-    backend: Backend,
-    record: KeyRecord,
-    data_key: DataKey,
-    user_key: UserKey,
-    environment: Environment,
-    *,
-    conditional: bool,
-) -> KeyRecord | None:
-    """Write a record with one more slot, sealed; return None if its number is taken by another.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRecords:
+    """Write access to the key records of one store."""
 
-    Raises
-    ------
-    LimitError
-        It has too many slots.
-    AmbiguousWriteError
-        The record may or may not be written.
-    """
-    slot = wrap(record, data_key, user_key, bytes.fromhex(environment.random_hex(32)))
-    whole = msgspec.structs.replace(record, format=FORMAT, slots=(*record.slots, slot), seal="")
-    whole = msgspec.structs.replace(whole, seal=data_key.seal_of(whole))
-    return whole if _put(backend, whole, environment, conditional) else None
+    backend: Backend
+    """The bare backend, without encryption."""
+    environment: Environment
+    conditional: bool
+    """False where the storage has no put-if-absent, and the user has promised a single writer."""
+
+    def put(self, record: KeyRecord, data_key: DataKey, user_key: UserKey) -> KeyRecord | None:
+        """Write a record with one more slot, sealed; return None if its number is taken.
+
+        Raises
+        ------
+        LimitError
+            It has too many slots.
+        AmbiguousWriteError
+            The record may or may not be written.
+        """
+        slot = wrap(record, data_key, user_key, bytes.fromhex(self.environment.random_hex(32)))
+        whole = msgspec.structs.replace(record, format=FORMAT, slots=(*record.slots, slot), seal="")
+        whole = msgspec.structs.replace(whole, seal=data_key.seal_of(whole))
+        return whole if self._put(whole) else None
+
+    def delete(self, kept: KeyRecord, numbers: Sequence[int]) -> tuple[str, ...]:
+        """Delete the other records than `kept`, which opens the store; return their names.
+
+        Another process may have chosen one of them as the one to keep, and delete `kept`. So each
+        process checks afterwards that its own or a later record exists, and else writes it again.
+        """
+        keys = tuple(map(key_record_key, numbers))
+        for key in keys:
+            self.backend.delete(key)
+
+        def is_kept() -> bool:
+            return max(record_numbers(self.backend), default=0) >= kept.number
+
+        if keys and not wait_until(self.backend, self.environment, is_kept):
+            self._put(kept)
+        return keys
+
+    def _put(self, record: KeyRecord) -> bool:
+        """Write a record; return whether it is the one now stored under its number."""
+        data = encode_key_record(record)
+        stored = put_once(
+            self.backend,
+            key_record_key(record.number),
+            data,
+            self.environment,
+            bytes_max=limits.KEY_RECORD_BYTES_MAX,
+            conditional=self.conditional,
+        )
+        return secrets.compare_digest(stored, data)
 
 
 def check_written(backend: Backend, record: KeyRecord, new: UserKey) -> None:
     """Read a record back and open it, as a process that opens the store would."""
     with contextlib.suppress(ObjectNotFoundError):  # a later rotation deleted it, and built on it
         unwrap(read_record(backend, record.number), new, where=key_record_key(record.number))
-
-
-def delete_records(
-    backend: Backend,
-    kept: KeyRecord,
-    numbers: Sequence[int],
-    environment: Environment,
-    *,
-    conditional: bool,
-) -> tuple[str, ...]:
-    """Delete the other records than `kept`, which opens the store; return their names.
-
-    Another process may have chosen one of them as the one to keep, and delete `kept`. So each
-    process checks afterwards that its own or a later record exists, and else writes it again.
-    """
-    keys = tuple(map(key_record_key, numbers))
-    for key in keys:
-        backend.delete(key)
-    if keys and not wait_until(
-        backend, environment, lambda: max(record_numbers(backend), default=0) >= kept.number
-    ):
-        _put(backend, kept, environment, conditional)
-    return keys
-
-
-def _put(backend: Backend, record: KeyRecord, environment: Environment, conditional: bool) -> bool:
-    """Write a record; return whether it is the one now stored under its number."""
-    key, data = key_record_key(record.number), encode_key_record(record)
-    write = backend.put_if_absent if conditional else backend.put
-    for sent in range(limits.COMMIT_SENDS_MAX):
-        cause: Exception
-        try:
-            write(key, data)
-        except ObjectExistsError as error:
-            cause = error
-        except (AmbiguousWriteError, TransientStorageError) as error:
-            cause = error
-        else:
-            return True
-        # A lost reply: the stored record is this one, another's, or none.
-        listed = wait_until(
-            backend, environment, lambda: any(info.key == key for info in backend.list(key))
-        )
-        if listed:
-            return secrets.compare_digest(
-                backend.get(key, bytes_max=limits.KEY_RECORD_BYTES_MAX), data
-            )
-        if isinstance(cause, ObjectExistsError) or sent + 1 == limits.COMMIT_SENDS_MAX:
-            msg = f"it is not known whether {key} was written at {backend.url}"
-            raise AmbiguousWriteError(msg, hint="do it again") from cause
-    raise AssertionError  # pragma: no cover - the loop has no other end

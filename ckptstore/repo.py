@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self
 
@@ -37,6 +38,7 @@ from ckptstore.errors import (
     StoreNotFoundError,
     UnsafeBackendError,
 )
+from ckptstore.events import SaveEvent, SaveEventKind
 from ckptstore.format.keys import KEYS_PREFIX, STORE_KEY
 from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import has_keys, unlocked
@@ -212,6 +214,31 @@ class Repo:
         # Where the storage can tell, the probe decides, whatever the user promised.
         self.log.single_writer = not safe
 
+    def save_event(
+        self,
+        kind: SaveEventKind,
+        run: str,
+        step: int,
+        version: str = "",
+        *,
+        receipt: Mapping[str, float] | None = None,
+        error: BaseException | None = None,
+        replica: str = "",
+    ) -> SaveEvent:
+        """Return an event of a save in this store, at this time."""
+        return SaveEvent(
+            kind=kind,
+            store=self.url,
+            run=run,
+            step=step,
+            version=version,
+            at_ms=self.environment.now_ms(),
+            receipt=dict(receipt or {}),
+            error_kind="" if error is None else getattr(error, "kind", "error"),
+            message="" if error is None else str(error),
+            replica=replica,
+        )
+
     def close(self) -> None:
         """Release the backend; idempotent. Later reads and writes are refused."""
         self._closed = True
@@ -256,44 +283,52 @@ def open_repo(
     InvalidUrlError, MissingDependencyError, StorageError
         From the backend.
     """
+    if create:
+        return create_repo(
+            url,
+            options=options,
+            environment=environment,
+            chunk_bytes=chunk_bytes,
+            key=key,
+            storage_options=storage_options,
+            exist_ok=True,
+        )
     key = None if key is None else read_key(key)
-    backend = open_backend(url, environment=environment, **(storage_options or {}))
-    try:
-        if create:
-            return create_on(
-                backend,
-                options=options,
-                environment=environment,
-                chunk_bytes=chunk_bytes,
-                key=key,
-                exist_ok=True,
-            )
+    with _backend_at(url, environment, storage_options) as backend:
         return open_on(backend, key=key, options=options, environment=environment)
-    except BaseException:
-        backend.close()
-        raise
 
 
 def create_repo(
-    url: str,
+    url: str | os.PathLike[str],
     *,
     options: Options | None = None,
     environment: Environment = SYSTEM,
     chunk_bytes: int = limits.CHUNK_BYTES_DEFAULT,
     key: KeyInput | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    exist_ok: bool = False,
 ) -> Repo:
-    """Create a store at a location that has none; raises as :func:`create_on`."""
+    """Create a store at a location; raises as :func:`create_on`."""
     key = None if key is None else read_key(key)
-    backend = open_backend(url, environment=environment, **(storage_options or {}))
-    try:
+    with _backend_at(url, environment, storage_options) as backend:
         return create_on(
             backend,
             options=options,
             environment=environment,
             chunk_bytes=chunk_bytes,
             key=key,
+            exist_ok=exist_ok,
         )
+
+
+@contextmanager
+def _backend_at(
+    url: str | os.PathLike[str], environment: Environment, options: Mapping[str, Any] | None
+) -> Iterator[Backend]:
+    """Open the backend of a location; close it if the block fails."""
+    backend = open_backend(url, environment=environment, **(options or {}))
+    try:
+        yield backend
     except BaseException:
         backend.close()
         raise

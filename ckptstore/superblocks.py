@@ -11,16 +11,9 @@ import msgspec
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.backends.sealing import UserKey
-from ckptstore.catalog.reading import wait_until
+from ckptstore.committing import put_once
 from ckptstore.config import Environment
-from ckptstore.errors import (
-    AmbiguousWriteError,
-    CorruptObjectError,
-    ObjectExistsError,
-    ObjectNotFoundError,
-    StorageError,
-    TransientStorageError,
-)
+from ckptstore.errors import CorruptObjectError, ObjectNotFoundError
 from ckptstore.format.encryption import FEATURE, KeyRecord
 from ckptstore.format.keys import OBJECT_PREFIXES, STORE_KEY, key_record_key
 from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
@@ -32,12 +25,18 @@ def read_superblock(backend: Backend) -> Superblock | None:
 
     Where the client may cache a failed lookup (NFS), the location is listed instead.
     """
-    if backend.capabilities.lookup_lag_s > 0 and not _listed(backend):
+    if backend.capabilities.lookup_lag_s > 0 and not any(
+        info.key == STORE_KEY for info in backend.list(STORE_KEY)
+    ):
         return None
     try:
         data = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
     except ObjectNotFoundError:
         return None
+    return _decoded(data)
+
+
+def _decoded(data: bytes) -> Superblock:
     try:
         return decode_superblock(data, where=STORE_KEY)
     except CorruptObjectError as error:
@@ -53,48 +52,17 @@ def remains(backend: Backend) -> str:
     return ""
 
 
-def _listed(backend: Backend) -> bool:
-    return any(info.key == STORE_KEY for info in backend.list(STORE_KEY))
-
-
 def write_superblock(backend: Backend, wanted: Superblock, environment: Environment) -> Superblock:
-    """Put ``store.json`` and return the stored one: `wanted`, or another creator's.
-
-    As with commits, a lost answer is resolved by reading back, and the same bytes are sent again
-    only if nothing is stored yet.
-    """
-    data = encode_superblock(wanted)
-    write = backend.put if wanted.single_writer else backend.put_if_absent
-    for sent in range(limits.COMMIT_SENDS_MAX):
-        taken = False
-        cause: Exception | None = None
-        try:
-            write(STORE_KEY, data)
-        except ObjectExistsError as error:
-            taken, cause = True, error
-        except (AmbiguousWriteError, TransientStorageError) as error:
-            cause = error
-        else:
-            return wanted
-        found = _read_back(backend, environment, wait=taken)
-        if found is not None:
-            return found
-        if taken or sent + 1 == limits.COMMIT_SENDS_MAX:
-            msg = f"it is not known whether {STORE_KEY} was written at {backend.url}"
-            raise AmbiguousWriteError(msg, hint="open the location again") from cause
-    raise AssertionError  # pragma: no cover - the loop has no other end
-
-
-def _read_back(backend: Backend, environment: Environment, *, wait: bool) -> Superblock | None:
-    try:
-        if wait:
-            listed = wait_until(backend, environment, lambda: _listed(backend))
-        else:
-            listed = _listed(backend)
-        return read_superblock(backend) if listed else None
-    except StorageError as error:
-        msg = f"it is not known whether {STORE_KEY} was written at {backend.url}: {error.message}"
-        raise AmbiguousWriteError(msg, hint="open the location again") from error
+    """Put ``store.json`` and return the stored one: `wanted`, or another creator's."""
+    stored = put_once(
+        backend,
+        STORE_KEY,
+        encode_superblock(wanted),
+        environment,
+        bytes_max=limits.SUPERBLOCK_BYTES_MAX,
+        conditional=not wanted.single_writer,
+    )
+    return _decoded(stored)
 
 
 def write_encrypted(

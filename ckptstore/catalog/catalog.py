@@ -26,11 +26,8 @@ from ckptstore.errors import (
     VersionNotFoundError,
 )
 from ckptstore.format.snapshot import (
-    ABANDONED,
-    DELETED,
-    PINNED,
-    RECORD_ONLY,
     Details,
+    Flag,
     SnapshotBody,
     VersionRow,
     decode_details,
@@ -66,7 +63,7 @@ class Catalog:
     @property
     def versions_count(self) -> int:
         """How many versions all runs have, without deleted ones."""
-        return sum(not row.flags & DELETED for row in self._state.versions.values())
+        return sum(not row.flags & Flag.DELETED for row in self._state.versions.values())
 
     # --- runs ---------------------------------------------------------------------------------
 
@@ -121,11 +118,11 @@ class Catalog:
         order = reversed(ids) if newest_first else iter(ids)
         tags = tags_by_version(self._state.runs.values() if run is None else [self._run(run)])
         rows = self._state.versions
-        wanted = DELETED if deleted else 0
+        wanted = Flag.DELETED if deleted else 0
         return (
             build_version(rows[version_id], tags.get(version_id, ()))
             for version_id in order
-            if rows[version_id].flags & DELETED == wanted
+            if rows[version_id].flags & Flag.DELETED == wanted
         )
 
     def head(self, run: str) -> Version | None:
@@ -150,17 +147,20 @@ class Catalog:
         The newest on the line of the run, if it was saved more than once; else the newest that a
         rollback abandoned.
         """
-        rows = (self._state.versions[version_id] for version_id in self._run(run).versions)
-        found = [row for row in rows if row.step == step and not row.flags & DELETED]
+        found = [
+            row for row in self._rows(run) if row.step == step and not row.flags & Flag.DELETED
+        ]
         if not found:
             return None
         found.reverse()  # of records that came in one commit the last is the newest
-        return self._version(max(found, key=lambda row: (not row.flags & ABANDONED, row.commit)))
+        return self._version(
+            max(found, key=lambda row: (not row.flags & Flag.ABANDONED, row.commit))
+        )
 
     def by_tag(self, run: str, tag: str) -> Version | None:
         """Return the version that the run's tag points to."""
         version_id = self._run(run).tags.get(tag)
-        if version_id is None or self._state.versions[version_id].flags & DELETED:
+        if version_id is None or self._state.versions[version_id].flags & Flag.DELETED:
             return None
         return self.version(version_id)
 
@@ -196,7 +196,7 @@ class Catalog:
     def any_abandoned(self, ids: Iterable[str]) -> bool:
         """Say whether a rollback left one of some versions beside the line of its run, here."""
         rows = (self._state.versions.get(version_id) for version_id in ids)
-        return any(row is not None and row.flags & ABANDONED for row in rows)
+        return any(row is not None and row.flags & Flag.ABANDONED for row in rows)
 
     def holds_head(self, run: str) -> bool:
         """Say whether a rollback that was decided in this store moved the head of a run last."""
@@ -213,7 +213,11 @@ class Catalog:
         here, there = self._state.versions, other._state.versions
         for version_id in self._run(run).versions:
             row, twin = here[version_id], there.get(version_id)
-            if twin is None or row.metrics == twin.metrics or (row.flags | twin.flags) & DELETED:
+            if (
+                twin is None
+                or row.metrics == twin.metrics
+                or (row.flags | twin.flags) & Flag.DELETED
+            ):
                 continue
             yield version_id, decode_metrics(row), decode_metrics(twin)
 
@@ -236,7 +240,7 @@ class Catalog:
 
     def pinned(self) -> list[Version]:
         """Return the versions that are pinned, for whomever, in the order of their commits."""
-        rows = [row for row in self._state.versions.values() if row.flags & PINNED]
+        rows = [row for row in self._state.versions.values() if row.flags & Flag.PINNED]
         return [self._version(row) for row in rows]
 
     def pins(self, version_id: str) -> tuple[str, ...]:
@@ -259,8 +263,7 @@ class Catalog:
 
     def steps(self, run: str) -> list[int]:
         """Return the steps that the run has versions of, ascending."""
-        rows = (self._state.versions[version_id] for version_id in self._run(run).versions)
-        return sorted({row.step for row in rows if not row.flags & DELETED})
+        return sorted({row.step for row in self._rows(run) if not row.flags & Flag.DELETED})
 
     def metric_values(self, run: str, metric: str) -> Iterator[tuple[str, int, float]]:
         """Yield (version id, step, value) of those that have the metric, oldest first.
@@ -268,23 +271,15 @@ class Catalog:
         Of those that can be loaded and are on the line of the run: not deleted, not abandoned,
         and more than a record.
         """
-        rows = self._state.versions
-        out = DELETED | ABANDONED | RECORD_ONLY
-        for version_id in self._run(run).versions:
-            row = rows[version_id]
-            if row.flags & out:
-                continue
-            value = decode_metrics(row).get(metric)
+        out = Flag.DELETED | Flag.ABANDONED | Flag.RECORD_ONLY
+        for row in self._rows(run):
+            value = None if row.flags & out else decode_metrics(row).get(metric)
             if value is not None:
-                yield version_id, row.step, value
+                yield row.id, row.step, value
 
     def metric_names(self, run: str) -> set[str]:
         """Return the names of all metrics that versions of the run have."""
-        rows = self._state.versions
-        names: set[str] = set()
-        for version_id in self._run(run).versions:
-            names.update(decode_metrics(rows[version_id]))
-        return names
+        return {name for row in self._rows(run) for name in decode_metrics(row)}
 
     # --- replicas -----------------------------------------------------------------------------
 
@@ -320,7 +315,7 @@ class Catalog:
         known
             The caller's memory of what was decoded before; is added to.
         """
-        gone = DELETED | RECORD_ONLY
+        gone = Flag.DELETED | Flag.RECORD_ONLY
         for row in [row for row in self._state.versions.values() if not row.flags & gone]:
             details = known.get(row.details)
             if details is None:
@@ -335,11 +330,11 @@ class Catalog:
         without
             Ids that are left out.
         """
-        gone = DELETED | RECORD_ONLY
+        gone = Flag.DELETED | Flag.RECORD_ONLY
         return [
             (row.id, decode_manifest_key(row))
             for row in self._state.versions.values()
-            if row.flags & gone == DELETED and row.id not in without
+            if row.flags & gone == Flag.DELETED and row.id not in without
         ]
 
     def policies(self, run: str) -> list[bytes]:
@@ -387,6 +382,9 @@ class Catalog:
             msg = f"there is no run {name!r}"
             raise RunNotFoundError(msg, hint=did_you_mean(name, self._state.runs))
         return found
+
+    def _rows(self, run: str) -> Iterator[VersionRow]:
+        return (self._state.versions[version_id] for version_id in self._run(run).versions)
 
     def _run_info(self, run: RunState) -> RunInfo:
         return build_run(run, self._state.versions)

@@ -28,12 +28,10 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
-from ckptstore.catalog.lifecycle_ops import Delete, Fork, Rollback, SetPolicy, Undelete
-from ckptstore.catalog.pin_ops import Pin, Unpin
-from ckptstore.catalog.replica_ops import Replicate, Replicated
+from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
+from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Fold, Op
-from ckptstore.catalog.tier_ops import NameReplica, UnnameReplica
 from ckptstore.errors import (
     CkptStoreError,
     CorruptObjectError,
@@ -50,28 +48,10 @@ MAGIC: Final = "ckptstore-commit"
 FORMAT: Final = 1
 
 OPS: Final = (
-    CreateRun,
-    Declare,
-    Save,
-    Annotate,
-    Tag,
-    Untag,
-    Fork,
-    Rollback,
-    Delete,
-    Undelete,
-    Pin,
-    Unpin,
-    SetPolicy,
-    Verified,
-    Quarantine,
-    Relocate,
-    Condemn,
-    Swept,
-    Replicate,
-    Replicated,
-    NameReplica,
-    UnnameReplica,
+    *(CreateRun, Declare, Save, Annotate, Tag, Untag),
+    *(Fork, Rollback, Delete, Undelete, Pin, Unpin, SetPolicy),
+    *(Verified, Quarantine, Relocate, Condemn, Swept),
+    *(Replicate, Replicated, NameReplica, UnnameReplica),
 )
 """Every operation of this format."""
 

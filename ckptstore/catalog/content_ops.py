@@ -15,29 +15,13 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.levels import (
-    LEVEL_FLAGS,
-    LEVELS,
-    Level,
-    Part,
-    level_by,
-    level_of,
-    parts_of_level,
-)
-from ckptstore.catalog.lifecycle_ops import Ids, parts
-from ckptstore.catalog.pin_ops import pinned_error
+from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Level, Part, level_of, parts_of_level
+from ckptstore.catalog.lifecycle_ops import Ids, parts, pinned_error
 from ckptstore.catalog.run_ops import check_not_condemned, pack_roles, sizes
 from ckptstore.catalog.state import Fold, Op
 from ckptstore.errors import CommitConflictError
 from ckptstore.format.fields import Digest, EncodingName, Id, ManifestPointer, RoleSizes
-from ckptstore.format.snapshot import (
-    DAMAGED,
-    DELETED,
-    RECORD_ONLY,
-    VERIFIED,
-    WEIGHTS_ONLY,
-    decode_details,
-)
+from ckptstore.format.snapshot import Flag, decode_details
 from ckptstore.model import RoleBytes, Version
 
 ObjectKey = Annotated[
@@ -57,7 +41,7 @@ class Verified(Op, frozen=True, kw_only=True, tag="verified"):
 
     def apply(self, fold: Fold) -> None:
         """Mark the versions as sound."""
-        fold.mark(self.versions, add=VERIFIED, remove=DAMAGED)
+        fold.mark(self.versions, add=Flag.VERIFIED, remove=Flag.DAMAGED)
 
 
 class Quarantine(Op, frozen=True, kw_only=True, tag="quarantine"):
@@ -67,7 +51,7 @@ class Quarantine(Op, frozen=True, kw_only=True, tag="quarantine"):
 
     def apply(self, fold: Fold) -> None:
         """Mark the versions as damaged."""
-        fold.mark(self.versions, add=DAMAGED, remove=VERIFIED)
+        fold.mark(self.versions, add=Flag.DAMAGED, remove=Flag.VERIFIED)
 
 
 class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
@@ -97,13 +81,14 @@ class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
         """Replace the place of the content, and what of it is kept."""
         row = fold.version(self.version)
         details = decode_details(row)
-        if row.flags & DELETED or details.manifest_digest.hex() != self.based_on:
+        if row.flags & Flag.DELETED or details.manifest_digest.hex() != self.based_on:
             raise fold.broken(f"version {row.id} changed before it was relocated")
-        flags = row.flags & ~(WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED)
+        flags = row.flags & ~(Flag.WEIGHTS_ONLY | Flag.RECORD_ONLY | Flag.VERIFIED | Flag.DAMAGED)
         flags |= LEVEL_FLAGS[self.level]
         # A writer that does not know the field moves a version about and says nothing of it.
         encoding = self.encoding or (row.encoding if self.level == "weights" else "")
-        if LEVELS.index(level_by(flags, encoding)) > LEVELS.index(level_of(row)):
+        after = msgspec.structs.replace(row, flags=flags, encoding=intern(encoding))
+        if LEVELS.index(level_of(after)) > LEVELS.index(level_of(row)):
             raise fold.broken(f"version {row.id} cannot have more than it has")
         if self.manifest is not None:
             if self.manifest.key in fold.gone:
@@ -119,9 +104,8 @@ class Relocate(Op, frozen=True, kw_only=True, tag="relocate"):
             content=bytes.fromhex(self.content),
             roles=pack_roles(self.roles),
         )
-        fold.versions[row.id] = msgspec.structs.replace(
-            row, flags=flags, details=msgspec.msgpack.encode(details), encoding=intern(encoding)
-        )
+        packed = msgspec.msgpack.encode(details)
+        fold.versions[row.id] = msgspec.structs.replace(after, details=packed)
 
 
 class Condemn(Op, frozen=True, kw_only=True, tag="condemn"):
@@ -222,7 +206,7 @@ def relocate(catalog: Catalog, moves: Sequence[Move]) -> list[Op]:
     for move in moves:
         version = catalog.version(move.version)
         if version.deleted or version.manifest_digest != move.based_on:
-            msg = f"{version.run}@{version.step} (#{version.id[:8]}) changed meanwhile"
+            msg = f"{version.label} changed meanwhile"
             raise CommitConflictError(msg, hint="try again")
         if LEVELS.index(move.level) > LEVELS.index(version.level):
             msg = f"{version.run}@{version.step} is kept as {version.level}, not {move.level}"

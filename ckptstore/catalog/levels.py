@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, Literal
 
-from ckptstore.format.snapshot import RECORD_ONLY, WEIGHTS_ONLY, VersionRow
+from ckptstore.format.snapshot import Flag, VersionRow
 
 Level = Literal["full", "weights", "weights-bf16", "weights-int8", "record"]
 """How much of a version is kept: everything; the tensors of role ``weights``, as they were saved or
@@ -16,10 +16,7 @@ LowerLevel = Literal["weights", "weights-bf16", "weights-int8", "record"]
 Part = Literal["full", "weights", "record"]
 """The same without how the weights are written: what a reader of the first format knows."""
 
-LEVELS: Final[tuple[Level, ...]] = ("record", "weights-int8", "weights-bf16", "weights", "full")
-"""From the least that is kept to the most."""
-
-LEVEL_FLAGS: Final = {"full": 0, "weights": WEIGHTS_ONLY, "record": RECORD_ONLY}
+LEVEL_FLAGS: Final = {"full": 0, "weights": Flag.WEIGHTS_ONLY, "record": Flag.RECORD_ONLY}
 """Flags of a row by what is kept."""
 
 _STORED: Final[dict[Level, tuple[Part, str]]] = {
@@ -29,6 +26,8 @@ _STORED: Final[dict[Level, tuple[Part, str]]] = {
     "weights": ("weights", ""),
     "full": ("full", ""),
 }
+LEVELS: Final = tuple(_STORED)
+"""From the least that is kept to the most."""
 _ROUNDED: Final[dict[str, Level]] = {
     encoding: level for level, (_, encoding) in _STORED.items() if encoding
 }
@@ -42,15 +41,9 @@ def parts_of_level(level: Level) -> tuple[Part, str]:
 def level_of(row: VersionRow) -> Level:
     """Return how much of a version is kept.
 
-    What a newer ckptstore rounds to and this one does not know counts as ``weights``.
+    An encoding that this ckptstore does not know, since a newer one wrote it, counts as
+    ``weights``.
     """
-    return level_by(row.flags, row.encoding)
-
-
-def level_by(flags: int, encoding: str) -> Level:
-    """Return the level that a row of these flags and this encoding has."""
-    if flags & RECORD_ONLY:
+    if row.flags & Flag.RECORD_ONLY:
         return "record"
-    if flags & WEIGHTS_ONLY:
-        return _ROUNDED.get(encoding, "weights")
-    return "full"
+    return _ROUNDED.get(row.encoding, "weights") if row.flags & Flag.WEIGHTS_ONLY else "full"

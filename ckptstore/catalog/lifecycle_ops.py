@@ -1,7 +1,10 @@
-"""Operations on runs and versions that are there: fork, rollback, delete, undelete, policy.
+"""Operations on runs and versions that are there: fork, rollback, delete, undelete, pin, policy.
 
 No operation forgets a version: deleted ones stay as records, so that lineage, the audit trail and
 ids remain, and so that they can come back until their objects are condemned.
+
+A version is pinned for this store, by a person, or for another store that let its own content of
+it go: for each on its own, and it may be deleted when no pin is left.
 
 As in :mod:`ckptstore.catalog.run_ops`: the method ``apply`` of a record changes the catalog, and
 functions return the operations for what a caller wants.
@@ -17,20 +20,23 @@ import msgspec
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.metrics import check_directions
-from ckptstore.catalog.pin_ops import pinned_error
-from ckptstore.catalog.run_ops import IdOrEmpty, Save, check_not_condemned, sizes, there
+from ckptstore.catalog.rows import pins_of
+from ckptstore.catalog.run_ops import IdOrEmpty, Save, check_not_condemned, there
 from ckptstore.catalog.state import Fold, Op, RunState
-from ckptstore.errors import ConflictError, InvalidInputError, PolicyError
-from ckptstore.format.fields import Directions, Id, ManifestPointer
+from ckptstore.errors import ConflictError, InvalidInputError, LimitError, PolicyError
+from ckptstore.format.fields import Directions, Id
 from ckptstore.format.names import (
     check_metadata_json,
     check_run_name,
     encode_metadata,
 )
-from ckptstore.format.snapshot import ABANDONED, DELETED, PINNED, RECORD_ONLY, decode_details
-from ckptstore.model import RoleBytes
+from ckptstore.format.snapshot import Flag, VersionRow, decode_details
+from ckptstore.model import Version
 
 T = TypeVar("T")
+
+_SHOWN: Final = 8
+"""Characters of the id of a store in messages."""
 
 Ids = Annotated[Sequence[Id], msgspec.Meta(min_length=1, max_length=limits.VERSIONS_PER_OP_MAX)]
 HINT_REDUCED: Final = (
@@ -50,7 +56,7 @@ class Fork(Op, frozen=True, kw_only=True, tag="fork"):
     def apply(self, fold: Fold) -> None:
         """Add the run, with the version as its origin."""
         source = fold.version(self.source)
-        if source.flags & DELETED:
+        if source.flags & Flag.DELETED:
             raise fold.broken(f"run {self.run!r} is forked from the deleted version {source.id}")
         fold.add_run(RunState.begin(self.run, fold.at_ms, self.metrics, origin=source.id))
 
@@ -68,11 +74,11 @@ class Rollback(Op, frozen=True, kw_only=True, tag="rollback"):
         """Move the head, and mark the versions that it leaves."""
         run = fold.run(self.run)
         target = fold.version(self.version)
-        if target.run != self.run or target.flags & DELETED:
+        if target.run != self.run or target.flags & Flag.DELETED:
             raise fold.broken(f"run {self.run!r} cannot go back to {target.id}")
         kept = _line(fold, target.id, self.run)
-        fold.mark(set(_line(fold, run.head, self.run)) - set(kept), add=ABANDONED)
-        fold.mark(kept, remove=ABANDONED)
+        fold.mark(set(_line(fold, run.head, self.run)) - set(kept), add=Flag.ABANDONED)
+        fold.mark(kept, remove=Flag.ABANDONED)
         run.head = target.id
         run.held = not self.store
 
@@ -96,10 +102,10 @@ class Delete(Op, frozen=True, kw_only=True, tag="delete"):
         """Mark the versions; heads move to what is left."""
         for version_id in self.versions:
             row = fold.version(version_id)
-            if row.flags & (DELETED | PINNED):
-                what = "deleted already" if row.flags & DELETED else "pinned"
+            if row.flags & (Flag.DELETED | Flag.PINNED):
+                what = "deleted already" if row.flags & Flag.DELETED else "pinned"
                 raise fold.broken(f"version {row.id} is {what}")
-            fold.mark([row.id], add=DELETED)
+            fold.mark([row.id], add=Flag.DELETED)
         for version_id in self.versions:
             row = fold.versions[version_id]
             run = fold.run(row.run)
@@ -110,11 +116,11 @@ class Delete(Op, frozen=True, kw_only=True, tag="delete"):
 def _newest(fold: Fold, ids: Iterable[str]) -> str:
     """Return the newest version that is there, abandoned ones last; empty if none is."""
     left = [fold.versions[version_id] for version_id in ids]
-    left = [row for row in left if not row.flags & DELETED][::-1]
+    left = [row for row in left if not row.flags & Flag.DELETED][::-1]
     if not left:
         return ""
     # Of records that came in one commit the last is the newest, which is the first found here.
-    return max(left, key=lambda row: (not row.flags & ABANDONED, row.commit)).id
+    return max(left, key=lambda row: (not row.flags & Flag.ABANDONED, row.commit)).id
 
 
 class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
@@ -126,14 +132,59 @@ class Undelete(Op, frozen=True, kw_only=True, tag="undelete"):
         """Take the marks away where nothing was condemned."""
         for version_id in self.versions:
             row = fold.version(version_id)
-            if not row.flags & DELETED:
+            if not row.flags & Flag.DELETED:
                 raise fold.broken(f"version {row.id} is not deleted")
-            if not row.flags & RECORD_ONLY and decode_details(row).manifest_key in fold.gone:
+            if not row.flags & Flag.RECORD_ONLY and decode_details(row).manifest_key in fold.gone:
                 raise fold.broken(f"the manifest of version {row.id} was condemned")
-            fold.mark([row.id], remove=DELETED)
+            fold.mark([row.id], remove=Flag.DELETED)
             run = fold.run(row.run)
             if not run.head:
                 run.head = _newest(fold, run.versions)
+
+
+class Pin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="pin"):
+    """A version may not be deleted, by anyone, until it is unpinned."""
+
+    version: Id
+    store: IdOrEmpty = ""
+    """Id of the store that it is kept for, since only its record is there; empty: somebody wants
+    it here."""
+
+    def apply(self, fold: Fold) -> None:
+        """Add the store to those that the version is pinned for."""
+        row = fold.version(self.version)
+        if row.flags & Flag.DELETED:
+            raise fold.broken(f"the deleted version {row.id} is pinned")
+        stores = dict.fromkeys((*pins_of(row), self.store))
+        if len(stores) > limits.REPLICAS_MAX + 1:
+            raise fold.broken(f"version {row.id} is pinned for too many stores")
+        _set_pins(fold, row, stores)
+
+
+class Unpin(Op, frozen=True, kw_only=True, omit_defaults=True, tag="unpin"):
+    """A version may be deleted again, unless pins of others are left."""
+
+    version: Id
+    store: IdOrEmpty = ""
+    """Whose pin goes; empty: all of them."""
+
+    def apply(self, fold: Fold) -> None:
+        """Remove the pin of one store, or all."""
+        row = fold.version(self.version)
+        # One without a store ends them all: so do readers that do not know the field.
+        _set_pins(
+            fold, row, [store for store in pins_of(row) if self.store and store != self.store]
+        )
+
+
+def _set_pins(fold: Fold, row: VersionRow, stores: Iterable[str]) -> None:
+    pinned_by = tuple(stores)
+    flags = row.flags | Flag.PINNED if pinned_by else row.flags & ~Flag.PINNED
+    if pinned_by == ("",):
+        pinned_by = ()
+    details = msgspec.structs.replace(decode_details(row), pinned_by=pinned_by)
+    packed = msgspec.msgpack.encode(details)
+    fold.versions[row.id] = msgspec.structs.replace(row, flags=flags, details=packed)
 
 
 class SetPolicy(Op, frozen=True, kw_only=True, tag="set-policy"):
@@ -160,21 +211,18 @@ class SetPolicy(Op, frozen=True, kw_only=True, tag="set-policy"):
 
 
 def fork(
-    catalog: Catalog,
-    *,
-    run: str,
-    source: str,
-    version: str,
-    step: int,
-    manifest: ManifestPointer,
-    content: str,
-    roles: Mapping[str, RoleBytes],
-    metrics: Mapping[str, float],
-    metadata: Mapping[str, object],
-    directions: Mapping[str, str],
-    relies_on: Iterable[str],
+    catalog: Catalog, first: Save, *, directions: Mapping[str, str], relies_on: Iterable[str]
 ) -> list[Op]:
-    """Return what begins a run at a version of another: a fork and its first version.
+    """Return the operations that begin a run at a version of another.
+
+    Parameters
+    ----------
+    first
+        The first version of the run; its parent is the version that it begins at.
+    directions
+        Which way metrics get better, besides those that the other run has declared.
+    relies_on
+        Keys of the manifest of `first` and of all packs that it names.
 
     Raises
     ------
@@ -187,35 +235,18 @@ def fork(
     InvalidInputError
         If the name or a direction is not accepted.
     """
-    if catalog.has_run(run):
-        msg = f"there is a run {run!r} already"
+    if catalog.has_run(first.run):
+        msg = f"there is a run {first.run!r} already"
         hint = "fork to another name"
-        deleted = list(catalog.versions(run, deleted=True))
-        if deleted and not catalog.run(run).versions_count:
+        deleted = list(catalog.versions(first.run, deleted=True))
+        if deleted and not catalog.run(first.run).versions_count:
             msg += ", whose versions were all deleted"
             hint += f", or bring them back: ckptstore undelete #{deleted[-1].id[:12]}"
         raise ConflictError(msg, hint=hint)
-    origin = there(catalog, source)
+    inherited = catalog.run(there(catalog, first.parent).run).metrics
     check_not_condemned(catalog, relies_on)
-    inherited = catalog.run(origin.run).metrics
-    return [
-        Fork(
-            run=check_run_name(run),
-            source=source,
-            metrics={**inherited, **check_directions(directions)},
-        ),
-        Save(
-            version=version,
-            run=run,
-            step=step,
-            parent=source,
-            manifest=manifest,
-            content=content,
-            metrics=dict(metrics),
-            metadata=msgspec.Raw(encode_metadata(metadata)),
-            roles=sizes(roles),
-        ),
-    ]
+    metrics = {**inherited, **check_directions(directions)}
+    return [Fork(run=first.run, source=first.parent, metrics=metrics), first]
 
 
 def rollback(
@@ -265,16 +296,15 @@ def delete(
     chosen = set(wanted)
     for version_id in wanted:
         version = there(catalog, version_id)
-        named = f"{version.run}@{version.step} (#{version.id[:8]})"
         if version.pinned:
             raise pinned_error(version)
         if version.tags and not force:
-            msg = f"{named} is tagged {', '.join(version.tags)}"
+            msg = f"{version.label} is tagged {', '.join(version.tags)}"
             raise PolicyError(msg, hint="take the tags away, or force it")
         if catalog.head_id(version.run) == version_id and not force:
             others = any(v.id not in chosen for v in catalog.versions(version.run))
             if others:
-                msg = f"{named} is the head of its run: the next save continues it"
+                msg = f"{version.label} is the head of its run: the next save continues it"
                 raise PolicyError(msg, hint="roll back to another version first, or force it")
     return [Delete(versions=part, reason=_reason(reason)) for part in parts(wanted)]
 
@@ -302,11 +332,10 @@ def undelete(
     for version_id in wanted:
         version = catalog.version(version_id)
         if not version.deleted:
-            named = f"{version.run}@{version.step} (#{version.id[:8]})"
             if version.level != "full":
-                msg = f"{named} was reduced to {version.level}, which is for good"
+                msg = f"{version.label} was reduced to {version.level}, which is for good"
                 raise InvalidInputError(msg, hint=HINT_REDUCED)
-            msg = f"{named} is not deleted"
+            msg = f"{version.label} is not deleted"
             raise InvalidInputError(msg)
         check_not_condemned(catalog, needs[version_id])
     return [Undelete(versions=part) for part in parts(wanted)]
@@ -335,3 +364,69 @@ def parts(items: Sequence[T], size: int = limits.VERSIONS_PER_OP_MAX) -> Iterato
     """Yield items in the parts that one operation takes."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
+
+
+def pin(catalog: Catalog, version: str) -> list[Op]:
+    """Return what pins a version for this store; nothing if it is pinned for this one alone."""
+    found = there(catalog, version)
+    return [] if found.pinned and not found.pinned_for else [Pin(version=version)]
+
+
+def unpin(catalog: Catalog, version: str) -> list[Op]:
+    """Return what takes all pins of a version away, of whomever; nothing if it has none."""
+    return [Unpin(version=version)] if catalog.version(version).pinned else []
+
+
+def pin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
+    """Return what pins versions for another store; those that are deleted are left out.
+
+    Raises
+    ------
+    LimitError
+        One is pinned for ``REPLICAS_MAX`` others.
+    """
+    found = [catalog.version(one) for one in versions if catalog.has_version(one)]
+    for version in found:
+        if len(version.pinned_for) >= limits.REPLICAS_MAX and store not in version.pinned_for:
+            msg = f"#{version.id[:8]} is pinned for {limits.REPLICAS_MAX} stores"
+            raise LimitError(
+                msg, hint="take those of stores that are gone away: pin --delete --for"
+            )
+    return [
+        Pin(version=version.id, store=store)
+        for version in found
+        if not version.deleted and store not in version.pinned_for
+    ]
+
+
+def unpin_for(catalog: Catalog, versions: Iterable[str], store: str) -> list[Op]:
+    """Return what takes the pins of another store away, no others.
+
+    Where others are left, one of them is said once more, which changes nothing: readers that do not
+    know for whom a pin is see it go, and come back.
+    """
+    ops: list[Op] = []
+    for version_id in versions:
+        pins = catalog.pins(version_id) if catalog.has_version(version_id) else ()
+        if store not in pins:
+            continue
+        ops.append(Unpin(version=version_id, store=store))
+        left = [one for one in pins if one != store]
+        ops += [Pin(version=version_id, store=one) for one in left[:1]]
+    return ops
+
+
+def pinned_text(version: Version) -> str:
+    """Return for whom a version is pinned, as a reason."""
+    if not version.pinned_for:
+        return "pinned"
+    stores = " and ".join(one[:_SHOWN] for one in version.pinned_for)
+    return f"pinned for the store {stores}, which evicted it"
+
+
+def pinned_error(version: Version) -> PolicyError:
+    """Return what refuses to delete a pinned version, or a part of it."""
+    hint = f"unpin it first: ckptstore pin --delete {version.id[:12]}"
+    if version.pinned_for:
+        hint += "; this may be the only copy: there, load with refill=True brings it back"
+    return PolicyError(f"{version.label} is {pinned_text(version)}", hint=hint)

@@ -16,19 +16,19 @@ still appear, whole, since what it names is durable: its packs must not be taken
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Final
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit, extended
-from ckptstore.catalog.interleaving import Interleaving
 from ckptstore.catalog.reading import LogReader
+from ckptstore.catalog.run_ops import Save
 from ckptstore.catalog.state import Op
 from ckptstore.config import SYSTEM, Environment
 from ckptstore.errors import (
@@ -47,7 +47,8 @@ Build = Callable[[Catalog], Sequence[Op]]
 """Makes the operations of a commit from the catalog that it will follow. Called again for every
 number that is tried; raises when a precondition does not hold; has no effect of its own."""
 
-_TWO_WRITERS: Final = "two writers are at work in a store that was opened for a single one"
+
+_log = logging.getLogger("ckptstore")
 
 
 def _always() -> None:
@@ -86,33 +87,21 @@ class Log:
         self.single_writer = single_writer
         self._check_writable = check_writable
         self._reader = LogReader(backend, environment)
-        self._others = Interleaving(self._reader.read, by=self._by)
-        self._catalog = Catalog()
-        self._opened = False
-        self._snapshot = 0
-        self._began = 0
-        self._own: Commit | None = None
-        self._lock = threading.RLock()
-        self._pid = os.getpid()
-
-    @property
-    def catalog(self) -> Catalog:
+        self._others = _Interleaving(self._reader.read, by=self._by)
+        self.catalog = Catalog()
         """The catalog as last folded, without looking at the storage; empty before a refresh."""
-        return self._catalog
-
-    @property
-    def opened(self) -> bool:
+        self.opened = False
         """Whether the log has been looked at."""
-        return self._opened
-
-    @property
-    def began(self) -> int:
+        self.began = 0
         """The commit of the snapshot that this process began with; 0 for the empty catalog.
 
         What was condemned and deleted before is unknown here: see
         :attr:`ckptstore.catalog.state.State.gone`.
         """
-        return self._began
+        self._snapshot = 0
+        self._own: Commit | None = None
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
 
     def befriend(self, pid: int) -> None:
         """Take the saves of another process of this host for this one's own, in warnings."""
@@ -137,12 +126,12 @@ class Log:
             The storage failed; :attr:`catalog` is an older state, whole in itself.
         """
         with self._guard():
-            if self._opened:
-                known = self._catalog
+            if self.opened:
+                known = self.catalog
                 self._catch_up(*self._reader.since(known.number, known.digest))
             else:
                 self._open()
-            return self._catalog
+            return self.catalog
 
     def commits(self, first: int = 1) -> Iterator[Commit]:
         """Yield the commits from number `first` on, as they are stored, checked as a chain.
@@ -174,12 +163,12 @@ class Log:
         for catalog in snapshots.read_newest_first(self._backend):
             numbers, gap = self._reader.tail(catalog.number - 1)
             if self._confirmed(catalog, numbers):
-                self._catalog = catalog
-                self._snapshot = self._began = catalog.number
+                self.catalog = catalog
+                self._snapshot = self.began = catalog.number
                 break
         else:
             numbers, gap = self._reader.tail(0)
-        self._opened = True
+        self.opened = True
         self._catch_up(numbers, gap)
 
     def _confirmed(self, catalog: Catalog, numbers: list[int]) -> bool:
@@ -199,7 +188,7 @@ class Log:
         for start in range(0, len(numbers), limits.COMMIT_READ_BATCH):
             batch = numbers[start : start + limits.COMMIT_READ_BATCH]
             commits, unread = self._reader.read_many(batch)
-            self._catalog, broken = extended(self._catalog, commits)
+            self.catalog, broken = extended(self.catalog, commits)
             error = broken or unread
             if error is not None:
                 raise error
@@ -250,7 +239,7 @@ class Log:
                 data, commit, after = self._prepare(catalog, ops)
                 claim = self._claim_alone if self.single_writer else self._claim
                 if claim(data, commit):
-                    self._catalog, self._own = after, commit
+                    self.catalog, self._own = after, commit
                     self._reader.wrote(commit.number, len(data))
                     self._others.note(commit, after)
                     self._snapshot_if_due(after)
@@ -320,14 +309,13 @@ class Log:
         """
         own = self._own
         if own is not None and own.number != commit.number - 1:
-            msg = f"{_TWO_WRITERS}: commit {commit.number - 1} is not by this one"
-            raise CommitConflictError(msg, hint="stop the other writer")
+            raise _two_writers(f"commit {commit.number - 1} is not by this one")
         if own is not None and self._reader.read(own.number).digest != own.digest:
-            msg = f"{_TWO_WRITERS}: {own.key} was replaced"
-            raise CommitConflictError(msg, hint="stop the other writer; run ckptstore verify")
+            raise _two_writers(
+                f"{own.key} was replaced", "stop the other writer; run ckptstore verify"
+            )
         if self._reader.find(commit.number, wait=False) is not None:
-            msg = f"{_TWO_WRITERS}: {commit.key} appeared meanwhile"
-            raise CommitConflictError(msg, hint="stop the other writer")
+            raise _two_writers(f"{commit.key} appeared meanwhile")
         failure: StorageError | None = None
         try:
             self._backend.put(commit.key, data)
@@ -337,8 +325,7 @@ class Log:
         if found is None:
             raise _unclear(commit, failure.message if failure else "not listed") from failure
         if not _is_mine(commit, found):
-            msg = f"{_TWO_WRITERS}: {commit.key} is another's"
-            raise CommitConflictError(msg, hint="stop the other writer")
+            raise _two_writers(f"{commit.key} is another's")
         return True
 
     def _snapshot_if_due(self, catalog: Catalog) -> None:
@@ -360,7 +347,7 @@ class Log:
         raises: a snapshot is a cache.
         """
         with self._guard():
-            catalog = self._catalog
+            catalog = self.catalog
             bound = max(limits.SNAPSHOT_LEFT_COMMITS, catalog.versions_count // 1000)
             if catalog.number - self._snapshot < bound:
                 return
@@ -389,8 +376,72 @@ def _check_chain(commit: Commit, previous: str) -> None:
         raise CorruptObjectError(msg, hint="restore the log from a replica or a backup")
 
 
+def _two_writers(why: str, hint: str = "stop the other writer") -> CommitConflictError:
+    msg = f"two writers are at work in a store that was opened for a single one: {why}"
+    return CommitConflictError(msg, hint=hint)
+
+
 def _unclear(commit: Commit, why: str) -> AmbiguousWriteError:
     return AmbiguousWriteError(
         f"it is not known whether {commit.key} was written: {why}",
         hint="look whether the version is there before saving it again; it may still appear",
     )
+
+
+class _Interleaving:
+    """Notices, once, that another process saves to a run that this process saves to.
+
+    Nothing is wrong with such a log: the saves form one line, each with the one before for a
+    parent. But two trainings that were given one name by mistake look like one that jumps, and
+    ``best`` and retention choose among both. The log calls it under its lock.
+
+    Parameters
+    ----------
+    read
+        Returns the commit of a number; called when somebody else has saved.
+    by
+        Who this process is: ``user@host pid``.
+    """
+
+    def __init__(self, read: Callable[[int], Commit], *, by: str) -> None:
+        self._read = read
+        self._where = by.rpartition(" ")[0]
+        """The user and host of this process."""
+        self._kin = {by} if by else set()
+        self._last: dict[str, int] = {}
+        """Number of the commit with this log's newest version of each run."""
+        self._told: set[str] = set()
+
+    def befriend(self, pid: int) -> None:
+        """Take the saves of another process of this host for this one's own: it saves for it."""
+        self._kin.add(f"{self._where} {pid}")
+
+    def note(self, commit: Commit, after: Catalog) -> None:
+        """Look at a commit of this log's own, and warn if others' saves came in between."""
+        for op in commit.ops:
+            if not isinstance(op, Save):
+                continue
+            last = self._last.get(op.run)
+            self._last[op.run] = commit.number
+            if last is None or op.run in self._told or not op.parent:
+                continue
+            parent = after.version(op.parent)
+            # A rollback, whoever made it, leads to an older one.
+            if parent.run == op.run and parent.commit > last:
+                who = self._who(parent.commit)
+                if who in self._kin:
+                    continue
+                self._told.add(op.run)
+                _log.warning(
+                    "run %s: %s saved step %d between two saves of this process; if these are two "
+                    "trainings, give each a run of its own",
+                    op.run,
+                    who,
+                    parent.step,
+                )
+
+    def _who(self, number: int) -> str:
+        try:
+            return self._read(number).body.by or "somebody else"
+        except CkptStoreError:
+            return "somebody else"

@@ -7,10 +7,9 @@ exist but cannot be opened yet is tried again for a bounded time, then it is an 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
@@ -31,17 +30,11 @@ class LogReader:
     def __init__(self, backend: Backend, environment: Environment) -> None:
         self._backend = backend
         self._environment = environment
-        self._told: _Told | None = None
+        self._last: tuple[int, int, float | None] | None = None
+        """Number, size and time of the last commit; no time if it was written here."""
 
-    def numbers(
-        self, after: int, *, told: list[_Told] | None = None
-    ) -> tuple[list[int], CorruptObjectError | None]:
+    def numbers(self, after: int) -> tuple[list[int], CorruptObjectError | None]:
         """List the commits after number `after`.
-
-        Parameters
-        ----------
-        told
-            Gets what the listing tells of the first and the last.
 
         Returns
         -------
@@ -49,23 +42,29 @@ class LogReader:
             The numbers ``after + 1, after + 2 ...`` without a gap, and the error that names the
             first missing commit where one is missing though a later one is there.
         """
-        numbers: list[int] = []
+        listed, gap = self._listed(after)
+        return list(listed), gap
+
+    def _listed(self, after: int) -> tuple[dict[int, ObjectInfo], CorruptObjectError | None]:
+        """List as :meth:`numbers`, with what the listing says of each commit."""
+        listed: dict[int, ObjectInfo] = {}
 
         def look() -> bool:
-            """List anew; say whether no number is missing between."""
+            """List again; return whether no number is missing between."""
             found = ((commit_number(item.key), item) for item in self._list(after))
-            listed = [(number, item) for number, item in found if number is not None]
-            numbers[:] = [number for number, _ in listed]
-            if told is not None:
-                told[:] = [_Told.of(*one) for one in (listed[:1] + listed[-1:])]
-            return not numbers or numbers[-1] - after == len(numbers)
+            listed.clear()
+            listed.update((number, item) for number, item in found if number is not None)
+            return not listed or max(listed) - after == len(listed)
 
         # A directory that is read while commits appear may show a later one and miss an earlier.
         if self._wait(look):
-            return numbers, None
-        whole = [n for i, n in enumerate(numbers) if n == after + 1 + i]
+            return listed, None
+        whole = {
+            number: listed[number] for number in takewhile(listed.__contains__, count(after + 1))
+        }
         missing = commit_key(after + 1 + len(whole))
-        msg = f"the log has a gap: {missing} is missing, though {commit_key(numbers[-1])} is there"
+        last = commit_key(max(listed))
+        msg = f"the log has a gap: {missing} is missing, though {last} is there"
         return whole, CorruptObjectError(msg, hint="restore it from a replica or a backup")
 
     def tail(self, after: int) -> tuple[list[int], CorruptObjectError | None]:
@@ -73,14 +72,13 @@ class LogReader:
 
         By one thread at a time.
         """
-        told: list[_Told] = []
-        found = self.numbers(after, told=told)
-        self._told = told[-1] if told else None
-        return found
+        listed, gap = self._listed(after)
+        self._remember(listed)
+        return list(listed), gap
 
     def wrote(self, number: int, size_bytes: int) -> None:
         """Remember the last commit, which this process wrote. By one thread at a time."""
-        self._told = _Told(number=number, size_bytes=size_bytes)
+        self._last = (number, size_bytes, None)
 
     def since(self, number: int, digest: str) -> tuple[list[int], CorruptObjectError | None]:
         """List the commits after commit `number`, which was seen before and must be there still.
@@ -97,22 +95,33 @@ class LogReader:
         """
         if not number:
             return self.tail(0)
-        known, told = self._told, list[_Told]()
-        numbers, gap = self.numbers(number - 1, told=told)
-        if numbers[:1] == [number]:
-            if known is not None and known.contradicts(told[0]) and self._is_other(number, digest):
+        listed, gap = self._listed(number - 1)
+        if number in listed:
+            if self._contradicts(number, listed[number]) and self._is_other(number, digest):
                 msg = f"{commit_key(number)} is not the commit that was there before"
-                hint = "was the store replaced or restored? open it anew to see"
+                hint = "was the store replaced or restored? open it again to see"
                 return [], CorruptObjectError(msg, hint=hint)
-            self._told = told[-1]
-            return numbers[1:], gap
+            self._remember(listed)
+            return list(listed)[1:], gap
         if gap is not None:
             return [], gap
         if self.find(number, wait=True) is not None:
             return self.numbers(number)
         msg = f"{commit_key(number)}, which was there before, is gone: the log was cut short"
-        hint = "was the store emptied, replaced, restored or unmounted? open it anew to see"
+        hint = "was the store emptied, replaced, restored or unmounted? open it again to see"
         return [], CorruptObjectError(msg, hint=hint)
+
+    def _remember(self, listed: Mapping[int, ObjectInfo]) -> None:
+        last = max(listed, default=0)
+        info = listed.get(last)
+        self._last = None if info is None else (last, info.size_bytes, info.modified_at)
+
+    def _contradicts(self, number: int, info: ObjectInfo) -> bool:
+        """Return whether the last commit is listed with another size or time than before."""
+        if self._last is None or self._last[0] != number:
+            return False
+        _, size_bytes, modified_at = self._last
+        return size_bytes != info.size_bytes or modified_at not in (None, info.modified_at)
 
     def _is_other(self, number: int, digest: str) -> bool:
         """Say whether a sound commit of a number has another digest; damage is told elsewhere."""
@@ -188,27 +197,6 @@ class LogReader:
             return self.read(number)
         except CkptStoreError as error:
             return error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Told:
-    """What a listing tells of one commit."""
-
-    number: int
-    size_bytes: int
-    modified_at: float | None = None
-    """None: it was written here, and no listing has told yet."""
-
-    @classmethod
-    def of(cls, number: int, info: ObjectInfo) -> _Told:
-        return cls(number=number, size_bytes=info.size_bytes, modified_at=info.modified_at)
-
-    def contradicts(self, later: _Told) -> bool:
-        """Say whether the same number is told to be of another size or time."""
-        if self.number != later.number:
-            return False
-        timed = self.modified_at is not None and self.modified_at != later.modified_at
-        return timed or self.size_bytes != later.size_bytes
 
 
 def wait_until(backend: Backend, environment: Environment, done: Callable[[], bool]) -> bool:

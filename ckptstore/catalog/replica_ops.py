@@ -1,4 +1,4 @@
-"""Operations of replication: versions arrive from another store; another store has them too.
+"""Operations about other stores: their names, what arrives from them, and what they have too.
 
 As in :mod:`ckptstore.catalog.run_ops`: the method ``apply`` of a record changes the catalog, and
 functions return the operations for what a caller wants.
@@ -20,20 +20,17 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVEL_FLAGS, LEVELS, Part, level_of, parts_of_level
 from ckptstore.catalog.lifecycle_ops import Fork, Ids
 from ckptstore.catalog.state import Fold, Op
-from ckptstore.errors import ConflictError
+from ckptstore.catalog.suggestions import did_you_mean
+from ckptstore.errors import ConflictError, LimitError, NotFoundError
 from ckptstore.format.fields import EncodingName, Id, ManifestPointer
-from ckptstore.format.names import check_run_name, encode_metadata
-from ckptstore.format.snapshot import (
-    ABANDONED,
-    DAMAGED,
-    DELETED,
-    RECORD_ONLY,
-    VERIFIED,
-    WEIGHTS_ONLY,
-    VersionRow,
-    decode_details,
+from ckptstore.format.names import (
+    check_replica_name,
+    check_replica_url,
+    check_run_name,
+    encode_metadata,
 )
-from ckptstore.model import RoleBytes, Version
+from ckptstore.format.snapshot import Flag, VersionRow, decode_details
+from ckptstore.model import ReplicaInfo, RoleBytes, Version
 
 CHECKED_KEY: Final = "read_back_s"
 """In the receipt of a version that came: how long it took to read it back, before it was shown."""
@@ -43,7 +40,7 @@ _NOWHERE: Final = ManifestPointer(
     key=f"manifests/00/{'0' * 32}.manifest", stored_bytes=0, digest="0" * 64
 )
 """In the place of a manifest of a version that never had one here; no object has this name."""
-_CONTENT: Final = DELETED | WEIGHTS_ONLY | RECORD_ONLY | VERIFIED | DAMAGED
+_CONTENT: Final = Flag.DELETED | Flag.WEIGHTS_ONLY | Flag.RECORD_ONLY | Flag.VERIFIED | Flag.DAMAGED
 """Flags that are about content that was here before."""
 # Operations of one commit that brings records, or metrics and tags. Source: as for relocations.
 _OPS_PER_COMMIT: Final = 256
@@ -87,7 +84,7 @@ class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
         known = fold.versions.get(self.version)
         row = msgspec.structs.replace(
             row,
-            flags=LEVEL_FLAGS[self.level] | (ABANDONED if self.abandoned else 0),
+            flags=LEVEL_FLAGS[self.level] | (Flag.ABANDONED if self.abandoned else 0),
             encoding=intern(self.encoding),
         )
         if known is None:
@@ -97,14 +94,14 @@ class Replicate(run_ops.NewVersion, frozen=True, kw_only=True, tag="replicate"):
         fold.versions[row.id] = row
         if self.head:
             run.head, run.held = row.id, False
-        elif not run.head and known is not None and known.flags & DELETED:
+        elif not run.head and known is not None and known.flags & Flag.DELETED:
             run.head = row.id
 
     def _completed(self, fold: Fold, known: VersionRow, row: VersionRow) -> VersionRow:
         """Return the row of a version that is known, with the content that arrives."""
         same = (known.run, known.step, known.parent) == (row.run, row.step, row.parent)
         less = LEVELS.index(level_of(known)) < LEVELS.index(level_of(row))
-        if self.level == "record" or not same or not (less or known.flags & DELETED):
+        if self.level == "record" or not same or not (less or known.flags & Flag.DELETED):
             raise fold.broken(f"the version {self.version} exists")
         # Its place in the log, and what was said of it here, stay.
         before = decode_details(known)
@@ -141,6 +138,38 @@ class Replicated(Op, frozen=True, kw_only=True, tag="replicated"):
             more = msgspec.structs.replace(details, replicas=noted)
             packed = msgspec.msgpack.encode(more)
             fold.versions[row.id] = msgspec.structs.replace(row, details=packed)
+
+
+class NameReplica(Op, frozen=True, kw_only=True, tag="name-replica"):
+    """Another store has a name from now on; if it had it before, it is reached elsewhere now."""
+
+    name: str
+    url: str
+    """Where it is, without credentials and without options."""
+    store: Id
+    """Its id; a store of another id at this place is another store."""
+
+    def apply(self, fold: Fold) -> None:
+        """Add the name, or replace where the replica is."""
+        known = fold.replicas.get(self.name)
+        if known is not None and known.store != self.store:
+            raise fold.broken(f"the replica {self.name!r} is the store {known.store}")
+        if known is None and len(fold.replicas) == limits.REPLICAS_MAX:
+            raise fold.broken(f"more than {limits.REPLICAS_MAX} replicas have names")
+        found = ReplicaInfo(name=self.name, url=self.url, store=self.store)
+        fold.replicas = {**fold.replicas, self.name: found}  # one that has the name keeps its place
+
+
+class UnnameReplica(Op, frozen=True, kw_only=True, tag="unname-replica"):
+    """A replica has no name any more; what lies there stays."""
+
+    name: str
+
+    def apply(self, fold: Fold) -> None:
+        """Remove the name."""
+        if self.name not in fold.replicas:
+            raise fold.broken(f"there is no replica {self.name!r}")
+        fold.replicas = {name: one for name, one in fold.replicas.items() if name != self.name}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,3 +464,60 @@ def fitting(ops: Iterable[Op]) -> list[Op]:
             break
         found.append(op)
     return found
+
+
+def find_replica(catalog: Catalog, name: str) -> ReplicaInfo:
+    """Return the replica that has a name.
+
+    Raises
+    ------
+    NotFoundError
+        None has it; the hint names similar ones.
+    """
+    found = catalog.replicas.get(name)
+    if found is None:
+        msg = f"no replica is called {name[:100]!r}"
+        hint = did_you_mean(name, catalog.replicas) if catalog.replicas else ""
+        raise NotFoundError(msg, hint=hint or f"name it: ckptstore replica add {name[:40]} URL")
+    return found
+
+
+def name_replica(catalog: Catalog, *, name: str, url: str, store: str) -> list[Op]:
+    """Return what gives a replica a name, or says that it is reached elsewhere now.
+
+    Raises
+    ------
+    InvalidInputError
+        The name or the location is not accepted.
+    ConflictError
+        Another store has the name, or this one has another.
+    LimitError
+        ``REPLICAS_MAX`` have names.
+    """
+    check_replica_name(name)
+    check_replica_url(url)
+    known = catalog.replicas.get(name)
+    if known == ReplicaInfo(name=name, url=url, store=store):
+        return []
+    if known is not None and known.store != store:
+        msg = f"the replica {name!r} is the store {known.store[:8]} at {known.url}, not {store[:8]}"
+        raise ConflictError(msg, hint=f"take the name away first: ckptstore replica rm {name}")
+    for other in catalog.replicas.values():
+        if other.store == store and other.name != name:
+            msg = f"the store at {url} is the replica {other.name!r} already"
+            raise ConflictError(msg, hint=f"take that name away: ckptstore replica rm {other.name}")
+    if known is None and len(catalog.replicas) >= limits.REPLICAS_MAX:
+        msg = f"{limits.REPLICAS_MAX} replicas have names"
+        raise LimitError(msg, hint="take one away: ckptstore replica rm NAME")
+    return [NameReplica(name=name, url=url, store=store)]
+
+
+def unname_replica(catalog: Catalog, name: str) -> list[Op]:
+    """Return what takes the name of a replica away.
+
+    Raises
+    ------
+    NotFoundError
+        No replica has it.
+    """
+    return [UnnameReplica(name=find_replica(catalog, name).name)]

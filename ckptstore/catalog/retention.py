@@ -26,7 +26,7 @@ from typing import Final, Literal
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.levels import LEVELS, Level
-from ckptstore.catalog.pin_ops import pinned_text
+from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention_rules import CONTESTED, Tagged, View
 from ckptstore.errors import CkptStoreError, InvalidInputError

@@ -21,11 +21,7 @@ from ckptstore.format.names import (
     check_tag,
 )
 from ckptstore.format.snapshot import (
-    ABANDONED,
-    DAMAGED,
-    DELETED,
-    PINNED,
-    VERIFIED,
+    Flag,
     RunRow,
     SnapshotBody,
     VersionRow,
@@ -52,8 +48,10 @@ def build_run(run: RunState, rows: Mapping[str, VersionRow]) -> RunInfo:
         metrics=dict(run.metrics),
         head=run.head,
         created_at=datetime.fromtimestamp(run.created_at_ms / 1000, UTC),
-        versions_count=sum(not flag & DELETED for flag in flags) if any(flags) else len(flags),
-        tags={tag: target for tag, target in run.tags.items() if not rows[target].flags & DELETED},
+        versions_count=sum(not flag & Flag.DELETED for flag in flags) if any(flags) else len(flags),
+        tags={
+            tag: target for tag, target in run.tags.items() if not rows[target].flags & Flag.DELETED
+        },
         origin=run.origin,
         policy=msgspec.json.decode(run.policy) if run.policy else None,
     )
@@ -88,11 +86,11 @@ def build_version(row: VersionRow, tags: tuple[str, ...]) -> Version:
         receipt=details.receipt,
         commit=row.commit,
         level=level_of(row),
-        abandoned=bool(row.flags & ABANDONED),
-        pinned=bool(row.flags & PINNED),
-        verified=bool(row.flags & VERIFIED),
-        damaged=bool(row.flags & DAMAGED),
-        deleted=bool(row.flags & DELETED),
+        abandoned=bool(row.flags & Flag.ABANDONED),
+        pinned=bool(row.flags & Flag.PINNED),
+        verified=bool(row.flags & Flag.VERIFIED),
+        damaged=bool(row.flags & Flag.DAMAGED),
+        deleted=bool(row.flags & Flag.DELETED),
         origin=details.origin,
         replicas=details.replicas,
         pinned_for=tuple(filter(None, details.pinned_by)),
@@ -118,7 +116,7 @@ def tags_by_version(runs: Iterable[RunState]) -> dict[str, tuple[str, ...]]:
 
 def pins_of(row: VersionRow) -> tuple[str, ...]:
     """Return the stores that a version is pinned for; the own one is empty."""
-    return (decode_details(row).pinned_by or ("",)) if row.flags & PINNED else ()
+    return (decode_details(row).pinned_by or ("",)) if row.flags & Flag.PINNED else ()
 
 
 def snapshot_of(state: State) -> SnapshotBody:

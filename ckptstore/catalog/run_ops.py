@@ -329,7 +329,7 @@ def there(catalog: Catalog, version_id: str) -> Version:
     """Return a version that is not deleted; raises VersionNotFoundError for one that is."""
     version = catalog.version(version_id)
     if version.deleted:
-        msg = f"{version.run}@{version.step} (#{version.id[:8]}) was deleted"
+        msg = f"{version.label} was deleted"
         raise VersionNotFoundError(msg, hint=f"ckptstore undelete {version.id[:12]}")
     return version
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptstore.checkpoint.content import read_content
-from ckptstore.checkpoint.subset_manifest import renumbered
+from ckptstore.checkpoint.selection import renumbered
 from ckptstore.errors import InvalidInputError, StateError
 from ckptstore.format import skeleton
 from ckptstore.format.blocks import Blocks, Box, is_row_major, tiling_problem
@@ -25,7 +26,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, Pattern, path_text
 from ckptstore.format.roles import RoleRules
-from ckptstore.format.skeleton import Node
+from ckptstore.format.skeleton import Node, text_node
 from ckptstore.objects.piece_writer import Written
 
 
@@ -95,7 +96,6 @@ def assemble(
     InvalidInputError
         Two names have places that cannot both be.
     """
-    merged = _Merged.of(parts)
     shards: dict[str, list[tuple[int, ShardInfo]]] = {}
     values: dict[str, tuple[int, ValueInfo]] = {}
     for place, part in enumerate(parts):
@@ -103,7 +103,7 @@ def assemble(
             shards.setdefault(shard.name, []).append((place, shard))
         for value in part.values:
             values.setdefault(value.name, (place, value))
-    building = _Building(merged)
+    building = _Building(parts)
     leaves: list[tuple[Path, Node]] = []
     for name, path in paths.items():
         if name in values and name in shards:
@@ -119,56 +119,36 @@ def assemble(
     return building.finish(nest(leaves), version=version, chunk_bytes=chunk_bytes, roles=roles)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Merged:
-    """The rows of all parts, one part after the other, over one list of packs."""
+class _Building:
+    """The manifest as far as it is, over the rows of all parts, one part after the other."""
 
-    base: tuple[int, ...]
-    """Per part: its first row."""
-    columns: Mapping[str, npt.NDArray[Any]]
-    packs: tuple[str, ...]
-    parts: Sequence[RankPart]
-
-    @classmethod
-    def of(cls, parts: Sequence[RankPart]) -> _Merged:
-        """Return the rows of all parts; a pack that several name is one."""
-        places: dict[str, int] = {}
-        base = [0]
+    def __init__(self, parts: Sequence[RankPart]) -> None:
+        self._written = written = [part.written for part in parts]
+        places: dict[str, int] = {}  # a pack that several name is one
         packs: list[npt.NDArray[np.uint32]] = []
-        for part in parts:
-            table = part.written.table
+        for table in (one.table for one in written):
             own = [places.setdefault(pack, len(places)) for pack in table.packs]
             packs.append(np.array(own, np.uint32)[table.pack] if own else table.pack)
-            base.append(base[-1] + len(table))
         columns: dict[str, npt.NDArray[Any]] = {
-            name: np.concatenate([getattr(part.written.table, name) for part in parts])
+            name: np.concatenate([getattr(one.table, name) for one in written])
             for name in ("ids", "raw", "offset", "stored", "inner", "slab")
         }
-        columns["pack"] = np.concatenate(packs)
-        for name in ("is_new", "stored_new"):
-            columns[name] = np.concatenate([getattr(part.written, name) for part in parts])
-        return cls(base=tuple(base), columns=columns, packs=tuple(places), parts=parts)
-
-
-@dataclass(slots=True)
-class _Building:
-    """The manifest as far as it is."""
-
-    merged: _Merged
-    records: list[TensorRecord] = field(default_factory=list)
-    rows: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    first: list[int] = field(default_factory=lambda: [0])
+        self._table = PieceTable(**columns, pack=np.concatenate(packs), packs=tuple(places))
+        self._base = [*itertools.accumulate((len(one.table) for one in written), initial=0)]
+        self._records: list[TensorRecord] = []
+        self._rows: list[npt.NDArray[np.int64]] = []
+        self._first = [0]
 
     def _add(self, record: TensorRecord, rows: Sequence[tuple[int, tuple[int, int]]]) -> int:
         """Add a tensor whose pieces are some rows of some parts; return its index."""
         count = 0
         for part, (start, stop) in rows:
-            base = self.merged.base[part]
-            self.rows.append(np.arange(base + start, base + stop, dtype=np.int64))
+            base = self._base[part]
+            self._rows.append(np.arange(base + start, base + stop, dtype=np.int64))
             count += stop - start
-        self.records.append(record)
-        self.first.append(self.first[-1] + count)
-        return len(self.records) - 1
+        self._records.append(record)
+        self._first.append(self._first[-1] + count)
+        return len(self._records) - 1
 
     def value(self, part: int, value: ValueInfo) -> Node:
         """Add a value; return its node."""
@@ -220,40 +200,28 @@ class _Building:
         self, node: Node, *, version: str, chunk_bytes: int, roles: Mapping[Pattern, str]
     ) -> tuple[Manifest, Written]:
         """Return the manifest, and its rows as one save would have written them."""
-        rows = np.concatenate(self.rows) if self.rows else np.zeros(0, np.int64)
-        columns = {name: column[rows] for name, column in self.merged.columns.items()}
-        used, pack = np.unique(columns["pack"], return_inverse=True)
-        table = PieceTable(
-            ids=columns["ids"],
-            raw=columns["raw"],
-            pack=pack.astype(np.uint32).reshape(-1),
-            offset=columns["offset"],
-            stored=columns["stored"],
-            inner=columns["inner"],
-            slab=columns["slab"],
-            packs=[self.merged.packs[int(place)] for place in used],
-        )
+        rows = np.concatenate(self._rows) if self._rows else np.zeros(0, np.int64)
+        table = self._table.take(rows)
         manifest = Manifest(
             version=version,
             chunk_bytes=chunk_bytes,
             skeleton=skeleton.encode(node),
             tensors=self._with_roles(node, roles),
-            first=tuple(self.first),
+            first=tuple(self._first),
             pieces=table,
         )
         read_content(manifest)  # what would not load is never written
-        parts = self.merged.parts
-        seconds: dict[str, float] = {}
-        for name, value in itertools.chain.from_iterable(p.written.seconds.items() for p in parts):
-            seconds[name] = seconds.get(name, 0.0) + value
+        seconds: Counter[str] = Counter()
+        for one in self._written:
+            seconds.update(one.seconds)
         written = Written(
             table=table,
-            first=tuple(self.first),
-            is_new=columns["is_new"],
-            stored_new=columns["stored_new"],
-            pack_bytes=sum(part.written.pack_bytes for part in parts),
-            packs_count=sum(part.written.packs_count for part in parts),
-            seconds=seconds,
+            first=tuple(self._first),
+            is_new=np.concatenate([one.is_new for one in self._written])[rows],
+            stored_new=np.concatenate([one.stored_new for one in self._written])[rows],
+            pack_bytes=sum(one.pack_bytes for one in self._written),
+            packs_count=sum(one.packs_count for one in self._written),
+            seconds=dict(seconds),
         )
         return manifest, written
 
@@ -263,7 +231,7 @@ class _Building:
             first.setdefault(leaf.index, leaf.path)
         rules = RoleRules(roles, flat=RoleRules.is_flat(first.values()))
         return tuple(
-            replace(record, role=rules(first[index])) for index, record in enumerate(self.records)
+            replace(record, role=rules(first[index])) for index, record in enumerate(self._records)
         )
 
 
@@ -311,8 +279,4 @@ def _key(key: object) -> Node:
     if not isinstance(key, str):
         msg = f"{key!r} is no key of a dict here"
         raise InvalidInputError(msg)
-    try:
-        key.encode()
-    except UnicodeEncodeError:
-        return ["u", key.encode("utf-8", "surrogatepass")]
-    return key
+    return text_node(key)

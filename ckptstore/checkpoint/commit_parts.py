@@ -5,20 +5,13 @@ Until then nothing is visible; after it everything is. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.state import Op
 from ckptstore.checkpoint.assemble import RankPart, assemble
-from ckptstore.checkpoint.content import content_digest
-from ckptstore.checkpoint.request import WriteRequest, save_ops
-from ckptstore.checkpoint.role_sizes import role_bytes
+from ckptstore.checkpoint.request import WriteRequest, commit_version
 from ckptstore.errors import CondemnedError
 from ckptstore.format.manifest import Manifest
 from ckptstore.format.paths import Path, Pattern
-from ckptstore.manifests import relied_on
 from ckptstore.model import Version
 from ckptstore.objects.piece_writer import Written
 from ckptstore.repo import Repo
@@ -58,26 +51,23 @@ def commit_parts(
         parts, paths, version=version, chunk_bytes=repo.superblock.chunk_bytes, roles=roles
     )
     pointer = repo.manifests.put(manifest, name=version)
-    sizes = role_bytes(manifest.tensors, [written])
-    said = _receipt(parts, written, manifest, receipt or {})
-    content = content_digest(manifest)
-    needed = relied_on(pointer, manifest)
-
-    def build(now: Catalog) -> list[Op]:
-        """Return the operations of the commit that follows a catalog."""
-        said["committing_s"] = environment.monotonic() - began
-        return save_ops(
-            now,
+    try:
+        commit_version(
+            repo,
             request,
-            version=version,
-            pointer=pointer,
-            content=content,
-            roles=sizes,
-            receipt=said,
-            relies_on=needed,
+            manifest,
+            pointer,
+            [written],
+            receipt={**(receipt or {}), **_receipt(parts, written, manifest)},
+            began=began,
         )
-
-    _append(repo, build)
+    except CondemnedError as error:
+        raised = CondemnedError(
+            f"a collection took what this save wrote or shared, while it went on: {error.message}",
+            hint="save again; collect with a longer grace, or an age of orphans above a save's",
+        )
+        raised.keys = error.keys
+        raise raised from error
     repo.manifests.keep(pointer.digest, manifest)
     return repo.log.catalog.version(version)
 
@@ -95,38 +85,13 @@ def _check_known(repo: Repo, parts: Sequence[RankPart]) -> None:
         raise CondemnedError(msg, hint="save again: nothing was committed")
 
 
-def _append(repo: Repo, build: Callable[[Catalog], list[Op]]) -> None:
-    """Commit; say of what was condemned meanwhile that only another save can write it again."""
-    try:
-        repo.log.append(build)
-    except CondemnedError as error:
-        raised = CondemnedError(
-            f"a collection took what this save wrote or shared, while it went on: {error.message}",
-            hint="save again; collect with a longer grace, or an age of orphans above a save's",
-        )
-        raised.keys = error.keys
-        raise raised from error
-
-
-def _receipt(
-    parts: Sequence[RankPart],
-    written: Written,
-    manifest: Manifest,
-    more: Mapping[str, float],
-) -> dict[str, float]:
-    """Return seconds and bytes of all ranks; ``packs_s`` is the slowest rank's."""
-    raw = written.table.raw.astype(np.int64)
-    new = int(raw[written.is_new].sum())
+def _receipt(parts: Sequence[RankPart], written: Written, manifest: Manifest) -> dict[str, float]:
+    """Return seconds and counts of all ranks; ``packs_s`` is the slowest rank's."""
     return {
-        **more,
         "packs_s": max(part.seconds for part in parts),
         **written.seconds,
         "pack_bytes": float(written.pack_bytes),
         "packs_count": float(written.packs_count),
         "tensors_count": float(len(manifest.tensors)),
         "ranks_count": float(len(parts)),
-        "logical_bytes": float(raw.sum()),
-        "new_bytes": float(new),
-        "shared_bytes": float(raw.sum() - new),
-        "stored_bytes": float(written.stored_new.sum()),
     }

@@ -10,9 +10,9 @@ recipe names. Needs no torch.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,7 @@ from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.cold_reads import naming_cold
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.derived_decode import DerivedDecode, follows
+from ckptstore.chunking import in_batches
 from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.decoding import decode_elements
@@ -168,27 +169,42 @@ def _read_ranges(
         for one in stored
         if one.out is not None and one.nbytes == records[one.index].nbytes
     }
+    ends = _Ends(content.manifest)
+
+    def note(nbytes: int) -> None:
+        """Report bytes that were made."""
+        nonlocal done
+        done += nbytes
+        progress(Progress(stage="read", done=done, total=total))
+
     if stored:
-        ends = _Ends(content.manifest)
         following, made = _following(content, ends, made, ready, rounding)
-        _read_stored(
+        left = dict(following)  # each is made once
+        parts = []
+        for one in stored:
+            makes = left.pop(one.index, ()) if one.nbytes == records[one.index].nbytes else ()
+            parts.append(_Part(content, ends, one, content.labels[one.index], makes))
+        _read_parts(
             content,
-            ends,
-            stored,
-            following,
+            parts,
             backend=backend,
             options=options,
             progress=lambda step: progress(
                 Progress(stage=step.stage, done=min(step.done, done), total=total)
             ),
         )
-        for one in itertools.chain.from_iterable(following.values()):
-            check_made(content, one.index, one.made(ready[one.source]))
-            done += one.nbytes
-            progress(Progress(stage="read", done=done, total=total))
+        for derived in itertools.chain.from_iterable(following.values()):
+            check_made(content, derived.index, derived.made())
+            note(derived.nbytes)
     if made:
         making = _Making(
-            content, ready, backend, options, progress, rounding=rounding, done=done, total=total
+            content=content,
+            ends=ends,
+            ready=ready,
+            backend=backend,
+            options=options,
+            note=note,
+            rounding=rounding,
         )
         making.run(made)
 
@@ -216,30 +232,19 @@ def _following(
     return found, rest
 
 
-def _read_stored(
+def _read_parts(
     content: Content,
-    ends: _Ends,
-    stored: Sequence[Range],
-    following: Mapping[int, Sequence[DerivedDecode]],
+    parts: Sequence[_Part],
     *,
     backend: Backend,
     options: Options,
-    progress: ProgressCallback,
+    progress: ProgressCallback = silent,
 ) -> None:
-    """Read tensors in pieces, and make of each whole one what follows from it; once of each."""
-    left = dict(following)
-    parts = []
-    for one in stored:
-        whole = one.out is not None and one.nbytes == content.manifest.tensors[one.index].nbytes
-        makes = left.pop(one.index, ()) if whole else ()
-        parts.append(_Part(content, ends, one, content.labels[one.index], makes))
-    (content.read or read_pieces)(
-        content.manifest.pieces,
-        [want for part in parts for want in part.wants],
-        backend=backend,
-        options=options,
-        progress=progress,
-    )
+    """Read some parts together, and bring them to where they go."""
+    wants = [want for part in parts for want in part.wants]
+    if wants:
+        read = content.read or read_pieces
+        read(content.manifest.pieces, wants, backend=backend, options=options, progress=progress)
     for part in parts:
         part.finish()
 
@@ -294,11 +299,12 @@ class _Step:
     whole: Range
     """What they are a part of."""
     low: int
-    high: int
-    """The first element in the tensor, and the one after the last."""
+    """The first element in the tensor."""
     codes: memoryview
     """Of the first source; filled when the step's parts are read."""
-    scales: _Scales | None
+    scales: memoryview | None
+    """From that of element `low` on; filled likewise."""
+    out: memoryview
     parts: list[_Part]
     """What is to be read first; nothing where the source is in memory."""
     held_bytes: int
@@ -307,84 +313,73 @@ class _Step:
     """Whether the range ends with it."""
 
 
+@dataclass(slots=True, kw_only=True)
 class _Making:
     """One call's tensors with recipes; owned by one thread."""
 
-    def __init__(
-        self,
-        content: Content,
-        ready: dict[int, memoryview],
-        backend: Backend,
-        options: Options,
-        progress: ProgressCallback,
-        *,
-        rounding: Rounding | None,
-        done: int,
-        total: int,
-    ) -> None:
-        self._content = content
-        self._ends = _Ends(content.manifest)
-        self._ready = ready
-        self._backend = backend
-        # Half for the threads that fetch; of the rest a quarter at most for scales, which stay; and
-        # while the steps of one group are made, those of the next are read.
-        self._options = replace(options, host_bytes=max(1, options.host_bytes // 2))
-        self._room = max(1, options.host_bytes * 3 // 16)
-        self._scales_room = max(_SCALE_BYTES, options.host_bytes // 8)
-        self._progress = progress
-        self._rounding = rounding
-        self._done, self._total = done, total
-        self._hasher = Hasher()
+    content: Content
+    ends: _Ends
+    ready: Mapping[int, memoryview]
+    """Tensors that are in memory already, by place."""
+    backend: Backend
+    options: Options
+    note: Callable[[int], None]
+    """Called with the bytes of each step that is made."""
+    rounding: Rounding | None
+    hasher: Hasher = field(default_factory=Hasher)
 
     def run(self, ranges: Sequence[Range]) -> None:
         """Make all of them, in their order."""
+        # Half for the threads that fetch; of the rest a quarter at most for scales, which stay; and
+        # while the steps of one group are made, those of the next are read.
+        options = replace(self.options, host_bytes=max(1, self.options.host_bytes // 2))
+        room = max(1, self.options.host_bytes * 3 // 16)
         with (
-            ThreadPoolExecutor(self._options.workers, "ckptstore-decode") as pool,
+            ThreadPoolExecutor(options.workers, "ckptstore-decode") as pool,
             ThreadPoolExecutor(1, "ckptstore-ahead") as ahead,
         ):
             due: tuple[list[_Step], Future[None]] | None = None
-            for group in self._groups(ranges):
-                reading = ahead.submit(self._read, group)
+            steps = itertools.chain.from_iterable(map(self._steps, ranges))
+            for group in in_batches(steps, lambda step: step.held_bytes, room):
+                parts = [part for step in group for part in step.parts]
+                reading = ahead.submit(
+                    _read_parts,
+                    self.content,
+                    parts,
+                    backend=self.backend,
+                    options=options,
+                )
                 if due is not None:
                     self._make(*due, pool)
                 due = group, reading
             if due is not None:
                 self._make(*due, pool)
 
-    def _groups(self, ranges: Sequence[Range]) -> Iterator[list[_Step]]:
-        """Yield steps that there is memory for at once; one at least."""
-        group: list[_Step] = []
-        held = 0
-        for one in ranges:
-            for step in self._steps(one):
-                if group and held + step.held_bytes > self._room:
-                    yield group
-                    group, held = [], 0
-                group.append(step)
-                held += step.held_bytes
-            if one.nbytes == 0:
-                self._check(one, Hasher())
-        if group:
-            yield group
-
     def _steps(self, one: Range) -> Iterator[_Step]:
         """Yield the steps of one range; what they read is planned, and its memory taken."""
-        manifest = self._content.manifest
+        manifest = self.content.manifest
         record = manifest.tensors[one.index]
         recipe = record.recipe
         assert recipe is not None  # noqa: S101  # for the type checker: that is why it is here
+        if not one.nbytes:
+            self._check(one, Hasher())
         source = recipe.sources[0]
         item, own = ITEM_BYTES[record.dtype], ITEM_BYTES[manifest.tensors[source].dtype]
         low, stop = one.start // item, (one.start + one.nbytes) // item
-        ends = self._ends.of(source) // own
+        ends = self.ends.of(source) // own
         row = int(np.searchsorted(ends, low, "right"))
         scales: _Scales | None = None
         while low < stop:
             high = min(int(ends[row]), stop)
             parts: list[_Part] = []
-            held = 0 if one.out is not None else (high - low) * item
-            if source in self._ready:
-                codes = self._ready[source][low * own : high * own]
+            held = 0
+            if one.out is None:
+                out = memoryview(bytearray((high - low) * item))
+                held = len(out)
+            else:
+                out = one.out[low * item - one.start : high * item - one.start]
+            if source in self.ready:
+                codes = self.ready[source][low * own : high * own]
             else:
                 codes = memoryview(bytearray((high - low) * own))
                 parts.append(self._part(one, source, low * own, codes))
@@ -394,17 +389,18 @@ class _Making:
                 start = scales.first * _SCALE_BYTES
                 parts.append(self._part(one, recipe.sources[1], start, scales.memory))
                 held += len(scales.memory)
-            held += sum(part.edge_bytes for part in parts)
-            last = high == stop
+            factors = None
+            if scales is not None:
+                factors = scales.memory[(low // recipe.block - scales.first) * _SCALE_BYTES :]
             yield _Step(
                 whole=one,
                 low=low,
-                high=high,
                 codes=codes,
-                scales=scales,
+                scales=factors,
+                out=out,
                 parts=parts,
-                held_bytes=held,
-                last=last,
+                held_bytes=held + sum(part.edge_bytes for part in parts),
+                last=high == stop,
             )
             low, row = high, row + 1
 
@@ -412,9 +408,11 @@ class _Making:
         """Return memory for scales from that of element `low` on: as many as there is room for."""
         first = low // block
         needed, wanted = -(-high // block), -(-stop // block)
-        last = max(needed, min(wanted, first + self._scales_room // _SCALE_BYTES))
+        last = max(
+            needed, min(wanted, first + max(1, self.options.host_bytes // 8 // _SCALE_BYTES))
+        )
         if last < wanted:  # end where a piece ends, so that none is read twice
-            ends = self._ends.of(index) // _SCALE_BYTES
+            ends = self.ends.of(index) // _SCALE_BYTES
             place = int(np.searchsorted(ends, last, "right"))
             last = max(needed, int(ends[place - 1]) if place else 0)
         memory = memoryview(bytearray((last - first) * _SCALE_BYTES))
@@ -423,67 +421,39 @@ class _Making:
     def _part(self, made: Range, index: int, start: int, out: memoryview) -> _Part:
         """Return a part of a source; what is wrong with it is wrong with what is made of it."""
         part = Range(index=index, start=start, nbytes=len(out), out=out)
-        return _Part(self._content, self._ends, part, self._content.labels[made.index])
-
-    def _read(self, group: Sequence[_Step]) -> None:
-        """Read what some steps need."""
-        parts = [part for step in group for part in step.parts]
-        if parts:
-            (self._content.read or read_pieces)(
-                self._content.manifest.pieces,
-                [want for part in parts for want in part.wants],
-                backend=self._backend,
-                options=self._options,
-                progress=silent,
-            )
-        for part in parts:
-            part.finish()
+        return _Part(self.content, self.ends, part, self.content.labels[made.index])
 
     def _make(self, group: Sequence[_Step], read: Future[None], pool: ThreadPoolExecutor) -> None:
         """Make some steps once they are read, and check the tensors that end with one."""
         read.result()
-        for step, made in zip(group, pool.map(self._decode, group), strict=True):
-            record = self._content.manifest.tensors[step.whole.index]
+        for step, _ in zip(group, pool.map(self._decode, group), strict=True):
+            record = self.content.manifest.tensors[step.whole.index]
             if step.whole.nbytes == record.nbytes:
-                self._hasher.update(made)
+                self.hasher.update(step.out)
                 if step.last:
-                    self._check(step.whole, self._hasher)
-                    self._hasher = Hasher()
-            self._done += len(made)
-            self._progress(Progress(stage="read", done=self._done, total=self._total))
+                    self._check(step.whole, self.hasher)
+                    self.hasher = Hasher()
+            self.note(len(step.out))
 
-    def _decode(self, step: _Step) -> memoryview:
-        """Make the elements of a step; return their bytes."""
-        record = self._content.manifest.tensors[step.whole.index]
+    def _decode(self, step: _Step) -> None:
+        """Make the elements of a step."""
+        record = self.content.manifest.tensors[step.whole.index]
         recipe = record.recipe
         assert recipe is not None  # noqa: S101  # for the type checker: steps are of such
-        item = ITEM_BYTES[record.dtype]
-        if step.whole.out is None:
-            out = memoryview(bytearray((step.high - step.low) * item))
-        else:
-            out = step.whole.out[
-                step.low * item - step.whole.start : step.high * item - step.whole.start
-            ]
-        scales = None
-        if step.scales is not None:
-            scales = step.scales.memory[
-                (step.low // recipe.block - step.scales.first) * _SCALE_BYTES :
-            ]
         decode_elements(
             recipe.kind,
             recipe.code,
             recipe.block,
             record.dtype,
-            self._content.manifest.tensors[recipe.sources[0]].dtype,
+            self.content.manifest.tensors[recipe.sources[0]].dtype,
             step.low,
             step.codes,
-            scales,
-            out,
-            self._rounding,
+            step.scales,
+            step.out,
+            self.rounding,
         )
-        return out
 
     def _check(self, one: Range, made: Hasher) -> None:
         """Compare the digest of a tensor that was made whole."""
-        if one.nbytes == self._content.manifest.tensors[one.index].nbytes:
-            check_made(self._content, one.index, made)
+        if one.nbytes == self.content.manifest.tensors[one.index].nbytes:
+            check_made(self.content, one.index, made)

@@ -8,6 +8,7 @@ Needs no torch.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from ckptstore.backends.base import Backend
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
+from ckptstore.chunking import in_batches
 from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
 from ckptstore.events import ProgressCallback, silent
@@ -97,11 +99,8 @@ def read_regions(
     if any(content.manifest.tensors[region.index].recipe for region in regions):
         room = max(1, room // 2)  # the other half is for what they follow from
         options = replace(options, host_bytes=room)
-    batch: list[_Piece] = []
-    held = 0
-
-    def read() -> None:
-        """Read what is in the batch, and put what did not go straight there into its place."""
+    pieces = itertools.chain.from_iterable(map(_pieces, regions))
+    for batch in in_batches(pieces, _held_bytes, room):
         ranges: list[Range] = []
         arrived: list[tuple[_Piece, memoryview]] = []
         for piece in batch:
@@ -116,16 +115,9 @@ def read_regions(
         for piece, memory in arrived:
             piece.scatter(memory)
 
-    for region in regions:
-        for piece in _pieces(region):
-            size = 0 if piece.direct is not None else piece.nbytes
-            if batch and held + size > room:
-                read()
-                batch, held = [], 0
-            batch.append(piece)
-            held += size
-    if batch:
-        read()
+
+def _held_bytes(piece: _Piece) -> int:
+    return piece.nbytes if piece.direct is None else 0
 
 
 def _pieces(region: Region) -> Iterator[_Piece]:

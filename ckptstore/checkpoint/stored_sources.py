@@ -8,7 +8,7 @@ are kept, since they are read from the beginning to the end.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import Final
 
 from ckptstore.checkpoint.content import Content
@@ -35,7 +35,7 @@ class StoredBytes:
         self._repo, self._content, self._index = repo, content, index
         self._nbytes = content.manifest.tensors[index].nbytes
         self._bounds = self._cut(window_bytes)
-        self._kept: OrderedDict[int, memoryview] = OrderedDict()
+        self._kept = lru_cache(_WINDOWS)(self._read)
         self._lock = threading.Lock()
 
     def _cut(self, window_bytes: int) -> list[int]:
@@ -71,15 +71,12 @@ class StoredBytes:
 
     def _window(self, place: int) -> memoryview:
         with self._lock:
-            found = self._kept.get(place)
-            if found is None:
-                low, high = self._bounds[place], self._bounds[place + 1]
-                while len(self._kept) >= _WINDOWS:
-                    self._kept.popitem(last=False)
-                found = memoryview(bytearray(high - low))
-                one = Range(index=self._index, start=low, nbytes=high - low, out=found)
-                repo = self._repo
-                read_ranges(self._content, [one], backend=repo.backend, options=repo.options)
-                self._kept[place] = found
-            self._kept.move_to_end(place)
-            return found
+            return self._kept(place)
+
+    def _read(self, place: int) -> memoryview:
+        low, high = self._bounds[place], self._bounds[place + 1]
+        out = memoryview(bytearray(high - low))
+        one = Range(index=self._index, start=low, nbytes=high - low, out=out)
+        repo = self._repo
+        read_ranges(self._content, [one], backend=repo.backend, options=repo.options)
+        return out

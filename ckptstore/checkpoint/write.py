@@ -14,26 +14,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.state import Op
-from ckptstore.checkpoint import save_speed
-from ckptstore.checkpoint.content import content_digest
 from ckptstore.checkpoint.encode import Draft, encode_draft, listing
-from ckptstore.checkpoint.request import WriteRequest, check_wishes, save_ops
-from ckptstore.checkpoint.role_sizes import role_bytes
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.checkpoint.request import WriteRequest, check_wishes, commit_version
 from ckptstore.committing import commit_retrying
-from ckptstore.config import Options
+from ckptstore.config import Options, check_choice
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest, PieceTable, TensorRecord
 from ckptstore.format.paths import Path, path_text
-from ckptstore.manifests import relied_on
-from ckptstore.model import RoleBytes, Version
-from ckptstore.objects.deltas import Deltas, Keyframes, Older
+from ckptstore.model import Version
+from ckptstore.objects.auto_codec import SpeedSample
+from ckptstore.objects.deltas import Deltas, Older
 from ckptstore.objects.index import KnownPieces
 from ckptstore.objects.piece_writer import Written, write_pieces
+from ckptstore.objects.sources import Source
 from ckptstore.repo import Repo
 
 _log = logging.getLogger("ckptstore")
@@ -109,7 +105,18 @@ def write_version(
     shared = [] if before is None else [before.pieces]
     options = options or repo.options
     proved = frozenset() if parent is None else repo.manifests.proved(parent)
-    draft, measured = _encoded(repo, draft, before, options, request, proved)
+    began = repo.environment.monotonic()
+    draft = encode_draft(
+        draft,
+        parent=before,
+        chunk_bytes=repo.chunk_bytes,
+        workers=options.workers,
+        derive=request.derive,
+        proved=proved,
+    )
+    measured = dict(draft.numbers)
+    if measured:
+        measured["measuring_s"] = repo.environment.monotonic() - began
     saving = _VersionWrite(
         repo=repo,
         request=replace(request, metadata=listing(request.metadata, draft.fallbacks)),
@@ -122,7 +129,6 @@ def write_version(
         before_commit=before_commit,
     )
     if check_choice(request.codec) == "delta":
-        saving.keyframes = repo.manifests.keyframes
         saving.older = _older(repo, draft, parent if shared else None)
     manifest, pointer = saving.run(shared)
     repo.manifests.keep(pointer.digest, manifest, proved=draft.proved)
@@ -149,29 +155,6 @@ def _readable(repo: Repo, parent: Version) -> Manifest | None:
         return None
 
 
-def _encoded(
-    repo: Repo,
-    draft: Draft,
-    before: Manifest | None,
-    options: Options,
-    request: WriteRequest,
-    proved: Collection[int],
-) -> tuple[Draft, dict[str, float]]:
-    """Return what is written of a state, and what the receipt says of it."""
-    began = repo.environment.monotonic()
-    encoded = encode_draft(
-        draft,
-        parent=before,
-        chunk_bytes=repo.superblock.chunk_bytes,
-        workers=options.workers,
-        derive=request.derive,
-        proved=proved,
-    )
-    if not encoded.numbers:
-        return encoded, {}
-    return encoded, {**encoded.numbers, "measuring_s": repo.environment.monotonic() - began}
-
-
 def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
     """Return what a save may take deltas to.
 
@@ -179,8 +162,7 @@ def _older(repo: Repo, draft: Draft, parent: Version | None) -> Older:
     this process does not know it: that decides when a new keyframe pays.
     """
     before = None if parent is None else repo.manifests.load(parent)
-    chunk_bytes = repo.superblock.chunk_bytes
-    older = _matched(draft.records, draft.frame, before, chunk_bytes=chunk_bytes)
+    older = _matched(draft.records, draft.frame, before, chunk_bytes=repo.chunk_bytes)
     if parent is not None and (unknown := repo.manifests.keyframes.unknown(older.table)):
         repo.manifests.keyframes.learn(_ancestors(repo, repo.catalog, parent), unknown)
     return older
@@ -201,132 +183,126 @@ class _VersionWrite:
     before_commit: Callable[[], None]
     older: Older | None = None
     """What deltas may be taken to; None if none are wanted."""
-    keyframes: Keyframes | None = None
 
     def run(self, shared: list[PieceTable]) -> tuple[Manifest, ManifestPointer]:
         """Write and commit, again if something was condemned; return manifest and place."""
+        repo, draft = self.repo, self.draft
         written: list[Written] = []
 
         def attempt(condemned: set[str]) -> tuple[Manifest, ManifestPointer]:
-            """Write what is not known elsewhere, and commit."""
+            """Write all but what is known elsewhere and not condemned, and commit."""
             tables = [*(part.table for part in reversed(written)), *shared]
-            written.append(self._write(KnownPieces(tables, without=condemned), condemned))
-            began = self.repo.environment.monotonic() - self.receipt.get("committing_s", 0.0)
+            written.append(
+                write_tensors(
+                    repo,
+                    draft.sources,
+                    KnownPieces(tables, without=condemned),
+                    self.receipt,
+                    codec=self.request.codec,
+                    options=self.options,
+                    progress=self.progress,
+                    deltas=self._deltas(condemned),
+                )
+            )
+            self.receipt["tensors_count"] = float(draft.visible_count or len(draft.records))
+            began = repo.environment.monotonic() - self.receipt.get("committing_s", 0.0)
             name = self.version if len(written) == 1 else ""  # a name is never used again
-            manifest, pointer = self._describe(written[-1], name)
-            self._commit(manifest, pointer, written, began=began)
+            manifest = Manifest(
+                version=self.version,
+                chunk_bytes=repo.chunk_bytes,
+                skeleton=draft.frame,
+                tensors=draft.records,
+                first=written[-1].first,
+                pieces=written[-1].table,
+            )
+            pointer = repo.manifests.put(manifest, name=name)
+            commit_version(
+                repo,
+                self.request,
+                manifest,
+                pointer,
+                written,
+                receipt=self.receipt,
+                began=began,
+                blocked_since=self.blocked_since,
+                visible_count=draft.visible_count,
+                before_commit=self.before_commit,
+            )
             return manifest, pointer
 
         return commit_retrying(attempt)
 
-    def _commit(
-        self,
-        manifest: Manifest,
-        pointer: ManifestPointer,
-        written: Sequence[Written],
-        *,
-        began: float,
-    ) -> None:
-        """Make the version visible; raise CondemnedError if something of it was condemned.
-
-        Parameters
-        ----------
-        written
-            What each try to save it has written.
-        began
-            When committing began; earlier by what tries before took.
-        """
-        visible_count = self.draft.visible_count
-        roles = role_bytes(self.draft.records, written, visible_count=visible_count)
-        self._count(roles)
-        content = content_digest(manifest)
-
-        def build(now: Catalog) -> list[Op]:
-            """Return the operations of the commit that follows a catalog."""
-            self.before_commit()
-            self._clock(began)
-            return save_ops(
-                now,
-                self.request,
-                version=self.version,
-                pointer=pointer,
-                content=content,
-                roles=roles,
-                receipt=self.receipt,
-                relies_on=relied_on(pointer, manifest),
-            )
-
-        try:
-            self.repo.log.append(build)
-        finally:
-            self._clock(began)
-
-    def _write(self, known: KnownPieces, condemned: Collection[str]) -> Written:
-        """Write the packs; without those that were condemned, share what is known."""
-        repo = self.repo
-        deltas = None
-        if self.older is not None and self.keyframes is not None:
-            deltas = Deltas(
-                older=self.older,
-                keyframes=self.keyframes,
-                backend=repo.backend,
-                options=self.options,
-                without=condemned,
-            )
-        choice, chosen = save_speed.choose(repo, self.request.codec, workers=self.options.workers)
-        self.receipt.update(chosen)
-        began = repo.environment.monotonic()
-        written = write_pieces(
-            self.draft.sources,
-            backend=repo.backend,
-            environment=repo.environment,
+    def _deltas(self, condemned: Collection[str]) -> Deltas | None:
+        if self.older is None:
+            return None
+        return Deltas(
+            older=self.older,
+            keyframes=self.repo.manifests.keyframes,
+            backend=self.repo.backend,
             options=self.options,
-            known=known,
-            chunk_bytes=repo.superblock.chunk_bytes,
-            choice=choice,
-            progress=self.progress,
-            deltas=deltas,
+            without=condemned,
         )
-        spent = repo.environment.monotonic() - began
-        save_speed.learn(repo, choice, written, wall_s=spent)
-        self._add("packs_s", spent)
-        for name, seconds in written.seconds.items():
-            self._add(name, seconds)
-        self._add("pack_bytes", float(written.pack_bytes))
-        self._add("packs_count", float(written.packs_count))
-        self.receipt["tensors_count"] = float(self.draft.visible_count or len(self.draft.records))
-        return written
 
-    def _describe(self, written: Written, name: str) -> tuple[Manifest, ManifestPointer]:
-        """Write the manifest; return it and where it is."""
-        manifest = Manifest(
-            version=self.version,
-            chunk_bytes=self.repo.superblock.chunk_bytes,
-            skeleton=self.draft.frame,
-            tensors=self.draft.records,
-            first=written.first,
-            pieces=written.table,
+
+def write_tensors(
+    repo: Repo,
+    sources: Sequence[Source],
+    known: KnownPieces,
+    receipt: dict[str, float],
+    *,
+    codec: str,
+    options: Options,
+    progress: ProgressCallback,
+    deltas: Deltas | None = None,
+) -> Written:
+    """Write the pieces of tensors that are not known, and learn from it what ``auto`` comes to.
+
+    Parameters
+    ----------
+    receipt
+        Gets the choice of the codec, and seconds and bytes, added to those that it has.
+    """
+    choice = check_choice(codec)
+    if choice == "auto":
+        found = repo.pace.choose(workers=options.workers)
+        choice = "planes" if found.planes else "raw"
+        receipt.update(found.entries())
+    began = repo.environment.monotonic()
+    written = write_pieces(
+        sources,
+        backend=repo.backend,
+        environment=repo.environment,
+        options=options,
+        known=known,
+        chunk_bytes=repo.chunk_bytes,
+        choice=choice,
+        progress=progress,
+        deltas=deltas,
+    )
+    wall_s = repo.environment.monotonic() - began
+    if choice in {"raw", "planes"}:  # other codecs say nothing of these two
+        raw = written.table.raw[: len(written.is_new)].astype(np.int64)
+        repo.pace.note(
+            SpeedSample(
+                planes=choice == "planes",
+                total_bytes=int(raw.sum()),
+                new_bytes=int(raw[written.is_new].sum()),
+                stored_bytes=int(written.stored_new.sum()),
+                wall_s=wall_s,
+                hashing_s=written.seconds.get("hashing_s", 0.0),
+                encoding_s=written.seconds.get("encoding_s", 0.0),
+                storage_s=written.storage_s,
+            )
         )
-        return manifest, self.repo.manifests.put(manifest, name=name)
-
-    def _count(self, roles: Mapping[str, RoleBytes]) -> None:
-        """Note the bytes of all roles."""
-        logical = sum(part.logical for part in roles.values())
-        new = sum(part.new for part in roles.values())
-        self.receipt["logical_bytes"] = float(logical)
-        self.receipt["new_bytes"] = float(new)
-        self.receipt["shared_bytes"] = float(logical - new)
-        self.receipt["stored_bytes"] = float(sum(part.stored for part in roles.values()))
-
-    def _clock(self, began: float) -> None:
-        """Note how long it took up to now."""
-        now = self.repo.environment.monotonic()
-        self.receipt["committing_s"] = now - began
-        if self.blocked_since is not None:
-            self.receipt["blocked_s"] = now - self.blocked_since
-
-    def _add(self, name: str, value: float) -> None:
-        self.receipt[name] = self.receipt.get(name, 0.0) + value
+    sums = {
+        "packs_s": wall_s,
+        **written.seconds,
+        "pack_bytes": float(written.pack_bytes),
+        "packs_count": float(written.packs_count),
+    }
+    for name, value in sums.items():
+        receipt[name] = receipt.get(name, 0.0) + value
+    return written
 
 
 # --- what deltas are taken to ---------------------------------------------------------------------
@@ -371,17 +347,12 @@ _Name = tuple[Path, int]
 def _names(records: Sequence[TensorRecord], frame: bytes) -> list[_Name | None]:
     found: list[_Name | None] = [None] * len(records)
     for leaf in skeleton.iter_leaves(skeleton.decode(frame)):
-        if found[leaf.index] is None:
-            found[leaf.index] = (leaf.path, -1)
+        found[leaf.index] = found[leaf.index] or (leaf.path, -1)
     for record, name in zip(records, list(found), strict=True):
-        for place, source in enumerate(record.recipe.sources if record.recipe and name else ()):
-            if found[source] is None and name is not None:
-                found[source] = (name[0], place)
+        if record.recipe is not None and name is not None:
+            for place, source in enumerate(record.recipe.sources):
+                found[source] = found[source] or (name[0], place)
     return found
-
-
-def _text(name: _Name | None) -> str:
-    return "" if name is None else f"{path_text(name[0])} {name[1]}"
 
 
 def _kind(name: _Name | None, record: TensorRecord) -> str:
@@ -390,7 +361,8 @@ def _kind(name: _Name | None, record: TensorRecord) -> str:
     An optimizer keeps its states under numbers alone: there it is the shape that tells the moments
     of an embedding from those of other weights.
     """
-    return f"{_DIGITS.sub('#', _text(name))} {list(record.shape)}"
+    text = "" if name is None else f"{path_text(name[0])} {name[1]}"
+    return f"{_DIGITS.sub('#', text)} {list(record.shape)}"
 
 
 def _is_same(one: TensorRecord, two: TensorRecord) -> bool:

@@ -13,25 +13,27 @@ from ckptstore.cli.text import metric_text
 
 
 def annotate(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
-    metrics: Annotated[
-        list[str], typer.Argument(metavar="NAME=VALUE", help="Metrics, for example bleu=31.0.")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
+    metrics: Annotated[list[str], typer.Argument(metavar="NAME=VALUE")],
     *,
     options: WriterOptions,
 ) -> None:
-    """Add metrics to a version, or replace their values."""
+    """Add metrics to a version, or replace their values.
+
+    Parameters
+    ----------
+    ref
+        The version.
+    metrics
+        Metrics, for example bleu=31.0.
+    """
     output = options.output("annotate")
     values = parse_metrics(metrics)
     with opened_to_write(options) as opening:
         found = find_version(opening, ref)
         version = opening.annotate(f"#{found.id}", values)
-        document = {
-            "version": version.id,
-            "run": version.run,
-            "step": version.step,
-            "metrics": metrics_document(version.metrics),
-        }
+        names = {"version": version.id, "run": version.run, "step": version.step}
+        document = {**names, "metrics": metrics_document(version.metrics)}
         known = ", ".join(f"{n} {metric_text(x)}" for n, x in sorted(version.metrics.items()))
         text = f"{version.run}@{version.step}: {known}"
         output.tell(document, text)

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ckptstore.cli.archive_job import run_file
-from ckptstore.cli.options import WriterOptions, dry_run
+from ckptstore.cli.archive_job import JobOptions, run_file
+from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import full_ref, opened_to_write
-from ckptstore.cli.text import bytes_text, counted, seconds_text
+from ckptstore.cli.text import bytes_text, counted, packs_text, seconds_text
 from ckptstore.errors import InvalidInputError, PolicyError
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.archive import ArchiveReport
-    from ckptstore.maintenance.core.live_set import Tally
 
 _LISTED = 10
 """Packs shown that stay or could not be moved; the document has all."""
@@ -28,86 +27,35 @@ _LISTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MoveOptions:
-    """Options that select versions and their target storage class."""
+    """Options that select versions and their target storage class.
 
-    storage_class: Annotated[
-        str | None,
-        typer.Option(
-            "--class",
-            metavar="NAME",
-            help="The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS "
-            "NEARLINE, COLDLINE, ARCHIVE; STANDARD brings packs back.",
-        ),
-    ] = None
-    run: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--run", metavar="RUN", help="All versions of this run except its head. Repeatable."
-        ),
-    ] = None
-    keep_hot: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--keep-hot",
-            metavar="RULES",
-            help="All versions except heads and those that these retention rules keep: 'last "
-            "5, tagged'. Repeatable.",
-        ),
-    ] = None
-    min_age: Annotated[
-        str | None,
-        typer.Option(
-            "--min-age",
-            metavar="TIME",
-            help="Only versions saved at least this long ago, for example 30d.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    storage_class
+        The storage class: STANDARD_IA, GLACIER_IR, GLACIER, DEEP_ARCHIVE; of GCS NEARLINE,
+        COLDLINE, ARCHIVE; STANDARD brings packs back.
+    run
+        All versions of this run except its head. Repeatable.
+    keep_hot
+        All versions except heads and those that these retention rules keep: 'last 5, tagged'.
+        Repeatable.
+    min_age
+        Only versions saved at least this long ago, for example 30d.
+    """
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _JobOptions:
-    """Options of an archival job and its report."""
-
-    since: Annotated[
-        str | None,
-        typer.Option(
-            "--since",
-            metavar="TIME",
-            help="With --job: only versions saved since this time, for example "
-            "2026-03-01T12:00:00Z; `last` is the time of the last fully successful run, "
-            "read from the file of --report.",
-        ),
-    ] = None
-    report_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--report",
-            metavar="FILE",
-            help="With --job: also write the JSON document to this file.",
-        ),
-    ] = None
-    metrics: Annotated[
-        Path | None,
-        typer.Option(
-            "--metrics",
-            metavar="FILE",
-            help="With --job: write metrics for the Prometheus node exporter to this .prom file.",
-        ),
-    ] = None
+    storage_class: Annotated[str | None, typer.Option("--class", metavar="NAME")] = None
+    run: Annotated[list[str] | None, typer.Option(metavar="RUN")] = None
+    keep_hot: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
+    min_age: Annotated[str | None, typer.Option(metavar="TIME")] = None
 
 
 def archive(
-    refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="Versions to move.")
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
     move: _MoveOptions,
-    job: Annotated[
-        Path | None,
-        typer.Option("--job", metavar="FILE", help="Run the archival job of this TOML file."),
-    ] = None,
-    dry_run: Annotated[bool, dry_run("Print what would be done; change nothing.")] = False,
-    reporting: _JobOptions,
+    job: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    dry_run: DryRun = False,
+    reporting: JobOptions,
     options: WriterOptions,
 ) -> None:
     """Move data that only these versions need to a colder storage class, or run an archival job.
@@ -120,18 +68,20 @@ def archive(
     the job file says. For cron, Slurm and Kubernetes: the next run finishes a killed one, and two
     runs at once do no harm. Exits with 0 if everything was done, with the exit code of the first
     step that failed, or with 7 if a version is late.
+
+    Parameters
+    ----------
+    refs
+        Versions to move.
+    job
+        Run the archival job of this TOML file.
+    dry_run
+        Print what would be done; change nothing.
     """
     output = options.output("archive")
     _check(refs, move, job, reporting)
     if job is not None:
-        run_file(
-            output,
-            job,
-            dry_run=dry_run,
-            since=reporting.since,
-            report_file=reporting.report_file,
-            metrics=reporting.metrics,
-        )
+        run_file(output, job, reporting, dry_run=dry_run)
         return
     age_s = _seconds(move.min_age)
     with opened_to_write(options, writing=not dry_run) as opening:
@@ -153,7 +103,7 @@ def archive(
 
 
 def _check(
-    refs: Sequence[str] | None, move: _MoveOptions, job: Path | None, reporting: _JobOptions
+    refs: Sequence[str] | None, move: _MoveOptions, job: Path | None, reporting: JobOptions
 ) -> None:
     """Refuse a command line with no selection, or with contradicting ones."""
     msg = hint = ""
@@ -182,10 +132,10 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
     moved = "would move" if report.dry_run else "moved"
     took = "" if report.dry_run else f"; {seconds_text(report.seconds)}"
     count = counted(len(report.versions), "version")
-    what = _amount(report.moved) if report.moved.count else "nothing"
+    what = packs_text(report.moved) if report.moved.count else "nothing"
     screen.line(f"{moved} {what} to {report.storage_class}, of {count}{took}")
     if report.there.count:
-        screen.line(f"{_amount(report.there)} there already")
+        screen.line(f"{packs_text(report.there)} there already")
     if report.left:
         size = sum(one.size_bytes for one in report.left)
         packs = counted(len(report.left), "pack")
@@ -205,7 +155,3 @@ def _draw(screen: Screen, report: ArchiveReport, names: dict[str, str]) -> None:
         screen.line(f"{name} appeared meanwhile, and needs a pack that was moved", style="red")
     for text in report.warnings:
         screen.line(f"note: {text}")
-
-
-def _amount(tally: Tally) -> str:
-    return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,15 +23,27 @@ if TYPE_CHECKING:
     from ckptstore.jobs.report import JobReport, StepReport
 
 
-def run_file(
-    output: Output,
-    job: Path,
-    *,
-    dry_run: bool,
-    since: str | None,
-    report_file: Path | None,
-    metrics: Path | None,
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOptions:
+    """Options of an archival job and its report.
+
+    Parameters
+    ----------
+    since
+        With --job: only versions saved since this time, for example 2026-03-01T12:00:00Z; `last` is
+        the time of the last fully successful run, read from the file of --report.
+    report_file
+        With --job: also write the JSON document to this file.
+    metrics
+        With --job: write metrics for the Prometheus node exporter to this .prom file.
+    """
+
+    since: Annotated[str | None, typer.Option(metavar="TIME")] = None
+    report_file: Annotated[Path | None, typer.Option("--report", metavar="FILE")] = None
+    metrics: Annotated[Path | None, typer.Option(metavar="FILE")] = None
+
+
+def run_file(output: Output, job: Path, options: JobOptions, *, dry_run: bool) -> None:
     """Run the job in a file once, and show what it did.
 
     Raises
@@ -45,12 +57,13 @@ def run_file(
     from ckptstore.jobs.report import exposition
 
     wanted = read_job(job)
-    files = _Files(report=None if dry_run else report_file, metrics=None if dry_run else metrics)
+    files = _Files() if dry_run else _Files(report=options.report_file, metrics=options.metrics)
     files.check()
-    before = _last_success(report_file)
-    moment = before.covered_until if since == "last" else since
+    before = _last_success(options.report_file)
+    since_last = options.since == "last"
+    moment = before.covered_until if since_last else options.since
     # What was saved shortly before may have shown shortly after, and clocks differ.
-    slack_s = limits.SINCE_SLACK_S if since == "last" else 0.0
+    slack_s = limits.SINCE_SLACK_S if since_last else 0.0
     since_s = _seconds(moment) - slack_s if moment else None
     try:
         with progress_bars(output) as progress, vouching():
@@ -58,7 +71,7 @@ def run_file(
                 wanted,
                 dry_run=dry_run,
                 since_s=since_s,
-                since_target=before.target_id if since == "last" else "",
+                since_target=before.target_id if since_last else "",
                 progress=progress,
             )
     except CkptStoreError as error:
@@ -73,7 +86,7 @@ def run_file(
         )
     document = {**asdict(done), "ok": done.ok, "exit_code": done.exit_code}
     document |= {"last_success": before.last_success, "last": asdict(before)}
-    files.write(document, exposition(done, now_s=SYSTEM.now_ms() / 1000))
+    files.write(document, exposition(done.name, done, now_s=SYSTEM.now_ms() / 1000))
     output.show(document, lambda screen: _draw(screen, done))
     if done.exit_code:
         raise typer.Exit(done.exit_code)
@@ -94,8 +107,8 @@ class _Success:
 class _Files:
     """What a run leaves for others to read; None for what was not asked for."""
 
-    report: Path | None
-    metrics: Path | None
+    report: Path | None = None
+    metrics: Path | None = None
 
     def check(self) -> None:
         """Refuse files that could not be written, before anything is done."""
@@ -116,7 +129,7 @@ class _Files:
 
     def write_failure(self, name: str, error: CkptStoreError, before: _Success) -> None:
         """Say that nothing could be done, and keep when the last run was that did all."""
-        from ckptstore.jobs.report import failed_exposition
+        from ckptstore.jobs.report import exposition
 
         document = {
             "name": name,
@@ -128,7 +141,7 @@ class _Files:
             "last_success": before.last_success,
             "last": asdict(before),
         }
-        self.write(document, failed_exposition(name, now_s=SYSTEM.now_ms() / 1000))
+        self.write(document, exposition(name, None, now_s=SYSTEM.now_ms() / 1000))
 
 
 def _last_success(path: Path | None) -> _Success:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.documents import metrics_document
+from ckptstore.cli.documents import metrics_document, name_document
 from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.options import CommonOptions, SourceOptions
 from ckptstore.cli.output import Column, Screen
@@ -17,7 +17,7 @@ from ckptstore.cli.session import find_version, opened
 from ckptstore.cli.text import bytes_text, count_text, metric_text, version_text
 
 if TYPE_CHECKING:
-    from ckptstore.maintenance.reports.diff import DiffReport, Side, Status, TensorChange
+    from ckptstore.maintenance.reports.diff import DiffReport, Status, TensorChange
     from ckptstore.states.compare import TensorError
 
 _ROWS: Final = 20
@@ -26,23 +26,11 @@ _ORDER: Final = ("changed", "added", "removed", "moved", "same")
 
 
 def diff(
-    first: Annotated[str, typer.Argument(metavar="REF", help="The older version.")],
-    second: Annotated[str, typer.Argument(metavar="REF2", help="The newer version.")],
+    first: Annotated[str, typer.Argument(metavar="REF")],
+    second: Annotated[str, typer.Argument(metavar="REF2")],
     *,
-    values: Annotated[
-        bool,
-        typer.Option(
-            "--values",
-            help="Read the changed tensors: print the relative L2 and the largest absolute "
-            "difference of each.",
-        ),
-    ] = False,
-    limit: Annotated[
-        int,
-        typer.Option(
-            "--limit", "-n", min=0, metavar="N", help="Number of tensors to list; 0 for all."
-        ),
-    ] = _ROWS,
+    values: bool = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, metavar="N")] = _ROWS,
     replica: FromReplica = None,
     source: SourceOptions,
     options: CommonOptions,
@@ -50,6 +38,17 @@ def diff(
     """Compare two versions: tensors added, removed, moved or changed, and values that differ.
 
     Without --values only the two manifests are read.
+
+    Parameters
+    ----------
+    first
+        The older version.
+    second
+        The newer version.
+    values
+        Read the changed tensors: print the relative L2 and the largest absolute difference of each.
+    limit
+        Number of tensors to list; 0 for all.
     """
     output = options.output("diff")
     with opened(options) as opening:
@@ -77,16 +76,12 @@ class _View:
         """Return the whole report without equal tensors."""
         report = self.report
         return {
-            "first": {"id": report.first.id, "run": report.first.run, "step": report.first.step},
-            "second": {
-                "id": report.second.id,
-                "run": report.second.run,
-                "step": report.second.step,
-            },
+            "first": name_document(report.first),
+            "second": name_document(report.second),
             "equal": report.equal,
             "counts": {status: len(report.of(status)) for status in _ORDER},
             "tensors": [self._change(c) for c in report.changes if c.status != "same"],
-            "values": [asdict(value) for value in report.values],
+            "values": report.values,
         }
 
     def _change(self, change: TensorChange) -> dict[str, Any]:
@@ -94,17 +89,10 @@ class _View:
         return {
             "path": change.path,
             "status": change.status,
-            "before": _side(change.before),
-            "after": _side(change.after),
+            "before": change.before,
+            "after": change.after,
             "same_bytes": change.same_bytes,
-            "error": None
-            if error is None
-            else {
-                **metrics_document({"relative_l2": error.relative_l2, "max_abs": error.max_abs}),
-                "elements": error.elements,
-                "unequal": error.unequal,
-                "nonfinite": error.nonfinite,
-            },
+            "error": None if error is None else metrics_document(asdict(error)),
         }
 
     def draw(self, screen: Screen) -> None:
@@ -193,10 +181,6 @@ def _was(change: TensorChange) -> str:
         for side in (change.before, change.after)
     ]
     return "-" if kinds[0] == kinds[1] else f"{kinds[0]}, now {kinds[1]}"
-
-
-def _side(side: Side | None) -> dict[str, Any] | None:
-    return None if side is None else asdict(side)
 
 
 def _rest(screen: Screen, more: int) -> None:

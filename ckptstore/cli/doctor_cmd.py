@@ -26,18 +26,8 @@ if TYPE_CHECKING:
 
 
 def doctor(
-    url: Annotated[
-        str | None,
-        typer.Argument(metavar="URL", help="Location; default: --store or CKPTSTORE_URL."),
-    ] = None,
-    size: Annotated[
-        str | None,
-        typer.Option(
-            "--size",
-            metavar="BYTES",
-            help="Bytes to write and read for the throughput; 0 skips this. Default: 64MiB.",
-        ),
-    ] = None,
+    url: Annotated[str | None, typer.Argument(metavar="URL")] = None,
+    size: Annotated[str | None, typer.Option(metavar="BYTES")] = None,
     store: StoreUrl = None,
     option: StorageOptions = None,
     json: AsJson = False,
@@ -46,6 +36,13 @@ def doctor(
     """Test a storage: its guarantees and its speed. A store is not needed.
 
     Writes, reads and deletes small objects and one large one below probe/ at the location.
+
+    Parameters
+    ----------
+    url
+        Location; default: --store or CKPTSTORE_URL.
+    size
+        Bytes to write and read for the throughput; 0 skips this. Default: 64MiB.
     """
     from ckptstore.backends.probe import measure, probe
 

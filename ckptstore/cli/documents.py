@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from ckptstore.catalog.pin_ops import pinned_text
-from ckptstore.maintenance.reports.usage import sum_roles
+from ckptstore.catalog.lifecycle_ops import pinned_text
+from ckptstore.maintenance.reports.usage import ObjectTotals, sum_roles
 from ckptstore.model import ReplicaInfo, RoleBytes, RunInfo, Version
 
 
@@ -27,6 +27,16 @@ def role_document(part: RoleBytes) -> dict[str, int]:
     return {"logical_bytes": part.logical, "new_bytes": part.new, "stored_bytes": part.stored}
 
 
+def objects_document(objects: Mapping[str, ObjectTotals]) -> dict[str, dict[str, int]]:
+    """Return count and bytes of listed objects by kind."""
+    return {kind: {"count": part.count, "bytes": part.size_bytes} for kind, part in objects.items()}
+
+
+def name_document(version: Version) -> dict[str, Any]:
+    """Return the fields that name a version."""
+    return {"id": version.id, "run": version.run, "step": version.step}
+
+
 def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) -> dict[str, Any]:
     """Return a version.
 
@@ -38,9 +48,7 @@ def version_document(version: Version, *, head: bool, best: Iterable[str] = ()) 
         Metrics that it is the best of its run by.
     """
     return {
-        "id": version.id,
-        "run": version.run,
-        "step": version.step,
+        **name_document(version),
         "created_at": time_document(version.created_at),
         "metrics": metrics_document(version.metrics),
         "best": sorted(best),

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.catalog.tier_ops import find_replica
+from ckptstore.catalog.replica_ops import find_replica
 from ckptstore.cli.options import SourceOptions
 from ckptstore.errors import InvalidInputError
 from ckptstore.replicas.places import PREFIX

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptstore.cli.options import Runs, TargetOptions, WriterOptions, dry_run
+from ckptstore.cli.documents import name_document
+from ckptstore.cli.options import DryRun, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import bytes_text, counted, version_text
@@ -19,38 +20,15 @@ from ckptstore.store.opening import open_target_of
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.evict import EvictReport
 
-_Keep = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--keep",
-        metavar="RULES",
-        help="Of the selected runs, keep here the versions that these retention rules "
-        "keep: 'last 5, best 2 val_loss'. Repeatable.",
-    ),
-]
-
 
 def evict(
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Versions to evict; or use --run and --keep."),
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    to: Annotated[
-        str,
-        typer.Option("--replica", metavar="NAME", help="The replica that must hold them."),
-    ],
+    to: Annotated[str, typer.Option("--replica", metavar="NAME")],
     run: Runs = None,
-    keep: _Keep = None,
-    dry_run: Annotated[bool, dry_run("Print what would be evicted; change nothing.")] = False,
-    no_pin: Annotated[
-        bool,
-        typer.Option(
-            "--no-pin",
-            help="Do not pin evicted versions in the replica: its own retention rules decide "
-            "how long they stay.",
-        ),
-    ] = False,
+    keep: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None,
+    dry_run: DryRun = False,
+    no_pin: bool = False,
     target: TargetOptions,
     options: WriterOptions,
 ) -> None:
@@ -60,6 +38,21 @@ def evict(
     versions, nor the head of a run. An evicted version is pinned in the replica until it comes back
     or is deleted here. The next ckptstore gc frees the space. Exits with 5 if the replica dropped a
     version at the same moment and it could not be taken back.
+
+    Parameters
+    ----------
+    refs
+        Versions to evict; or use --run and --keep.
+    to
+        The replica that must hold them.
+    dry_run
+        Print what would be evicted; change nothing.
+    no_pin
+        Do not pin evicted versions in the replica: its own retention rules decide how long they
+        stay.
+    keep
+        Of the selected runs, keep here the versions that these retention rules keep: 'last 5, best
+        2 val_loss'. Repeatable.
     """
     output = options.output("evict")
     with (
@@ -111,14 +104,12 @@ def _stays(
 
 def _document(report: EvictReport, stays: Sequence[tuple[Version, str]]) -> dict[str, Any]:
     return {
-        "evicted": [{"id": one.id, "run": one.run, "step": one.step} for one in report.evicted],
-        "missed": list(report.missed),
-        "returned": list(report.returned),
-        "stays": [
-            {"id": one.id, "run": one.run, "step": one.step, "why": why} for one, why in stays
-        ],
-        "pinned": list(report.pinned),
-        "unpinned": list(report.unpinned),
+        "evicted": [name_document(one) for one in report.evicted],
+        "missed": report.missed,
+        "returned": report.returned,
+        "stays": [{**name_document(one), "why": why} for one, why in stays],
+        "pinned": report.pinned,
+        "unpinned": report.unpinned,
         "lost": [one.version for one in report.lost],
         "reclaimable_bytes": report.reclaimable_bytes,
     }

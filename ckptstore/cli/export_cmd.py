@@ -11,28 +11,19 @@ from ckptstore.cli.elsewhere import FromReplica, give
 from ckptstore.cli.options import CommonOptions, PathOptions, SourceOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import bytes_text, counted
+from ckptstore.cli.text import bytes_text, counted, listed
 
 _NAMED = 5
 """Paths that the note about what was left out names."""
 
 
 def export(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The file to write: NAME.safetensors.")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
+    path: Annotated[Path, typer.Argument(metavar="PATH")],
     *,
     paths: PathOptions,
-    strip_prefix: Annotated[
-        str,
-        typer.Option(
-            "--strip-prefix",
-            metavar="TEXT",
-            help="Prefix to remove from tensor names: 'model.' for weights saved under model.",
-        ),
-    ] = "",
-    force: Annotated[bool, typer.Option("--force", "-f", help="Replace an existing file.")] = False,
+    strip_prefix: Annotated[str, typer.Option(metavar="TEXT")] = "",
+    force: Annotated[bool, typer.Option("--force", "-f")] = False,
     replica: FromReplica = None,
     source: SourceOptions,
     options: CommonOptions,
@@ -41,6 +32,17 @@ def export(
 
     The file appears only when it is complete and on disk. Values that are not tensors are skipped,
     with a note. Evicted data is read from a replica.
+
+    Parameters
+    ----------
+    ref
+        The version.
+    path
+        The file to write: NAME.safetensors.
+    strip_prefix
+        Prefix to remove from tensor names: 'model.' for weights saved under model.
+    force
+        Replace an existing file.
     """
     from ckptstore.integrations.safetensors_export import export_safetensors
 
@@ -65,12 +67,10 @@ def export(
         "step": done.version.step,
         "tensors_count": done.tensors_count,
         "file_bytes": done.file_bytes,
-        "left_out": list(done.left_out),
+        "left_out": done.left_out,
     }
     count, size = counted(done.tensors_count, "tensor"), bytes_text(done.file_bytes)
     text = f"{done.path}: {count} of {done.version.run}@{done.version.step}, {size}"
     output.tell(document, text)
     if done.left_out and not options.json:
-        named = ", ".join(done.left_out[:_NAMED])
-        more = f" and {len(done.left_out) - _NAMED} more" if done.left_out[_NAMED:] else ""
-        output.note(f"left out, since they are no tensors: {named}{more}")
+        output.note(f"left out, since they are no tensors: {listed(done.left_out, most=_NAMED)}")

@@ -25,40 +25,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LeafOptions:
-    """Options that select and rename leaves."""
+    """Options that select and rename leaves.
 
-    role: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--role",
-            metavar="ROLE",
-            help="Only leaves of this role, for example weights. Repeatable.",
-        ),
-    ] = None
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--rename",
-            metavar="OLD=NEW",
-            help="Move leaves at or below the path OLD to NEW. Repeatable.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    role
+        Only leaves of this role, for example weights. Repeatable.
+    rename
+        Move leaves at or below the path OLD to NEW. Repeatable.
+    """
+
+    role: Annotated[list[str] | None, typer.Option(metavar="ROLE")] = None
+    rename: Annotated[list[str] | None, typer.Option(metavar="OLD=NEW")] = None
 
 
 def fork(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version to start from.")],
-    new_run: Annotated[
-        str, typer.Argument(metavar="NEW_RUN", help="Name of the new run; it must be free.")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
+    new_run: Annotated[str, typer.Argument(metavar="NEW_RUN")],
     *,
     paths: PathOptions,
     leaves: _LeafOptions,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            "--to", metavar="URL", help="Create the run in this store, a location or replica:NAME."
-        ),
-    ] = None,
+    to: Annotated[str | None, typer.Option(metavar="URL")] = None,
     target: TargetOptions,
     replica: FromReplica = None,
     source: SourceOptions,
@@ -67,6 +54,15 @@ def fork(
     """Start a run from a version; the new run shares its chunks, and no tensor is copied.
 
     With --to, only chunks that the other store lacks are copied.
+
+    Parameters
+    ----------
+    ref
+        The version to start from.
+    new_run
+        Name of the new run; it must be free.
+    to
+        Create the run in this store, a location or replica:NAME.
     """
     output = options.output("fork")
     renames = parse_renames(leaves.rename or ())

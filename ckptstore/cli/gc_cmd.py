@@ -10,7 +10,7 @@ import typer
 
 from ckptstore import limits
 from ckptstore.catalog.retention_rules import duration_text
-from ckptstore.cli.options import EngineOptions, WriterOptions, dry_run
+from ckptstore.cli.options import DryRun, EngineOptions, WriterOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened_to_write
@@ -26,46 +26,33 @@ _DROPPED: Final = {"YOUNG": 1, "NEEDED": 2, "LATER": 3}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SparingOptions:
-    """Options that limit what a collection deletes."""
+    """Options that limit what a collection deletes.
 
-    grace: Annotated[
-        str,
-        typer.Option(
-            "--grace",
-            metavar="TIME",
-            help="Grace period: how long condemned objects stay for running readers; 0 for none.",
-        ),
-    ] = _GRACE
-    orphan_age: Annotated[
-        str,
-        typer.Option(
-            "--orphan-age",
-            metavar="TIME",
-            help="Minimum age at which unreferenced objects are deleted; younger ones may be "
-            "running uploads.",
-        ),
-    ] = _ORPHAN_AGE
-    repack_below: Annotated[
-        float,
-        typer.Option(
-            "--repack-below",
-            min=0.0,
-            max=1.0,
-            metavar="SHARE",
-            help="Rewrite packs whose live share is smaller than this.",
-        ),
-    ] = limits.GC_REPACK_BELOW
-    no_repack: Annotated[bool, typer.Option("--no-repack", help="Rewrite no packs.")] = False
+    Parameters
+    ----------
+    grace
+        Grace period: how long condemned objects stay for running readers; 0 for none.
+    orphan_age
+        Minimum age at which unreferenced objects are deleted; younger ones may be running uploads.
+    repack_below
+        Rewrite packs whose live share is smaller than this.
+    no_repack
+        Rewrite no packs.
+    """
+
+    grace: Annotated[str, typer.Option(metavar="TIME")] = _GRACE
+    orphan_age: Annotated[str, typer.Option(metavar="TIME")] = _ORPHAN_AGE
+    repack_below: Annotated[float, typer.Option(min=0.0, max=1.0, metavar="SHARE")] = (
+        limits.GC_REPACK_BELOW
+    )
+    no_repack: bool = False
 
 
 def gc(
     *,
-    dry_run: Annotated[bool, dry_run("Print what would be freed; change nothing.")] = False,
+    dry_run: DryRun = False,
     spared: _SparingOptions,
-    force: Annotated[
-        bool,
-        typer.Option("--force", help="Collect even if commits seem to be missing from the log."),
-    ] = False,
+    force: bool = False,
     engine: EngineOptions,
     options: WriterOptions,
 ) -> None:
@@ -74,6 +61,13 @@ def gc(
     Safe while others save, read or collect; the next run continues an interrupted one. NOW is the
     space that this run frees, LATER the space that a run after the grace period frees, and YOUNG
     the space of unreferenced objects that may belong to a running upload.
+
+    Parameters
+    ----------
+    dry_run
+        Print what would be freed; change nothing.
+    force
+        Collect even if commits seem to be missing from the log.
     """
     output = options.output("gc")
     grace_s, orphan_age_s = parse_wait(spared.grace), parse_wait(spared.orphan_age)
@@ -103,10 +97,9 @@ def _draw(screen: Screen, report: GcReport) -> None:
     }
     rows = [(kind, *(_cell(kinds, kind) for kinds in columns.values())) for kind in report.stored]
     titles = [
-        Column(title=title, right=True, wrap=False, drop=_DROPPED.get(title, 0))
-        for title in columns
+        Column(title, right=True, wrap=False, drop=_DROPPED.get(title, 0)) for title in columns
     ]
-    screen.table([Column(title="OBJECTS", wrap=False), *titles], rows)
+    screen.table([Column("OBJECTS", wrap=False), *titles], rows)
     screen.line()
     needed = f"{counted(report.versions_count, 'version')}, {bytes_text(report.logical_bytes)}"
     screen.line(f"{needed} in memory, {bytes_text(report.live_chunk_bytes)} of chunks")

@@ -17,50 +17,15 @@ from ckptstore.errors import InvalidInputError
 
 
 def import_(
-    path: Annotated[
-        Path,
-        typer.Argument(
-            metavar="PATH",
-            help="A .safetensors, .pt, .pth, .bin or .ckpt file, a folder of shards, of "
-            "Transformers or of PEFT, or a directory of torch.distributed.checkpoint.",
-        ),
-    ],
-    run: Annotated[str, typer.Argument(metavar="RUN", help="The run; created if missing.")],
+    path: Annotated[Path, typer.Argument(metavar="PATH")],
+    run: Annotated[str, typer.Argument(metavar="RUN")],
     *,
-    step: Annotated[
-        int | None,
-        typer.Option(
-            "--step",
-            min=0,
-            metavar="N",
-            help="Step of the version; required, except for a folder of Transformers (0).",
-        ),
-    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, metavar="N")] = None,
     metric: MetricValues = None,
-    lower: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--min", metavar="NAME", help="A lower value of this metric is better. Repeatable."
-        ),
-    ] = None,
-    higher: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--max", metavar="NAME", help="A higher value of this metric is better. Repeatable."
-        ),
-    ] = None,
-    tag: Annotated[
-        list[str] | None, typer.Option("--tag", metavar="TAG", help="A tag. Repeatable.")
-    ] = None,
-    under: Annotated[
-        str | None,
-        typer.Option(
-            "--under",
-            metavar="KEY",
-            help="Store the content below this key of the state. Default for a folder of "
-            "Transformers: 'model'.",
-        ),
-    ] = None,
+    lower: Annotated[list[str] | None, typer.Option("--min", metavar="NAME")] = None,
+    higher: Annotated[list[str] | None, typer.Option("--max", metavar="NAME")] = None,
+    tag: Annotated[list[str] | None, typer.Option(metavar="TAG")] = None,
+    under: Annotated[str | None, typer.Option(metavar="KEY")] = None,
     options: WriterOptions,
 ) -> None:
     """Save the content of a file or folder as a version; nothing in it is executed.
@@ -69,6 +34,25 @@ def import_(
     files are stored with the weights. Forks keep them, and export_pretrained writes them again.
 
     Files of torch.save are read with weights_only=True; a file that needs more is refused.
+
+    Parameters
+    ----------
+    path
+        A .safetensors, .pt, .pth, .bin or .ckpt file, a folder of shards, of Transformers or of
+        PEFT, or a directory of torch.distributed.checkpoint.
+    run
+        The run; created if missing.
+    step
+        Step of the version; required, except for a folder of Transformers (0).
+    lower
+        A lower value of this metric is better. Repeatable.
+    higher
+        A higher value of this metric is better. Repeatable.
+    tag
+        A tag. Repeatable.
+    under
+        Store the content below this key of the state. Default for a folder of Transformers:
+        'model'.
     """
     output = options.output("import")
     metrics = parse_metrics(metric or ())

@@ -17,20 +17,20 @@ from ckptstore.repo import create_repo
 
 
 def init(
-    url: Annotated[
-        str | None,
-        typer.Argument(metavar="URL", help="Location; default: --store or CKPTSTORE_URL."),
-    ] = None,
+    url: Annotated[str | None, typer.Argument(metavar="URL")] = None,
     *,
-    chunk_size: Annotated[
-        str,
-        typer.Option(
-            "--chunk-size", metavar="BYTES", help="Size of chunks before compression: 64KiB-64MiB."
-        ),
-    ] = "4MiB",
+    chunk_size: Annotated[str, typer.Option(metavar="BYTES")] = "4MiB",
     options: WriterOptions,
 ) -> None:
-    """Create a store; refuses storage on which two writers could lose commits."""
+    """Create a store; refuses storage on which two writers could lose commits.
+
+    Parameters
+    ----------
+    url
+        Location; default: --store or CKPTSTORE_URL.
+    chunk_size
+        Size of chunks before compression: 64KiB-64MiB.
+    """
     output = options.output("init")
     chunk_bytes = parse_bytes(chunk_size)
     with (

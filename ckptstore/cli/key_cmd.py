@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ckptstore.backends.key_sources import make_key_file, read_key
-from ckptstore.cli.options import WriterOptions
+from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Output
 from ckptstore.cli.session import location, vouching
 from ckptstore.errors import InvalidInputError
@@ -29,38 +29,12 @@ class KeyAction(StrEnum):
 
 
 def key(
-    action: Annotated[
-        KeyAction,
-        typer.Argument(
-            metavar="ACTION",
-            help="new: create a key in FILE; id: print the id of --key; rotate: let --new- "
-            "key open the store from now on; mend: remove key records that somebody "
-            "without the key has added.",
-        ),
-    ],
-    file: Annotated[
-        Path | None, typer.Argument(metavar="[FILE]", help="File of a new key; never overwritten.")
-    ] = None,
+    action: Annotated[KeyAction, typer.Argument(metavar="ACTION")],
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]")] = None,
     *,
-    new_key: Annotated[
-        str | None,
-        typer.Option(
-            "--new-key", metavar="SPEC", help="The key to rotate to, in the syntax of --key."
-        ),
-    ] = None,
-    keep_old: Annotated[
-        bool,
-        typer.Option(
-            "--keep-old",
-            help="Keys that open the store now stay valid until a rotation without this option.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", "-n", help="With mend: print what would be removed; change nothing."
-        ),
-    ] = False,
+    new_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None,
+    keep_old: bool = False,
+    dry_run: DryRun = False,
     options: WriterOptions,
 ) -> None:
     """Create a key for encrypted stores, print a key's id, or change the key of a store.
@@ -68,6 +42,20 @@ def key(
     A rotation rewrites one small object and no version: the store's data key, which the key
     encrypts, stays the same. Use mend only while nobody rotates the key: it removes all key records
     that --key does not authenticate. Keys are never printed.
+
+    Parameters
+    ----------
+    action
+        new: create a key in FILE; id: print the id of --key; rotate: let --new- key open the store
+        from now on; mend: remove key records that somebody without the key has added.
+    file
+        File of a new key; never overwritten.
+    new_key
+        The key to rotate to, in the syntax of --key.
+    keep_old
+        Keys that open the store now stay valid until a rotation without this option.
+    dry_run
+        With mend: print what would be removed; change nothing.
     """
     output = options.output("key")
     _check(action, file, new_key, dry_run=dry_run)

@@ -30,35 +30,30 @@ _ROWS: Final = 20
 
 
 def log(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Only commits that touch this run.")
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN")] = None,
     *,
-    limit: Annotated[
-        int, typer.Option("--limit", "-n", min=0, metavar="N", help="Show the newest N; 0 for all.")
-    ] = _ROWS,
-    metric: Annotated[
-        str | None,
-        typer.Option(
-            "--metric", metavar="NAME", help="Show the history of this metric instead of commits."
-        ),
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot", metavar="PATH", help="With --metric: draw it to a .svg, .png or .pdf file."
-        ),
-    ] = None,
-    graph: Annotated[
-        bool,
-        typer.Option(
-            "--graph", help="Show the tree of versions instead of commits: runs, forks, rollbacks."
-        ),
-    ] = False,
+    limit: Annotated[int, typer.Option("--limit", "-n", min=0, metavar="N")] = _ROWS,
+    metric: Annotated[str | None, typer.Option(metavar="NAME")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH")] = None,
+    graph: bool = False,
     utc: Utc = False,
     options: CommonOptions,
 ) -> None:
-    """Show the commits, newest first; or the history of a metric, or the tree of versions."""
+    """Show the commits, newest first; or the history of a metric, or the tree of versions.
+
+    Parameters
+    ----------
+    run
+        Only commits that touch this run.
+    limit
+        Show the newest N; 0 for all.
+    metric
+        Show the history of this metric instead of commits.
+    plot
+        With --metric: draw it to a .svg, .png or .pdf file.
+    graph
+        Show the tree of versions instead of commits: runs, forks, rollbacks.
+    """
     output = options.output("log")
     if metric and graph:
         msg = "--metric and --graph are two views: choose one"
@@ -188,10 +183,10 @@ def _draw(screen: Screen, catalog: Catalog, commits: Sequence[Commit], *, utc: b
             cells = (_name(op), describe(op, catalog))
             rows.append((*(head if place == 0 else ("", "", "")), *cells))
     columns = (
-        Column(title="COMMIT", right=True, wrap=False),
-        Column(title="TIME", wrap=False),
-        Column(title="BY", drop=1),
-        Column(title="OPERATION", wrap=False),
-        Column(title="WHAT"),
+        Column("COMMIT", right=True, wrap=False),
+        Column("TIME", wrap=False),
+        Column("BY", drop=1),
+        Column("OPERATION", wrap=False),
+        Column("WHAT"),
     )
     screen.table(columns, rows)

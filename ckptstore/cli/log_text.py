@@ -10,13 +10,11 @@ import msgspec
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Condemn, Quarantine, Relocate, Swept, Verified
-from ckptstore.catalog.lifecycle_ops import Delete, Fork, Rollback, SetPolicy, Undelete
-from ckptstore.catalog.pin_ops import Pin, Unpin
-from ckptstore.catalog.replica_ops import Replicate, Replicated
+from ckptstore.catalog.lifecycle_ops import Delete, Fork, Pin, Rollback, SetPolicy, Undelete, Unpin
+from ckptstore.catalog.replica_ops import NameReplica, Replicate, Replicated, UnnameReplica
 from ckptstore.catalog.run_ops import Annotate, CreateRun, Declare, Save, Tag, Untag
 from ckptstore.catalog.state import Op
-from ckptstore.catalog.tier_ops import NameReplica, UnnameReplica
-from ckptstore.cli.text import bytes_text, count_text, counted, metric_text, version_text
+from ckptstore.cli.text import bytes_text, counted, listed, metric_text, version_text
 from ckptstore.errors import CkptStoreError
 from ckptstore.format.keys import PACKS_PREFIX
 
@@ -103,9 +101,7 @@ def _relocate(op: Relocate, catalog: Catalog) -> str:
 def _versions(op: Verified | Quarantine | Delete | Undelete | Replicated, catalog: Catalog) -> str:
     """Name the first few of the versions that an operation is about."""
     found = [catalog.version(v) for v in op.versions[:_NAMED] if catalog.has_version(v)]
-    named = ", ".join(map(version_text, found))
-    more = f" and {count_text(len(op.versions) - _NAMED)} more" if op.versions[_NAMED:] else ""
-    return named + more
+    return listed([version_text(v) for v in found], most=_NAMED, count=len(op.versions))
 
 
 def _named(version_id: str, catalog: Catalog) -> str:
@@ -121,8 +117,7 @@ def _objects(op: Condemn | Swept, _: Catalog) -> str:
 
 
 def _rollback(op: Rollback, catalog: Catalog) -> str:
-    why = f": {op.reason}" if op.reason else ""
-    return f"{op.run} to {_named(op.version, catalog)}{why}"
+    return f"{op.run} to {_named(op.version, catalog)}{_because(op.reason)}"
 
 
 _DESCRIBE: Final[dict[type, Callable[[Any, Catalog], str]]] = {

@@ -33,28 +33,24 @@ _METRIC_COLUMNS_MAX = 4
 
 
 def ls(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Only the versions of this run.")
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN")] = None,
     *,
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            "-n",
-            min=0,
-            metavar="N",
-            help="Show the newest N versions; 0 for all. Default: 20; all with --json.",
-        ),
-    ] = None,
-    metric: Annotated[
-        list[str] | None,
-        typer.Option("--metric", metavar="NAME", help="A metric to show as a column. Repeatable."),
-    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", "-n", min=0, metavar="N")] = None,
+    metric: Annotated[list[str] | None, typer.Option(metavar="NAME")] = None,
     utc: Utc = False,
     options: CommonOptions,
 ) -> None:
-    """List runs and versions, newest first; the best of each run is marked with *."""
+    """List runs and versions, newest first; the best of each run is marked with *.
+
+    Parameters
+    ----------
+    run
+        Only the versions of this run.
+    limit
+        Show the newest N versions; 0 for all. Default: 20; all with --json.
+    metric
+        A metric to show as a column. Repeatable.
+    """
     output = options.output("ls")
     with opened(options) as opening:
         catalog = opening.repo.refresh()

@@ -1,6 +1,8 @@
-"""Groups of options: frozen dataclasses of options that a command takes as one parameter.
+"""From the signature and docstring of a command to what Typer reads.
 
-A command declares a parameter of the group's type, and receives an instance::
+A command declares its options as keyword parameters. The help of a parameter is its text in the
+numpy-style section ``Parameters`` of the docstring. Options that several commands share form a
+group: a frozen dataclass that the command takes as one parameter, and receives as an instance::
 
     def pin(refs: ..., *, options: WriterOptions) -> None:
 
@@ -10,11 +12,17 @@ Typer only knows single parameters; :func:`flattened` replaces each group by its
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
+import typer
 from typer.models import OptionInfo
+
+_SECTION = "\n\nParameters\n----------\n"
+_ENTRY = re.compile(r"(\w+)\n((?: +.*(?:\n|$))+)")
 
 
 def flattened(command: Callable[..., None]) -> Callable[..., None]:
@@ -28,6 +36,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         A field of a group has a default factory instead of a default.
     """
     signature = inspect.signature(command, eval_str=True)
+    intro, texts = _read(command.__doc__)
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[Callable[..., object], list[str]]] = {}
     for parameter in signature.parameters.values():
@@ -37,46 +46,64 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
             groups[parameter.name] = kind, [one.name for one in own]
             parameters += own
         else:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            found = _described(parameter, texts)
+            parameters.append(found.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     def call(**values: Any) -> None:  # noqa: ANN401 - whatever the options hold
         for name, (group, names) in groups.items():
             values[name] = group(**{field: values.pop(field) for field in names})
         command(**values)
 
-    for parameter in parameters:
-        _name_no_value(parameter)
-    call.__doc__ = _paragraphs(command.__doc__ or "")
+    call.__doc__ = intro
     call.__annotations__ = {one.name: one.annotation for one in parameters}
     call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return call
 
 
-def _paragraphs(text: str) -> str:
-    """Return a docstring with each paragraph on one line, so that the help can wrap it."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n"))
+def _read(docstring: str | None) -> tuple[str, dict[str, str]]:
+    """Return the text before the section of parameters, and the text of each parameter.
+
+    Each paragraph is on one line, so that the help can wrap it.
+    """
+    intro, _, section = inspect.cleandoc(docstring or "").partition(_SECTION)
+    paragraphs = [" ".join(part.split()) for part in intro.split("\n\n")]
+    texts = {name: " ".join(text.split()) for name, text in _ENTRY.findall(section)}
+    return "\n\n".join(paragraphs), texts
 
 
-def _name_no_value(parameter: inspect.Parameter) -> None:
-    """Show a flag without a value in the help, where Typer would write ``<bool>``."""
-    kind, *notes = get_args(parameter.annotation) or (None,)
-    for note in notes:
-        if kind is bool and isinstance(note, OptionInfo) and note.metavar is None:
-            note.metavar = ""
+def _described(parameter: inspect.Parameter, texts: Mapping[str, str]) -> inspect.Parameter:
+    """Return a parameter with its help; a flag has one name and takes no value."""
+    kind: Any = parameter.annotation
+    note: Any = typer.Option()
+    if get_origin(kind) is Annotated:
+        kind, note = get_args(kind)
+    elif parameter.default is parameter.empty:
+        return parameter
+    note = copy(note)
+    note.help = note.help or texts.get(parameter.name)
+    if kind is bool and isinstance(note, OptionInfo):
+        note.metavar = note.metavar or ""  # Typer would write <bool>
+        if note.default is ...:  # Typer would add a second name for the opposite
+            note.default = f"--{parameter.name.replace('_', '-')}"
+    return parameter.replace(annotation=Annotated[kind, note])
 
 
 def _parameters(group: type) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
+    _, texts = _read(group.__doc__)
     for field in fields(group):
         if field.default_factory is not MISSING:
             msg = f"{group.__name__}.{field.name} has a default factory, and options have defaults"
             raise TypeError(msg)
     return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=inspect.Parameter.empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
+        _described(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if field.default is MISSING else field.default,
+                annotation=hints[field.name],
+            ),
+            texts,
         )
         for field in fields(group)
     ]

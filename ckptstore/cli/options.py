@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Final
 
 import typer
@@ -16,7 +17,7 @@ import typer
 from ckptstore.cli.output import Output
 from ckptstore.errors import InvalidInputError
 
-_PANEL = "Common options"
+_common: Final = partial(typer.Option, rich_help_panel="Common options")
 
 _OWN: Final = {
     "url": "--store URL names the store",
@@ -36,54 +37,50 @@ _OWN: Final = {
 
 StoreUrl = Annotated[
     str | None,
-    typer.Option(
+    _common(
         "--store",
         "-s",
         metavar="URL",
         envvar="CKPTSTORE_URL",
         show_envvar=True,
         help="The store: a path, s3://bucket/prefix, gs://bucket/prefix or any fsspec URL.",
-        rich_help_panel=_PANEL,
     ),
 ]
 StorageOptions = Annotated[
     list[str] | None,
-    typer.Option(
+    _common(
         "--option",
         "-o",
         metavar="KEY=VALUE",
         help="An option for the storage library, such as endpoint_url=http://host:9000; "
         "KEY:=JSON for numbers and objects. Repeatable.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Key = Annotated[
     str | None,
-    typer.Option(
+    _common(
         "--key",
         metavar="SPEC",
         envvar="CKPTSTORE_KEY",
         show_envvar=True,
         help="The key of an encrypted store: file:PATH, env:NAME or command:CMD.",
-        rich_help_panel=_PANEL,
     ),
 ]
 AsJson = Annotated[
     bool,
-    typer.Option("--json", help="Print one JSON document instead of text.", rich_help_panel=_PANEL),
+    _common("--json", help="Print one JSON document instead of text."),
 ]
 Quiet = Annotated[
     bool,
-    typer.Option(
+    _common(
         "--quiet",
         "-q",
         help="Print only the result: no progress, no notes.",
-        rich_help_panel=_PANEL,
     ),
 ]
 Utc = Annotated[
     bool,
-    typer.Option("--utc", help="Print times in UTC instead of local time.", rich_help_panel=_PANEL),
+    _common("--utc", help="Print times in UTC instead of local time."),
 ]
 MetricValues = Annotated[
     list[str] | None,
@@ -95,9 +92,7 @@ Runs = Annotated[
 ]
 
 
-def dry_run(text: str) -> Any:  # noqa: ANN401 - what Typer declares options with is its own
-    """Return the option ``--dry-run`` with the help text of one command."""
-    return typer.Option("--dry-run", "-n", help=text)
+DryRun = Annotated[bool, typer.Option("--dry-run", "-n")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,41 +119,45 @@ class CommonOptions:
         """
         return parse_storage_options(self.option or ())
 
+    def given(self) -> dict[str, Any]:
+        """Return storage options and key as :func:`ckptstore.open` takes them.
+
+        Raises
+        ------
+        InvalidInputError
+            As :func:`parse_storage_options`.
+        """
+        return open_options(self.option, self.key, placed=False)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions(CommonOptions):
-    """Options of every command that can change the store."""
+    """Options of every command that can change the store.
 
-    single_writer: Annotated[
-        bool,
-        typer.Option(
-            "--single-writer",
-            help="You guarantee that nothing else writes to the store. This allows storage "
-            "that cannot create an object only if it is absent.",
-        ),
-    ] = False
+    Parameters
+    ----------
+    single_writer
+        You guarantee that nothing else writes to the store. This allows storage that cannot create
+        an object only if it is absent.
+    """
+
+    single_writer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetOptions:
-    """Options that open a second store: that of ``--to``, ``--replica`` or an argument."""
+    """Options that open a second store: that of ``--to``, ``--replica`` or an argument.
 
-    to_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--to-option",
-            metavar="KEY=VALUE",
-            help="Like --option, for the other store. Repeatable.",
-        ),
-    ] = None
-    to_key: Annotated[
-        str | None,
-        typer.Option(
-            "--to-key",
-            metavar="SPEC",
-            help="Like --key, for the other store; a store created with it is encrypted.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    to_option
+        Like --option, for the other store. Repeatable.
+    to_key
+        Like --key, for the other store; a store created with it is encrypted.
+    """
+
+    to_option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None
+    to_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None
 
     def given(self, *, placed: bool = True) -> dict[str, Any]:
         """Return them as :func:`ckptstore.open` takes them; the key only where there is one.
@@ -173,25 +172,23 @@ class TargetOptions:
         InvalidInputError
             As :func:`parse_storage_options`.
         """
-        return second_store(self.to_option, self.to_key, placed=placed)
+        return open_options(self.to_option, self.to_key, placed=placed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """Options that open the source store of ``--from``."""
+    """Options that open the source store of ``--from``.
 
-    from_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--from-option",
-            metavar="KEY=VALUE",
-            help="Like --option, for the store of --from. Repeatable.",
-        ),
-    ] = None
-    from_key: Annotated[
-        str | None,
-        typer.Option("--from-key", metavar="SPEC", help="Like --key, for the store of --from."),
-    ] = None
+    Parameters
+    ----------
+    from_option
+        Like --option, for the store of --from. Repeatable.
+    from_key
+        Like --key, for the store of --from.
+    """
+
+    from_option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None
+    from_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None
 
     def given(self) -> dict[str, Any]:
         """Return them as :func:`ckptstore.open` takes them; the key only where there is one.
@@ -201,7 +198,7 @@ class SourceOptions:
         InvalidInputError
             As :func:`parse_storage_options`.
         """
-        return second_store(self.from_option, self.from_key)
+        return open_options(self.from_option, self.from_key)
 
     def check(self, source: str | None, wanted: str) -> None:
         """Refuse options for a store that is not named.
@@ -225,57 +222,41 @@ class SourceOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """Options that choose where tasks run."""
+    """Options that choose where tasks run.
 
-    engine: Annotated[
-        str | None,
-        typer.Option(
-            "--engine",
-            metavar="ENGINE",
-            help="Where tasks run: threads of this process (the default), processes, "
-            "dask:local, or the workers of a Dask scheduler, dask://HOST:PORT.",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            "--workers",
-            min=1,
-            metavar="N",
-            help="Number of tasks at once; the default depends on --engine.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    engine
+        Where tasks run: threads of this process (the default), processes, dask:local, or the
+        workers of a Dask scheduler, dask://HOST:PORT.
+    workers
+        Number of tasks at once; the default depends on --engine.
+    """
+
+    engine: Annotated[str | None, typer.Option(metavar="ENGINE")] = None
+    workers: Annotated[int | None, typer.Option(min=1, metavar="N")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PathOptions:
-    """Options that select tensors by path."""
+    """Options that select tensors by path.
 
-    include: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--include",
-            metavar="PATTERN",
-            help="Only tensors whose path matches, for example 'model.*'. Repeatable.",
-        ),
-    ] = None
-    exclude: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--exclude", metavar="PATTERN", help="Skip tensors whose path matches. Repeatable."
-        ),
-    ] = None
+    Parameters
+    ----------
+    include
+        Only tensors whose path matches, for example 'model.*'. Repeatable.
+    exclude
+        Skip tensors whose path matches. Repeatable.
+    """
+
+    include: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None
+    exclude: Annotated[list[str] | None, typer.Option(metavar="PATTERN")] = None
 
 
-def secret(key: str | None) -> dict[str, Any]:
-    """Return a key as an option of :func:`ckptstore.open`; empty if there is none."""
-    return {} if key is None else {"encryption_key": key}
-
-
-def second_store(
+def open_options(
     options: Sequence[str] | None, key: str | None, *, placed: bool = True
 ) -> dict[str, Any]:
-    """Return how a second store is opened, as :func:`ckptstore.open` takes it.
+    """Return storage options and a key, if there is one, as :func:`ckptstore.open` takes them.
 
     Parameters
     ----------
@@ -287,7 +268,8 @@ def second_store(
     InvalidInputError
         As :func:`parse_storage_options`.
     """
-    return {**parse_storage_options(options or (), placed=placed), **secret(key)}
+    given = parse_storage_options(options or (), placed=placed)
+    return given if key is None else {**given, "encryption_key": key}
 
 
 def parse_storage_options(texts: Sequence[str], *, placed: bool = False) -> dict[str, Any]:

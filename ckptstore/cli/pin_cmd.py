@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from ckptstore.catalog.pin_ops import pinned_text
+from ckptstore.catalog.lifecycle_ops import pinned_text
+from ckptstore.cli.documents import name_document
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
 from ckptstore.cli.text import version_text
@@ -14,26 +15,24 @@ from ckptstore.errors import InvalidInputError
 
 
 def pin(
-    refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    delete: Annotated[
-        bool,
-        typer.Option("--delete", "-d", help="Remove all pins of these versions, from any store."),
-    ] = False,
-    for_store: Annotated[
-        str | None,
-        typer.Option(
-            "--for",
-            metavar="STORE",
-            help="With --delete, instead of versions: remove the pins that evictions from "
-            "this store left here. Its id, or a prefix of it.",
-        ),
-    ] = None,
+    delete: Annotated[bool, typer.Option("--delete", "-d")] = False,
+    for_store: Annotated[str | None, typer.Option("--for", metavar="STORE")] = None,
     options: WriterOptions,
 ) -> None:
-    """Pin versions, so that rm and retain neither delete nor reduce them; or unpin them."""
+    """Pin versions, so that rm and retain neither delete nor reduce them; or unpin them.
+
+    Parameters
+    ----------
+    refs
+        The versions.
+    delete
+        Remove all pins of these versions, from any store.
+    for_store
+        With --delete, instead of versions: remove the pins that evictions from this store left
+        here. Its id, or a prefix of it.
+    """
     output = options.output("pin")
     if (for_store is not None) == bool(refs) or (for_store is not None and not delete):
         msg = "name versions; or a store, with --delete --for STORE"
@@ -46,9 +45,7 @@ def pin(
             found = [find_version(opening, ref) for ref in refs or ()]
             found = [change(f"#{version.id}") for version in found]
         document = {
-            "versions": [
-                {"id": v.id, "run": v.run, "step": v.step, "pinned": v.pinned} for v in found
-            ],
+            "versions": [{**name_document(v), "pinned": v.pinned} for v in found],
         }
         said = [f"is {pinned_text(v)}" if v.pinned else "is not pinned any more" for v in found]
         lines = [f"{version_text(v)} {word}" for v, word in zip(found, said, strict=True)]

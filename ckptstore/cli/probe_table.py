@@ -49,12 +49,10 @@ def draw_findings(screen: Screen, report: Mapping[str, Any]) -> None:
         )
         for check in report["checks"]
     ]
-    screen.table((Column(title="CHECK"), Column(title=""), Column(title="SEEN")), rows)
+    screen.table((Column("CHECK"), Column(""), Column("SEEN")), rows)
     screen.line()
     latencies = [(name, seconds_text(ms / 1000)) for name, ms in report["latencies_ms"].items()]
-    screen.table(
-        (Column(title="OPERATION"), Column(title="LATENCY (MEDIAN)", right=True)), latencies
-    )
+    screen.table((Column("OPERATION"), Column("LATENCY (MEDIAN)", right=True)), latencies)
     screen.line()
     verdict = PutIfAbsent(report["put_if_absent"])
     atomic = verdict is PutIfAbsent.ATOMIC

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptstore.cli.options import SourceOptions, WriterOptions, dry_run
+from ckptstore.cli.options import DryRun, SourceOptions, WriterOptions
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, draw_superblock, repair_document
 from ckptstore.cli.session import location, opened_for, opened_place, opened_to_write, vouching
@@ -20,31 +20,13 @@ from ckptstore.store import Store, mend_superblock
 if TYPE_CHECKING:
     from ckptstore.maintenance.repair.fix_superblock import SuperblockFinding
 
-_From = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--from",
-        metavar="URL",
-        help="A second store to recover from: a copy, any store with the same tensors, "
-        "or replica:NAME. It is only read. Repeatable: later stores are asked for "
-        "data that earlier ones lack or hold only in an archive class.",
-    ),
-]
-
 
 def repair(
     *,
-    url: _From = None,
+    url: Annotated[list[str] | None, typer.Option("--from", metavar="URL")] = None,
     source: SourceOptions,
-    level: Annotated[
-        VerifyLevel,
-        typer.Option(
-            "--level",
-            help="How to look for damage: full reads every byte; records reads only records "
-            "and sizes.",
-        ),
-    ] = VerifyLevel.FULL,
-    dry_run: Annotated[bool, dry_run("Print what would be done; write nothing.")] = False,
+    level: VerifyLevel = VerifyLevel.FULL,
+    dry_run: DryRun = False,
     options: WriterOptions,
 ) -> None:
     """Recover damaged data; exits with 5 and lists the lost tensors if something is lost.
@@ -52,6 +34,17 @@ def repair(
     Nothing is deleted and no object is changed: recovered data is written to new objects, and a
     commit points the versions to them. Safe beside savers and readers; can be interrupted and run
     again.
+
+    Parameters
+    ----------
+    level
+        How to look for damage: full reads every byte; records reads only records and sizes.
+    dry_run
+        Print what would be done; write nothing.
+    url
+        A second store to recover from: a copy, any store with the same tensors, or replica:NAME. It
+        is only read. Repeatable: later stores are asked for data that earlier ones lack or hold
+        only in an archive class.
     """
     output = options.output("repair")
     urls = url or []

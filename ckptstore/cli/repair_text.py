@@ -52,7 +52,7 @@ def draw_repair(screen: Screen, report: RepairReport, superblock: SuperblockFind
     rows = [*_commit_rows(report), *_version_rows(report)]
     if rows:
         titles = ("WHAT", "ID", "STATE", "TENSORS", "WHY")
-        screen.table([Column(title=title) for title in titles], rows)
+        screen.table([Column(title) for title in titles], rows)
         screen.line()
     for text in _notes(report):
         screen.line(text)

@@ -29,19 +29,11 @@ class Action(StrEnum):
 
 
 def replica(
-    action: Annotated[
-        Action, typer.Argument(metavar="ACTION", help="add NAME URL, ls, or rm NAME.")
-    ],
-    name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="Name of the replica.")
-    ] = None,
-    url: Annotated[
-        str | None, typer.Argument(metavar="[URL]", help="With add: location of the store.")
-    ] = None,
+    action: Annotated[Action, typer.Argument(metavar="ACTION")],
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]")] = None,
+    url: Annotated[str | None, typer.Argument(metavar="[URL]")] = None,
     *,
-    create: Annotated[
-        bool, typer.Option("--create", help="With add: create the store if it is missing.")
-    ] = False,
+    create: bool = False,
     target: TargetOptions,
     options: WriterOptions,
 ) -> None:
@@ -51,6 +43,17 @@ def replica(
     replica:NAME for a second store. The log holds name, location and store id; never options, keys
     or credentials. If another store is found at the location, it is refused. Nothing is copied and
     nothing is deleted.
+
+    Parameters
+    ----------
+    action
+        add NAME URL, ls, or rm NAME.
+    name
+        Name of the replica.
+    url
+        With add: location of the store.
+    create
+        With add: create the store if it is missing.
     """
     output = options.output("replica")
     _check(action, name, url)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from ckptstore.cli.options import EngineOptions, Runs, TargetOptions, WriterOptions, dry_run
+from ckptstore.cli.options import DryRun, EngineOptions, Runs, TargetOptions, WriterOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened_to_write, vouching
@@ -23,50 +23,25 @@ from ckptstore.store.opening import open_target_of
 if TYPE_CHECKING:
     from ckptstore.maintenance.replicas.replicate import ReplicateReport
 
-_To = Annotated[
-    str,
-    typer.Option(
-        "--to", metavar="URL", help="The other store, created if missing; or replica:NAME."
-    ),
-]
-_Keep = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--keep",
-        metavar="RULES",
-        help="Of the selected runs, only versions that these retention rules keep: "
-        "'tagged, best 2 val_loss'. Repeatable.",
-    ),
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TravelOptions:
-    """Options of the transfer."""
+    """Options of the transfer.
 
-    no_check: Annotated[
-        bool,
-        typer.Option(
-            "--no-check",
-            help="Do not read copies back; the versions then do not count as replicated.",
-        ),
-    ] = False
-    limit_rate: Annotated[
-        str | None,
-        typer.Option(
-            "--limit-rate",
-            metavar="SIZE",
-            help="Limit of the transfer, in bytes per second for both directions together: 50MiB.",
-        ),
-    ] = None
-    again: Annotated[
-        bool,
-        typer.Option(
-            "--again",
-            help="Also copy versions that the other store has deleted or reduced; versions "
-            "named by a REF are always copied.",
-        ),
-    ] = False
+    Parameters
+    ----------
+    no_check
+        Do not read copies back; the versions then do not count as replicated.
+    limit_rate
+        Limit of the transfer, in bytes per second for both directions together: 50MiB.
+    again
+        Also copy versions that the other store has deleted or reduced; versions named by a REF are
+        always copied.
+    """
+
+    no_check: bool = False
+    limit_rate: Annotated[str | None, typer.Option(metavar="SIZE")] = None
+    again: bool = False
 
     @property
     def bytes_per_s(self) -> float:
@@ -75,15 +50,12 @@ class _TravelOptions:
 
 
 def replicate(
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[REF]...", help="Versions to copy. Default: the whole store."),
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    to: _To,
+    to: Annotated[str, typer.Option(metavar="URL")],
     run: Runs = None,
-    keep: _Keep = None,
-    dry_run: Annotated[bool, dry_run("Print what would be copied; change nothing.")] = False,
+    keep: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None,
+    dry_run: DryRun = False,
     travel: _TravelOptions,
     engine: EngineOptions,
     target: TargetOptions,
@@ -95,6 +67,18 @@ def replicate(
     finish an interrupted run or to copy new versions. Nothing is deleted in either store. Exits
     with 5 if a version is damaged and was not copied, or with 8 if a version must be thawed first;
     all other versions are copied.
+
+    Parameters
+    ----------
+    refs
+        Versions to copy. Default: the whole store.
+    dry_run
+        Print what would be copied; change nothing.
+    to
+        The other store, created if missing; or replica:NAME.
+    keep
+        Of the selected runs, only versions that these retention rules keep: 'tagged, best 2
+        val_loss'. Repeatable.
     """
     output = options.output("replicate")
     rate = travel.bytes_per_s

@@ -10,7 +10,7 @@ import typer
 
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan
-from ckptstore.cli.options import WriterOptions, dry_run
+from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import opened_to_write
@@ -22,58 +22,33 @@ from ckptstore.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RuleOptions:
-    """Options that state a retention policy."""
+    """Options that state a retention policy.
 
-    full: Annotated[
-        list[str] | None,
-        typer.Option(metavar="RULES", help="Versions to keep whole: 'last 3'. Repeatable."),
-    ] = None
-    weights: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RULES",
-            help="Versions to keep as weights only: 'best 5 val_loss, every 1000 steps'. "
-            "Repeatable.",
-        ),
-    ] = None
-    weights_bf16: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--weights-bf16",
-            metavar="RULES",
-            help="Versions to keep as weights rounded to bfloat16. Repeatable.",
-        ),
-    ] = None
-    weights_int8: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--weights-int8",
-            metavar="RULES",
-            help="Versions to keep as weights in 8 bits with one scale per block. Repeatable.",
-        ),
-    ] = None
-    record: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RULES",
-            help="Versions to keep as a record with metrics only: 'all'. Repeatable.",
-        ),
-    ] = None
-    lossy: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ENCODING",
-            help="Error bounds of the two rounded levels: 'int8:rel_l2=0.02,block=64'. Repeatable.",
-        ),
-    ] = None
-    encoding: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="PATTERN=ENCODING",
-            help="With --set: encoding of the run's future saves: 'role:optimizer=dynamic8'. "
-            "Repeatable.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    full
+        Versions to keep whole: 'last 3'. Repeatable.
+    weights
+        Versions to keep as weights only: 'best 5 val_loss, every 1000 steps'. Repeatable.
+    weights_bf16
+        Versions to keep as weights rounded to bfloat16. Repeatable.
+    weights_int8
+        Versions to keep as weights in 8 bits with one scale per block. Repeatable.
+    record
+        Versions to keep as a record with metrics only: 'all'. Repeatable.
+    lossy
+        Error bounds of the two rounded levels: 'int8:rel_l2=0.02,block=64'. Repeatable.
+    encoding
+        With --set: encoding of the run's future saves: 'role:optimizer=dynamic8'. Repeatable.
+    """
+
+    full: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
+    weights: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
+    weights_bf16: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
+    weights_int8: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
+    record: Annotated[list[str] | None, typer.Option(metavar="RULES")] = None
+    lossy: Annotated[list[str] | None, typer.Option(metavar="ENCODING")] = None
+    encoding: Annotated[list[str] | None, typer.Option(metavar="PATTERN=ENCODING")] = None
 
     def policy(self) -> Policy | None:
         """Return the policy of these rules; None if there are none."""
@@ -92,32 +67,33 @@ class _RuleOptions:
 
 
 def retain(
-    run: Annotated[
-        str | None, typer.Argument(metavar="RUN", help="Only this run. Default: all runs.")
-    ] = None,
+    run: Annotated[str | None, typer.Argument(metavar="RUN")] = None,
     *,
     rules: _RuleOptions,
-    apply: Annotated[
-        bool, typer.Option("--apply", help="Carry out the plan. Without it nothing changes.")
-    ] = False,
-    dry_run: Annotated[bool, dry_run("Change nothing; this is the default.")] = False,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick",
-            help="Estimate the space that rounding frees, instead of reading and rounding "
-            "all weights.",
-        ),
-    ] = False,
-    set_policy: Annotated[
-        bool, typer.Option("--set", help="Store the rules as the policy of RUN, or of the store.")
-    ] = False,
-    clear: Annotated[
-        bool, typer.Option("--clear", help="Remove the stored policy of RUN, or of the store.")
-    ] = False,
+    apply: bool = False,
+    dry_run: DryRun = False,
+    quick: bool = False,
+    set_policy: Annotated[bool, typer.Option("--set")] = False,
+    clear: bool = False,
     options: WriterOptions,
 ) -> None:
-    """Show what a retention policy keeps of each version and why; --apply carries it out."""
+    """Show what a retention policy keeps of each version and why; --apply carries it out.
+
+    Parameters
+    ----------
+    run
+        Only this run. Default: all runs.
+    apply
+        Carry out the plan. Without it nothing changes.
+    dry_run
+        Change nothing; this is the default.
+    quick
+        Estimate the space that rounding frees, instead of reading and rounding all weights.
+    set_policy
+        Store the rules as the policy of RUN, or of the store.
+    clear
+        Remove the stored policy of RUN, or of the store.
+    """
     output = options.output("retain")
     policy = rules.policy()
     _check(policy, apply=apply, dry_run=dry_run, set_policy=set_policy, clear=clear)
@@ -174,7 +150,7 @@ def _document(store: Store, report: RetainReport) -> dict[str, Any]:
         "deleted_count": sum(decision.fate == "gone" for decision in report.changes),
         "aged_count": sum(decision.fate != "gone" for decision in report.changes),
         "reclaimable_bytes": report.reclaimable_bytes,
-        "commits": list(report.commits),
+        "commits": report.commits,
     }
 
 
@@ -189,7 +165,7 @@ def _run_document(plan: RunPlan, report: RetainReport) -> dict[str, Any]:
                 "step": decision.version.step,
                 "level": decision.version.level,
                 "fate": decision.fate,
-                "reasons": list(decision.reasons),
+                "reasons": decision.reasons,
                 "reclaimable_bytes": decision.reclaimable_bytes,
                 "rounding": rounding_document(report.roundings.get(decision.version.id)),
             }

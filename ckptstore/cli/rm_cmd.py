@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final
 import typer
 
 from ckptstore.catalog.levels import LowerLevel
-from ckptstore.cli.options import WriterOptions, dry_run
+from ckptstore.cli.documents import name_document
+from ckptstore.cli.options import DryRun, WriterOptions
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.rounding_text import rounding_document, rounding_text
 from ckptstore.cli.session import find_version, is_run_name, opened_to_write
@@ -30,61 +31,47 @@ class Keep(StrEnum):
 
 
 _FOR_GOOD: Final = "undelete does not bring it back"
-_PARTS: Final[dict[Keep | None, LowerLevel]] = {
-    Keep.WEIGHTS: "weights",
-    Keep.WEIGHTS_BF16: "weights-bf16",
-    Keep.WEIGHTS_INT8: "weights-int8",
-    Keep.RECORD: "record",
-}
 
 
 def rm(
-    refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF]...", help="The versions.")
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="All versions of this run.")
-    ] = None,
-    keep: Annotated[
-        Keep | None,
-        typer.Option(
-            "--keep",
-            help="Reduce versions for good: keep the weights, exact or rounded, or only the "
-            "record. Undelete cannot undo this.",
-        ),
-    ] = None,
-    lossy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ENCODING",
-            help="With --keep weights-bf16 or weights-int8: error bound of each tensor, for "
-            "example 'int8:rel_l2=0.02'. A tensor that would exceed it stays at the "
-            "level above.",
-        ),
-    ] = None,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            "-f",
-            help="Also delete tagged versions, heads of runs, and the only verified version.",
-        ),
-    ] = False,
-    dry_run: Annotated[bool, dry_run("Print what would be deleted; change nothing.")] = False,
-    reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Reason, recorded in the log.")
-    ] = "",
+    run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
+    keep: Keep | None = None,
+    lossy: Annotated[str | None, typer.Option(metavar="ENCODING")] = None,
+    force: Annotated[bool, typer.Option("--force", "-f")] = False,
+    dry_run: DryRun = False,
+    reason: Annotated[str, typer.Option(metavar="TEXT")] = "",
     options: WriterOptions,
 ) -> None:
-    """Delete or reduce versions; undelete restores deleted versions until gc has run."""
+    """Delete or reduce versions; undelete restores deleted versions until gc has run.
+
+    Parameters
+    ----------
+    refs
+        The versions.
+    run
+        All versions of this run.
+    keep
+        Reduce versions for good: keep the weights, exact or rounded, or only the record. Undelete
+        cannot undo this.
+    lossy
+        With --keep weights-bf16 or weights-int8: error bound of each tensor, for example
+        'int8:rel_l2=0.02'. A tensor that would exceed it stays at the level above.
+    force
+        Also delete tagged versions, heads of runs, and the only verified version.
+    dry_run
+        Print what would be deleted; change nothing.
+    reason
+        Reason, recorded in the log.
+    """
     output = options.output("rm")
     if lossy is not None and keep not in {Keep.WEIGHTS_BF16, Keep.WEIGHTS_INT8}:
         msg = "--lossy says how far rounded weights may go, and none are kept"
         raise InvalidInputError(msg, hint="--keep weights-bf16, or --keep weights-int8")
     with opened_to_write(options, writing=not dry_run) as opening:
         named = [f"#{version.id}" for version in _chosen(opening, refs or [], run)]
-        part = _PARTS.get(keep)
+        part: LowerLevel | None = keep.value if keep else None
         found = opening.remove(
             named, keep=part, lossy=lossy, reason=reason, force=force, dry_run=dry_run
         )
@@ -123,11 +110,8 @@ def _one(store: Store, ref: str) -> Version:
 
 
 def _document(removal: Removal) -> dict[str, Any]:
-    version = removal.version
     return {
-        "id": version.id,
-        "run": version.run,
-        "step": version.step,
+        **name_document(removal.version),
         "obstacle": removal.obstacle or None,
         "reclaimable_bytes": removal.reclaimable_bytes,
         "rounding": rounding_document(removal.rounding),

@@ -8,7 +8,7 @@ import typer
 
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
-from ckptstore.cli.text import count_text, version_text
+from ckptstore.cli.text import listed, version_text
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.retention.rollback import Rolled
@@ -18,18 +18,21 @@ _NAMED: Final = 10
 
 
 def rollback(
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="The version to move to, back or forward.")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
     *,
-    reason: Annotated[
-        str, typer.Option("--reason", metavar="TEXT", help="Reason, recorded in the log.")
-    ] = "",
+    reason: Annotated[str, typer.Option(metavar="TEXT")] = "",
     options: WriterOptions,
 ) -> None:
     """Move the head of a run to a version; later versions are abandoned, not deleted.
 
     The next save continues this version, and RUN@latest names it.
+
+    Parameters
+    ----------
+    ref
+        The version to move to, back or forward.
+    reason
+        Reason, recorded in the log.
     """
     from ckptstore.maintenance.retention.rollback import rollback as roll
 
@@ -55,10 +58,8 @@ def _lines(done: Rolled) -> list[str]:
     lines = [f"{done.target.run} continues {version_text(done.target)}"]
     for title, versions in (("abandoned", done.abandoned), ("back", done.returned)):
         if versions:
-            shown = ", ".join(version_text(version) for version in versions[:_NAMED])
-            more = len(versions) - _NAMED
-            tail = f" and {count_text(more)} more" if more > 0 else ""
-            lines.append(f"{title}: {shown}{tail}")
+            named = listed([version_text(version) for version in versions], most=_NAMED)
+            lines.append(f"{title}: {named}")
     if done.head_before:
         lines.append(f"to undo: ckptstore rollback {done.head_before[:12]}")
     return lines

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from ckptstore.cli.options import CommonOptions, WriterOptions, secret
+from ckptstore.cli.options import CommonOptions, WriterOptions
 from ckptstore.errors import (
     InvalidInputError,
     NotFoundError,
@@ -35,8 +35,7 @@ def location(url: str | None) -> str:
     return url
 
 
-@contextmanager
-def opened(options: CommonOptions) -> Iterator[Store]:
+def opened(options: CommonOptions) -> AbstractContextManager[Store]:
     """Open the store of a command for the length of a block, to read.
 
     Raises
@@ -46,13 +45,12 @@ def opened(options: CommonOptions) -> Iterator[Store]:
     CkptStoreError
         As :func:`ckptstore.store.open_store`.
     """
-    given = {**options.storage_options(), **secret(options.key)}
-    with opened_place(location(options.store), given) as store:
-        yield store
+    return opened_place(location(options.store), options.given())
 
 
-@contextmanager
-def opened_to_write(options: WriterOptions, *, writing: bool = True) -> Iterator[Store]:
+def opened_to_write(
+    options: WriterOptions, *, writing: bool = True
+) -> AbstractContextManager[Store]:
     """Open the store of a command for the length of a block; read-only unless `writing`.
 
     Raises
@@ -60,12 +58,12 @@ def opened_to_write(options: WriterOptions, *, writing: bool = True) -> Iterator
     CkptStoreError
         As :func:`opened`.
     """
-    given = {**options.storage_options(), **secret(options.key)}
-    single_writer = options.single_writer
-    with opened_place(
-        location(options.store), given, writing=writing, single_writer=single_writer
-    ) as store:
-        yield store
+    return opened_place(
+        location(options.store),
+        options.given(),
+        writing=writing,
+        single_writer=options.single_writer,
+    )
 
 
 @contextmanager

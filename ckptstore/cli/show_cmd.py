@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -13,11 +13,7 @@ import typer
 
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
-from ckptstore.cli.documents import (
-    replica_names,
-    state_marks,
-    version_document,
-)
+from ckptstore.cli.documents import name_document, replica_names, state_marks, version_document
 from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import find_version, opened
@@ -48,23 +44,21 @@ _ANCESTORS_SHOWN: Final = 5
 
 
 def show(
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="RUN, RUN@STEP, RUN@TAG, RUN@best:METRIC, ID ...")
-    ],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
     *,
-    tensors: Annotated[
-        str | None,
-        typer.Option(
-            "--tensors",
-            metavar="N|all",
-            help="Number of tensors to list; 0 skips reading the manifest. Default: 10; all "
-            "with --json.",
-        ),
-    ] = None,
+    tensors: Annotated[str | None, typer.Option(metavar="N|all")] = None,
     utc: Utc = False,
     options: CommonOptions,
 ) -> None:
-    """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt."""
+    """Show a version: metrics, tags, lineage, metadata, bytes by role, tensors, receipt.
+
+    Parameters
+    ----------
+    ref
+        RUN, RUN@STEP, RUN@TAG, RUN@best:METRIC, ID ...
+    tensors
+        Number of tensors to list; 0 skips reading the manifest. Default: 10; all with --json.
+    """
     output = options.output("show")
     most = _most(tensors, default=None if options.json else _TENSORS)
     with opened(options) as opening:
@@ -145,9 +139,9 @@ class _View:
         return {
             "store": url,
             "version": version_document(version, head=head, best=self.best),
-            "ancestors": [{"id": v.id, "run": v.run, "step": v.step} for v in self.line],
+            "ancestors": [name_document(v) for v in self.line],
             "tensors_count": None if self.tensors is None else self.tensors_count,
-            "tensors": None if self.tensors is None else [asdict(t) for t in self.tensors],
+            "tensors": self.tensors,
         }
 
     def draw(self, screen: Screen) -> None:

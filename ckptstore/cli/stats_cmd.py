@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ckptstore.cli.documents import role_document
+from ckptstore.cli.documents import objects_document, role_document
+from ckptstore.cli.du_shared import draw_shares, shares_document
 from ckptstore.cli.options import CommonOptions
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
@@ -23,29 +24,24 @@ if TYPE_CHECKING:
 
 def stats(
     *,
-    prometheus: Annotated[
-        bool,
-        typer.Option(
-            "--prometheus", help="Print metrics of runs and their last saves for Prometheus."
-        ),
-    ] = False,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            "--plot",
-            metavar="PATH",
-            help="Plot times and sizes of the last saves to a .svg, .png or .pdf file.",
-        ),
-    ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="With --plot: only this run.")
-    ] = None,
+    prometheus: bool = False,
+    plot: Annotated[Path | None, typer.Option(metavar="PATH")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
     options: CommonOptions,
 ) -> None:
     """Show key figures of a store: versions, distinct chunks, sharing, objects and space.
 
     Reads the manifest of every version and lists every object; with --prometheus or --plot it reads
     only the catalog.
+
+    Parameters
+    ----------
+    prometheus
+        Print metrics of runs and their last saves for Prometheus.
+    plot
+        Plot times and sizes of the last saves to a .svg, .png or .pdf file.
+    run
+        With --plot: only this run.
     """
     output = options.output("stats")
     if (prometheus and plot is not None) or (run is not None and plot is None):
@@ -103,12 +99,9 @@ def _document(
             role: {**role_document(part), "live_bytes": shared.roles.get(role, 0)}
             for role, part in totals.roles.items()
         },
-        "shares": [{"runs": share.runs, "bytes": share.size_bytes} for share in shared.shares],
+        "shares": shares_document(shared.shares),
         "skipped": shared.skipped,
-        "objects": {
-            kind: {"count": part.count, "bytes": part.size_bytes}
-            for kind, part in totals.objects.items()
-        },
+        "objects": objects_document(totals.objects),
     }
 
 
@@ -140,7 +133,4 @@ def _draw(
         Column("STATE", lambda item: bytes_text(item[1].logical), right=True),
         Column("LIVE", lambda item: bytes_text(shared.roles.get(item[0], 0)), right=True),
     )
-    if shared.shares:
-        screen.line()
-        cells = [(" ".join(share.runs), bytes_text(share.size_bytes)) for share in shared.shares]
-        screen.table((Column(title="SHARED BY"), Column(title="BYTES", right=True)), cells)
+    draw_shares(screen, shared.shares)

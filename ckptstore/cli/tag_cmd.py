@@ -12,17 +12,23 @@ from ckptstore.errors import InvalidInputError
 
 
 def tag(
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="The version; with --delete the run's name.")
-    ],
-    name: Annotated[str, typer.Argument(metavar="TAG", help="The tag; it moves if it exists.")],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
+    name: Annotated[str, typer.Argument(metavar="TAG")],
     *,
-    delete: Annotated[
-        bool, typer.Option("--delete", "-d", help="Remove the tag from the run.")
-    ] = False,
+    delete: Annotated[bool, typer.Option("--delete", "-d")] = False,
     options: WriterOptions,
 ) -> None:
-    """Tag a version, so that RUN@TAG names it; or delete a tag of a run."""
+    """Tag a version, so that RUN@TAG names it; or delete a tag of a run.
+
+    Parameters
+    ----------
+    ref
+        The version; with --delete the run's name.
+    name
+        The tag; it moves if it exists.
+    delete
+        Remove the tag from the run.
+    """
     output = options.output("tag")
     with opened_to_write(options) as opening:
         if delete:

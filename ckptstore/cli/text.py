@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.maintenance.reports.usage import sum_roles
 
 if TYPE_CHECKING:
+    from ckptstore.maintenance.core.live_set import Tally
     from ckptstore.model import Version
 
 __all__ = [
@@ -95,6 +97,24 @@ def count_text(count: int) -> str:
 def counted(count: int, noun: str) -> str:
     """Return a count and what is counted, given in the singular: ``1 pack``, ``1,200 packs``."""
     return f"{count_text(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(texts: Sequence[str], *, most: int, count: int | None = None) -> str:
+    """Return the first `most` texts and the number of the others: ``a, b and 3 more``.
+
+    Parameters
+    ----------
+    count
+        The number of all, where `texts` are only some of them.
+    """
+    more = (len(texts) if count is None else count) - most
+    shown = ", ".join(texts[:most])
+    return f"{shown} and {count_text(more)} more" if more > 0 else shown
+
+
+def packs_text(tally: Tally) -> str:
+    """Return a number of packs and their size: ``2 packs of 1.50 GiB``."""
+    return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"
 
 
 def metric_text(value: float) -> str:

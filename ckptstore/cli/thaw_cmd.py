@@ -9,54 +9,27 @@ import msgspec
 import typer
 
 from ckptstore import limits
-from ckptstore.cli.options import CommonOptions, PathOptions, dry_run
+from ckptstore.cli.options import CommonOptions, DryRun, PathOptions
 from ckptstore.cli.output import Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import find_version, opened
-from ckptstore.cli.text import bytes_text, counted, seconds_text, time_text, version_text
+from ckptstore.cli.text import packs_text, seconds_text, time_text, version_text
 
 if TYPE_CHECKING:
     from ckptstore.maintenance.cold.thaw import ThawReport
-    from ckptstore.maintenance.core.live_set import Tally
     from ckptstore.model import Version
 
 
 def thaw(
-    ref: Annotated[str, typer.Argument(metavar="REF", help="The version.")],
+    ref: Annotated[str, typer.Argument(metavar="REF")],
     *,
-    role: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--role",
-            metavar="ROLE",
-            help="Only tensors of this role, for example weights. Repeatable.",
-        ),
-    ] = None,
+    role: Annotated[list[str] | None, typer.Option(metavar="ROLE")] = None,
     paths: PathOptions,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until everything can be read: minutes to days.")
-    ] = False,
-    days: Annotated[
-        int, typer.Option("--days", metavar="N", help="How long the version stays readable.")
-    ] = limits.THAW_DAYS,
-    tier: Annotated[
-        str,
-        typer.Option(
-            "--tier",
-            metavar="NAME",
-            help="Speed and price of the restore: Expedited, Standard or Bulk, if the "
-            "storage class offers it.",
-        ),
-    ] = "Standard",
-    poll: Annotated[
-        str | None,
-        typer.Option(
-            "--poll",
-            metavar="TIME",
-            help="With --wait: time between checks. Default: chosen by the expected duration.",
-        ),
-    ] = None,
-    dry_run: Annotated[bool, dry_run("Print what is cold; request nothing.")] = False,
+    wait: bool = False,
+    days: Annotated[int, typer.Option(metavar="N")] = limits.THAW_DAYS,
+    tier: Annotated[str, typer.Option(metavar="NAME")] = "Standard",
+    poll: Annotated[str | None, typer.Option(metavar="TIME")] = None,
+    dry_run: DryRun = False,
     options: CommonOptions,
 ) -> None:
     """Request the restore of a version from an archive class, and show its progress.
@@ -64,6 +37,23 @@ def thaw(
     Restores only packs that hold the selected tensors. Nothing is requested twice: run it again to
     see the progress, or, with --wait, to continue waiting. Exits with 0 whether or not the version
     can be read yet.
+
+    Parameters
+    ----------
+    ref
+        The version.
+    role
+        Only tensors of this role, for example weights. Repeatable.
+    wait
+        Wait until everything can be read: minutes to days.
+    days
+        How long the version stays readable.
+    tier
+        Speed and price of the restore: Expedited, Standard or Bulk, if the storage class offers it.
+    poll
+        With --wait: time between checks. Default: chosen by the expected duration.
+    dry_run
+        Print what is cold; request nothing.
     """
     from ckptstore.catalog.retention_rules import parse_duration
 
@@ -92,24 +82,20 @@ def _draw(screen: Screen, version: Version, report: ThawReport) -> None:
     name = version_text(version)
     if report.requested.count:
         asked = "would ask" if report.dry_run else "asked"
-        screen.line(f"{asked} for {_amount(report.requested)}, readable for {report.days} days")
+        screen.line(f"{asked} for {packs_text(report.requested)}, readable for {report.days} days")
     if report.ready:
         until = ""
         if report.restored_until is not None:
             moment = datetime.fromtimestamp(report.restored_until, UTC)
             until = f" until {time_text(moment, utc=False)}"
-        screen.line(f"{name} can be loaded{until}: {_amount(report.packs)}", "green")
+        screen.line(f"{name} can be loaded{until}: {packs_text(report.packs)}", "green")
         return
     if report.readable.count:
-        screen.line(f"{_amount(report.readable)} can be read")
+        screen.line(f"{packs_text(report.readable)} can be read")
     if report.restoring.count:
-        screen.line(f"{_amount(report.restoring)} on the way")
+        screen.line(f"{packs_text(report.restoring)} on the way")
     if report.expected_s is not None:
         low, high = map(seconds_text, report.expected_s)
         screen.line(f"tier {report.tier} usually takes {low} to {high}")
     if not report.dry_run:
         screen.line(f"{name} cannot be loaded yet; look again, or add --wait")
-
-
-def _amount(tally: Tally) -> str:
-    return f"{counted(tally.count, 'pack')} of {bytes_text(tally.size_bytes)}"

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from ckptstore.cli.documents import name_document
 from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import full_ref, opened_to_write
 from ckptstore.cli.text import version_text
@@ -14,17 +15,20 @@ from ckptstore.model import Version
 
 
 def undelete(
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[REF]...", help="#ID, a bare id, or RUN@STEP."),
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="[REF]...")] = None,
     *,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="RUN", help="All deleted versions of this run.")
-    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN")] = None,
     options: WriterOptions,
 ) -> None:
-    """Restore deleted versions: all that are named, or none."""
+    """Restore deleted versions: all that are named, or none.
+
+    Parameters
+    ----------
+    refs
+        #ID, a bare id, or RUN@STEP.
+    run
+        All deleted versions of this run.
+    """
     output = options.output("undelete")
     if bool(refs) == (run is not None):
         msg = "name versions, or a run with --run"
@@ -39,11 +43,8 @@ def undelete(
         else:
             named = [full_ref(opening, ref) for ref in refs or ()]
         found = opening.undelete(named)
-        document = {
-            "versions": [{"id": v.id, "run": v.run, "step": v.step} for v in found],
-        }
         lines = [f"{version_text(v)} is back{_less(v)}" for v in found]
-        output.tell(document, *lines)
+        output.tell({"versions": [name_document(v) for v in found]}, *lines)
 
 
 def _less(version: Version) -> str:

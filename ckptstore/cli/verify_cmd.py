@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ckptstore.cli.options import EngineOptions, WriterOptions, second_store
+from ckptstore.cli.options import EngineOptions, WriterOptions, open_options
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.repair_text import draw_repair, repair_document
@@ -35,90 +35,58 @@ class VerifyLevel(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CheckOptions:
-    """Options that select the data and the depth of the check."""
+    """Options that select the data and the depth of the check.
 
-    level: Annotated[
-        VerifyLevel,
-        typer.Option(
-            "--level", help="full reads every byte; records reads only records and sizes of packs."
-        ),
-    ] = VerifyLevel.FULL
-    sample: Annotated[
-        str,
-        typer.Option(
-            "--sample",
-            metavar="SHARE",
-            help="Read only this share of the chunks, for example 5%: a different part each "
-            "day, all in turn.",
-        ),
-    ] = "100%"
-    part: Annotated[
-        int | None,
-        typer.Option(
-            "--part",
-            min=0,
-            metavar="N",
-            help="Part of the sample to read. Default: the part of the day.",
-        ),
-    ] = None
-    record: Annotated[
-        bool,
-        typer.Option("--record", help="Record intact versions in the log."),
-    ] = False
-    unverified: Annotated[
-        bool, typer.Option("--unverified", help="Only versions that are not recorded as intact.")
-    ] = False
-    resume: Annotated[
-        Path | None,
-        typer.Option(
-            "--resume",
-            metavar="FILE",
-            help="Keep the progress in FILE, and continue from there.",
-        ),
-    ] = None
+    Parameters
+    ----------
+    level
+        full reads every byte; records reads only records and sizes of packs.
+    sample
+        Read only this share of the chunks, for example 5%: a different part each day, all in turn.
+    part
+        Part of the sample to read. Default: the part of the day.
+    record
+        Record intact versions in the log.
+    unverified
+        Only versions that are not recorded as intact.
+    resume
+        Keep the progress in FILE, and continue from there.
+    """
+
+    level: VerifyLevel = VerifyLevel.FULL
+    sample: Annotated[str, typer.Option(metavar="SHARE")] = "100%"
+    part: Annotated[int | None, typer.Option(min=0, metavar="N")] = None
+    record: bool = False
+    unverified: bool = False
+    resume: Annotated[Path | None, typer.Option(metavar="FILE")] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HealOptions:
-    """Options of the stores that damage is recovered from."""
+    """Options of the stores that damage is recovered from.
 
-    heal_from: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--heal-from",
-            metavar="URL",
-            help="Recover damaged data from this store: replica:NAME, a copy, or any store "
-            "with the same tensors. Repeatable: later stores are asked for data that "
-            "stays lost.",
-        ),
-    ] = None
-    heal_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--heal-option",
-            metavar="KEY=VALUE",
-            help="Like --option, for the stores of --heal-from. Repeatable.",
-        ),
-    ] = None
-    heal_key: Annotated[
-        str | None,
-        typer.Option(
-            "--heal-key", metavar="SPEC", help="Like --key, for the stores of --heal-from."
-        ),
-    ] = None
+    Parameters
+    ----------
+    heal_from
+        Recover damaged data from this store: replica:NAME, a copy, or any store with the same
+        tensors. Repeatable: later stores are asked for data that stays lost.
+    heal_option
+        Like --option, for the stores of --heal-from. Repeatable.
+    heal_key
+        Like --key, for the stores of --heal-from.
+    """
+
+    heal_from: Annotated[list[str] | None, typer.Option(metavar="URL")] = None
+    heal_option: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None
+    heal_key: Annotated[str | None, typer.Option(metavar="SPEC")] = None
 
     def given(self) -> dict[str, Any]:
         """Return the options of :func:`ckptstore.open` for these stores."""
-        return second_store(self.heal_option, self.heal_key)
+        return open_options(self.heal_option, self.heal_key)
 
 
 def verify(
-    refs: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="REF", help="Versions or runs. Default: the whole store with its log."
-        ),
-    ] = None,
+    refs: Annotated[list[str] | None, typer.Argument(metavar="REF")] = None,
     *,
     check: _CheckOptions,
     heal: _HealOptions,
@@ -129,6 +97,11 @@ def verify(
 
     With --heal-from, damage is recovered as by ckptstore repair; exits with 5 if something stays
     lost.
+
+    Parameters
+    ----------
+    refs
+        Versions or runs. Default: the whole store with its log.
     """
     output = options.output("verify")
     share = _share(check.sample)
@@ -175,13 +148,13 @@ def _document(report: VerifyReport, url: str) -> dict[str, Any]:
         "chunks_count": report.chunks_count,
         "read_bytes": report.read_bytes,
         "seconds": report.seconds,
-        "sample": None if report.sample is None else asdict(report.sample),
-        "recorded": list(report.recorded),
+        "sample": report.sample,
+        "recorded": report.recorded,
         "cold_packs_count": report.cold_packs_count,
-        "cold_versions": list(report.cold_versions),
-        "damaged_versions": list(report.damaged_versions),
+        "cold_versions": report.cold_versions,
+        "damaged_versions": report.damaged_versions,
         "problems": [_problem_document(problem) for problem in report.problems],
-        "notices": [asdict(notice) for notice in report.notices],
+        "notices": report.notices,
     }
 
 

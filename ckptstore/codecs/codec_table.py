@@ -7,28 +7,33 @@ from dataclasses import dataclass
 from typing import Final
 
 from ckptstore.codecs.codec import Codec, CodecError, Part
-from ckptstore.codecs.delta import Arranged, Delta
+from ckptstore.codecs.delta import ARRANGED, DELTA, Delta
 from ckptstore.codecs.differences import PLAIN, DeltaForm
 from ckptstore.codecs.plane_layout import Layout
 from ckptstore.codecs.planes import Planes
-from ckptstore.codecs.raw import Raw
 from ckptstore.codecs.zstd import Zstd
-from ckptstore.config import CODEC_CHOICES, CodecChoice, check_choice
+from ckptstore.config import CodecChoice
 
-__all__ = [
-    "CODECS",
-    "CODEC_CHOICES",
-    "DELTAS",
-    "BaseData",
-    "CodecChoice",
-    "Encoded",
-    "check_choice",
-    "decode",
-    "decoded",
-    "encode",
-    "encode_delta",
-    "is_known",
-]
+
+class Raw:
+    """Codec that stores a chunk unchanged; on a fast disk the quickest."""
+
+    code = 0
+    name = "raw"
+
+    def encode(self, raw: memoryview, layout: Layout) -> Sequence[Part]:
+        """Return the chunk itself."""
+        del layout
+        return (raw,)
+
+    def decode(self, stored: memoryview, layout: Layout, out: memoryview) -> None:
+        """Copy; see :class:`ckptstore.codecs.codec.Codec`."""
+        del layout
+        if len(stored) != len(out):
+            msg = f"raw chunk of {len(stored)} bytes where {len(out)} are due"
+            raise CodecError(msg)
+        out[:] = stored
+
 
 _RAW = Raw()
 _ZSTD = Zstd()
@@ -36,9 +41,7 @@ _PLANES = Planes()
 CODECS: Final[dict[int, Codec]] = {codec.code: codec for codec in (_RAW, _ZSTD, _PLANES)}
 """Those that need nothing but the chunk."""
 _NAMED: Final[dict[str, Codec]] = {codec.name: codec for codec in CODECS.values()}
-_DELTA = Delta()
-_ARRANGED = Arranged()
-DELTAS: Final[dict[int, Delta | Arranged]] = {codec.code: codec for codec in (_DELTA, _ARRANGED)}
+DELTAS: Final[dict[int, Delta]] = {codec.code: codec for codec in (DELTA, ARRANGED)}
 """Those that need another piece besides; see :class:`BaseData`."""
 
 # A chunk is stored encoded only below this share of its raw bytes. Source: raw chunks are read
@@ -91,11 +94,8 @@ def encode_delta(raw: memoryview, base: BaseData, layout: Layout, form: DeltaFor
     form
         As :func:`ckptstore.codecs.delta.sampled` chose it.
     """
-    codec: Delta | Arranged = _DELTA if form == PLAIN else _ARRANGED
-    if form == PLAIN:
-        parts = _DELTA.encode(raw, base.data, base.piece_id, layout)
-    else:
-        parts = _ARRANGED.encode(raw, base.data, base.piece_id, layout, form)
+    codec = DELTA if form == PLAIN else ARRANGED
+    parts = codec.encode(raw, base.data, base.piece_id, layout, form)
     stored = sum(map(len, parts))
     return Encoded(codec=codec.code, layout=layout, parts=parts, stored_bytes=stored)
 

@@ -1,8 +1,8 @@
 """Differences to a base: the piece at the same place of an older version.
 
-Two codecs store the same differences (:mod:`ckptstore.codecs.differences`): `Delta` as they are,
-`Arranged` in a form that a sample of the piece chooses. Stored form: the 32-byte id of the base
-piece; of `Arranged` a byte of flags (1: in runs by exponent, 2: planes of four bits) and one of
+Two codecs store the same differences (:mod:`ckptstore.codecs.differences`): `DELTA` as they are,
+`ARRANGED` in a form that a sample of the piece chooses. Stored form: the 32-byte id of the base
+piece; of `ARRANGED` a byte of flags (1: in runs by exponent, 2: planes of four bits) and one of
 the bits by which words are turned; then the planes, the highest first, as
 :mod:`ckptstore.codecs.planes` stores them.
 """
@@ -64,16 +64,19 @@ _TURN_GAIN: Final = 0.995
 _SLOW_GAIN: Final = 0.98
 
 
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """Stores a piece as its difference to another one of the same length."""
+    """Codec that stores a piece as its difference to another one of the same length."""
 
-    code = 3
-    name = "delta"
+    code: int
+    name: str
+    arranged: bool
+    """Whether differences are in a form that suits them, which is stored before them."""
 
     def encode(
-        self, raw: memoryview, base: memoryview, base_id: bytes, layout: Layout
+        self, raw: memoryview, base: memoryview, base_id: bytes, layout: Layout, form: DeltaForm
     ) -> Sequence[Part]:
-        """Return the id, the table of lengths and the planes.
+        """Return the id, the form if it is stored, the table of lengths and the planes.
 
         Parameters
         ----------
@@ -82,7 +85,11 @@ class Delta:
         base_id
             BLAKE3-256 of `base`.
         """
-        return (base_id, *stored_planes(split(layout, raw, base)))
+        planes = stored_planes(split(layout, raw, base, form), local=form.grouped)
+        if not self.arranged:
+            return (base_id, *planes)
+        described = bytes((_GROUPED * form.grouped | _HALVES * form.halves, form.turn))
+        return (base_id, described, *planes)
 
     def decode(
         self,
@@ -100,7 +107,7 @@ class Delta:
         stored
             Untrusted.
         base_id
-            What the manifest says that the piece refers to.
+            The id that the manifest says the piece refers to.
         base
             The piece of this id, checked.
 
@@ -109,67 +116,39 @@ class Delta:
         CodecError
             If `stored` refers to another piece, or is not what ``encode`` returns.
         """
-        _require_base(stored, out, base_id, base)
-        _decode(stored[BASE_ID_BYTES:], layout, out, base, PLAIN)
-
-
-class Arranged:
-    """Stores a piece as its difference, in the form that suits it."""
-
-    code = 4
-    name = "arranged delta"
-
-    def encode(
-        self, raw: memoryview, base: memoryview, base_id: bytes, layout: Layout, form: DeltaForm
-    ) -> Sequence[Part]:
-        """Return the id, the form, the table of lengths and the planes; see :class:`Delta`."""
-        described = bytes((_GROUPED * form.grouped | _HALVES * form.halves, form.turn))
-        planes = stored_planes(split(layout, raw, base, form), local=form.grouped)
-        return (base_id, described, *planes)
-
-    def decode(
-        self,
-        stored: memoryview,
-        layout: Layout,
-        out: memoryview,
-        *,
-        base_id: bytes,
-        base: memoryview,
-    ) -> None:
-        """Fill `out` with the piece; see :meth:`Delta.decode`."""
-        _require_base(stored, out, base_id, base)
-        described = bytes(stored[BASE_ID_BYTES : BASE_ID_BYTES + _FORM_BYTES])
-        known = _GROUPED | _HALVES
-        if len(described) < _FORM_BYTES or described[0] > known or described[1] > TURN_MAX:
-            msg = f"an unknown form of a delta: {described.hex() or 'none'}"
+        if len(base) != len(out):
+            msg = f"a base of {len(base)} bytes for a delta of {len(out)}"
             raise CodecError(msg)
-        flags, turn = described
-        form = DeltaForm(grouped=bool(flags & _GROUPED), turn=turn, halves=bool(flags & _HALVES))
-        if form.grouped and layout not in FLOATS:
-            msg = f"elements of layout {layout.name} have no exponents"
+        if bytes(stored[:BASE_ID_BYTES]) != base_id:
+            msg = "a delta that refers to another base"
             raise CodecError(msg)
-        _decode(stored[BASE_ID_BYTES + _FORM_BYTES :], layout, out, base, form)
+        body, form = stored[BASE_ID_BYTES:], PLAIN
+        if self.arranged:
+            form = _read_form(bytes(body[:_FORM_BYTES]), layout)
+            body = body[_FORM_BYTES:]
+        count, rest = divmod(len(out), ITEM_BYTES[layout])
+        if rest:
+            msg = f"{len(out)} bytes are not a whole number of {ITEM_BYTES[layout]}-byte elements"
+            raise CodecError(msg)
+        planes = read_planes(body, plane_bytes(layout, count, form))
+        join(layout, [np.frombuffer(plane, np.uint8) for plane in planes], base, out, form)
 
 
-def _require_base(stored: memoryview, out: memoryview, base_id: bytes, base: memoryview) -> None:
-    if len(base) != len(out):
-        msg = f"a base of {len(base)} bytes for a delta of {len(out)}"
+def _read_form(described: bytes, layout: Layout) -> DeltaForm:
+    known = _GROUPED | _HALVES
+    if len(described) < _FORM_BYTES or described[0] > known or described[1] > TURN_MAX:
+        msg = f"an unknown form of a delta: {described.hex() or 'none'}"
         raise CodecError(msg)
-    if bytes(stored[:BASE_ID_BYTES]) != base_id:
-        msg = "a delta that refers to another base"
+    flags, turn = described
+    form = DeltaForm(grouped=bool(flags & _GROUPED), turn=turn, halves=bool(flags & _HALVES))
+    if form.grouped and layout not in FLOATS:
+        msg = f"elements of layout {layout.name} have no exponents"
         raise CodecError(msg)
+    return form
 
 
-def _decode(
-    stored: memoryview, layout: Layout, out: memoryview, base: memoryview, form: DeltaForm
-) -> None:
-    item = ITEM_BYTES[layout]
-    count, rest = divmod(len(out), item)
-    if rest:
-        msg = f"{len(out)} bytes are not a whole number of {item}-byte elements"
-        raise CodecError(msg)
-    planes = read_planes(stored, plane_bytes(layout, count, form))
-    join(layout, [np.frombuffer(plane, np.uint8) for plane in planes], base, out, form)
+DELTA: Final = Delta(3, "delta", arranged=False)
+ARRANGED: Final = Delta(4, "arranged delta", arranged=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import cast
 
 import zstandard
 
@@ -23,26 +22,24 @@ _HASH_LOG = 6
 # 128 KiB 7% more (docs/design/0012-deltas.md).
 _LOCAL_WINDOW_LOG = 13
 
-_local = threading.local()
+
+def _compressor(**more: int) -> zstandard.ZstdCompressor:
+    parameters = zstandard.ZstdCompressionParameters.from_level(
+        _LEVEL, min_match=_MIN_MATCH, hash_log=_HASH_LOG, **more
+    )
+    return zstandard.ZstdCompressor(compression_params=parameters)
 
 
-def _compressor(*, local: bool) -> zstandard.ZstdCompressor:
-    """Return this thread's compressor: zstd contexts must not be shared between threads."""
-    name = "local_compressor" if local else "compressor"
-    if not hasattr(_local, name):
-        more = {"window_log": _LOCAL_WINDOW_LOG} if local else {}
-        parameters = zstandard.ZstdCompressionParameters.from_level(
-            _LEVEL, min_match=_MIN_MATCH, hash_log=_HASH_LOG, **more
-        )
-        setattr(_local, name, zstandard.ZstdCompressor(compression_params=parameters))
-    return cast("zstandard.ZstdCompressor", getattr(_local, name))
+class _Contexts(threading.local):
+    """Compressors and decompressor of one thread: threads must not share contexts of zstd."""
+
+    def __init__(self) -> None:
+        self.compressor = _compressor()
+        self.local_compressor = _compressor(window_log=_LOCAL_WINDOW_LOG)
+        self.decompressor = zstandard.ZstdDecompressor()
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
-    """Return this thread's decompressor."""
-    if not hasattr(_local, "decompressor"):
-        _local.decompressor = zstandard.ZstdDecompressor()
-    return cast("zstandard.ZstdDecompressor", _local.decompressor)
+_contexts = _Contexts()
 
 
 def compress(data: Part, *, local: bool = False) -> bytes:
@@ -53,7 +50,8 @@ def compress(data: Part, *, local: bool = False) -> bytes:
     local
         Whether what follows is soon unlike what came before; takes longer, to decompress as well.
     """
-    return _compressor(local=local).compress(data)
+    compressor = _contexts.local_compressor if local else _contexts.compressor
+    return compressor.compress(data)
 
 
 def decompress(frame: memoryview, size: int) -> bytes:
@@ -71,7 +69,9 @@ def decompress(frame: memoryview, size: int) -> bytes:
         if stated != size:
             msg = f"zstd frame states {stated} bytes where {size} are due"
             raise CodecError(msg)
-        data = _decompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
+        data = _contexts.decompressor.decompress(
+            frame, max_output_size=size, allow_extra_data=False
+        )
     except zstandard.ZstdError as error:
         msg = f"not a zstd frame of {size} bytes: {error}"
         raise CodecError(msg) from error

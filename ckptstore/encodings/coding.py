@@ -10,11 +10,17 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore.encodings.casts import FLOATS, Rounding, recast, to_float32
-from ckptstore.encodings.codebooks import CODE_DTYPES, DYNAMIC_SIGNED, DYNAMIC_UNSIGNED, LINEAR
+from ckptstore.encodings.codebooks import (
+    CODE_DTYPES,
+    DYNAMIC_SIGNED,
+    DYNAMIC_UNSIGNED,
+    LINEAR,
+    codes_of,
+    scales_of,
+)
 from ckptstore.encodings.decoding import CAST, SCALED
 from ckptstore.encodings.encoding import CASTS, Encoding
 from ckptstore.encodings.measuring import ValueRange
-from ckptstore.encodings.scaling import codes_of, scales_of
 
 _STEP: Final = 1 << 16
 """Elements that are converted at once. Source: as in ``decoding``."""

@@ -14,6 +14,7 @@ import numpy as np
 
 from ckptstore.encodings.casts import (
     FLOATS,
+    ByteTable,
     Rounding,
     from_float32,
     raw_dtype,
@@ -21,12 +22,10 @@ from ckptstore.encodings.casts import (
     to_bfloat16,
 )
 from ckptstore.encodings.codebooks import BOOKS
-from ckptstore.encodings.lookup import Bytes
 
 CAST: Final = "cast"
 SCALED: Final = "scaled"
-KINDS: Final = (CAST, SCALED)
-_BOOKS: Final = {code: Bytes(values) for code, values in BOOKS.items()}
+_BOOKS: Final = {code: ByteTable(values) for code, values in BOOKS.items()}
 # Elements that are converted at once. Source: with the temporaries of a cast 1.5 MiB, which stay
 # in the second-level cache.
 _STEP: Final = 1 << 16

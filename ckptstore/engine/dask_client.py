@@ -1,57 +1,104 @@
-"""Workers of a Dask scheduler: one that runs somewhere, or one made for the while on this machine.
+"""Workers of a Dask scheduler: one that runs already, or a temporary one on this machine.
 
-Whoever reaches a scheduler can run code as its workers, so the one made here talks TLS with keys
-that live in memory, and listens on this machine only.
+A client of a scheduler can run code as its workers, so the one made here uses TLS with keys in
+memory, and listens on this machine only.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import CancelledError, Future, InvalidStateError
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from ckptstore import limits
-from ckptstore.engine.calls import run_packed
+from ckptstore.engine.calls import run_packed, unpacked
+from ckptstore.engine.pools import Pool, unable
 from ckptstore.errors import MissingDependencyError, StorageError, WorkerDiedError
 
 if TYPE_CHECKING:
     from distributed import Client
 
 
-class DaskWorkers:
-    """The workers behind a client of a scheduler; owned by one thread."""
+class DaskPool(Pool):
+    """Workers behind a client of a scheduler, which itself repeats the tasks of a dead worker.
 
-    def __init__(self, client: Client | None, where: str) -> None:
-        self._client: Any = client  # its methods have no types
+    Parameters
+    ----------
+    start
+        Returns the client; called at the first task.
+    most
+        Most tasks at once; 0 for as many as the workers take.
+    local
+        Number of workers if `start` starts them, all on this machine; 0 if they run elsewhere.
+    """
+
+    def __init__(
+        self, start: Callable[[], Client], where: str, *, most: int = 0, local: int = 0
+    ) -> None:
+        self._start = start
+        self._client: Any = None  # its methods have no types
         self._where = where
+        self._most = most
+        self._local = local
 
-    one_machine = False
-    """All its workers are known to be on this machine."""
+    def workers(self) -> int:
+        """Return as many as the workers take at the moment, or `most` if that is fewer."""
+        found = sum(self._threads())
+        return min(found, self._most) if self._most else found
 
-    def submit(self, data: bytes) -> Future[bytes]:
-        """Have a call run by some worker.
+    def sharing(self) -> int:
+        """Return the tasks of the largest worker; how workers share machines is unknown."""
+        threads = self._threads()
+        return sum(threads) if self._local else max(threads, default=1)
+
+    def _threads(self) -> list[int]:
+        """Return how many tasks each worker runs at once, or will.
+
+        Raises
+        ------
+        WorkerDiedError
+            The scheduler is gone.
+        """
+        if self._local and self._client is None:
+            return [1] * self._local
+        try:
+            found = self._connected().nthreads()
+        except Exception as error:
+            msg = f"the Dask scheduler {self._where} does not answer any more: {error}"
+            hint = "what was done stays done: run it again once there are workers"
+            raise WorkerDiedError(msg, hint=hint) from error
+        return [int(count) for count in found.values()]
+
+    def _connected(self) -> Any:  # noqa: ANN401 - a client
+        if self._client is None:
+            self._client = self._start()
+        return self._client
+
+    def _send(self, data: bytes) -> Future[bytes]:
+        """Have a worker run a call.
 
         The future fails with ``KilledWorker`` if worker after worker died while running it, with an
         ``OSError`` if the answer was lost on its way, and with ``CancelledError`` if the scheduler
         dropped it.
-        Not by the client's own executor, whose futures never end when an answer is lost.
+        The client's own executor is not used: its futures never end when an answer is lost.
         """
         theirs: Any = self._connected().submit(run_packed, data, pure=False)
         ours: Future[bytes] = Future()
 
         def deliver(done: Any) -> None:  # noqa: ANN401 - a future of Dask
-            """Pass Dask's answer or failure on, unless nobody waits any more."""
-            try:
-                answer = done.result()
-            except BaseException as error:  # noqa: BLE001 - for whoever waits
-                with contextlib.suppress(InvalidStateError):
+            """Pass Dask's answer or failure on, unless it was cancelled."""
+            if ours.cancelled():
+                return
+            with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+                try:
+                    answer = done.result()
+                except BaseException as error:  # noqa: BLE001 - for the caller that waits
                     ours.set_exception(error)
-            else:
-                with contextlib.suppress(InvalidStateError):  # cancelled meanwhile
+                else:
                     ours.set_result(answer)
 
         def drop(done: Future[bytes]) -> None:
@@ -60,63 +107,31 @@ class DaskWorkers:
                     theirs.cancel()
 
         ours.add_done_callback(drop)
-        theirs.add_done_callback(lambda done: None if ours.cancelled() else deliver(done))
+        theirs.add_done_callback(deliver)
         return ours
 
-    def threads(self) -> list[int]:
-        """Return how many tasks each worker runs at once.
-
-        Raises
-        ------
-        WorkerDiedError
-            The scheduler is gone.
-        """
+    def result(self, future: Future[Any]) -> Any:  # noqa: ANN401 - whatever the function returned
+        """Return the result, or raise the function's error, or that the workers died."""
         try:
-            found = self._connected().nthreads()
-        except Exception as error:
-            msg = f"the Dask scheduler {self._where} does not answer any more: {error}"
-            raise WorkerDiedError(msg, hint=_HINT_AGAIN) from error
-        return [int(count) for count in found.values()]
+            data = future.result()
+        except CancelledError as error:
+            msg = "the scheduler dropped a task: it is gone, or someone else has cancelled it"
+            raise WorkerDiedError(msg, hint="what was done stays done: run it again") from error
+        except Exception as error:  # of Dask: those of the task travel as results
+            if type(error).__name__ == "KilledWorker":
+                msg = "worker after worker died while it ran one and the same task"
+                raise WorkerDiedError(msg, hint="see the logs of the Dask workers") from error
+            raise unable(error) from error
+        return unpacked(data)
 
-    def _connected(self) -> Any:  # noqa: ANN401 - a client
-        return self._client
-
-
-class LocalWorkers(DaskWorkers):
-    """Those of a scheduler of this machine, which is made when the first task comes.
-
-    That takes seconds, and where nothing is to be done there is no task.
-    """
-
-    one_machine = True
-
-    def __init__(self, start: Callable[[], Client], workers: int) -> None:
-        super().__init__(None, "of this machine")
-        self._start = start
-        self._workers = workers
-
-    def threads(self) -> list[int]:
-        """Return how many tasks each worker runs at once, or will.
-
-        Raises
-        ------
-        WorkerDiedError
-            The scheduler is gone.
-        """
-        return [1] * self._workers if self._client is None else super().threads()
-
-    def _connected(self) -> Any:  # noqa: ANN401 - a client
-        if self._client is None:
-            self._client = self._start()
-        return self._client
-
-
-_HINT_AGAIN = "what was done stays done: run it again once there are workers"
+    def recovers(self, error: WorkerDiedError) -> bool:
+        """Return True if only the answer was lost."""
+        return isinstance(error.__cause__, OSError)
 
 
 @contextmanager
-def connected(address: str) -> Iterator[DaskWorkers]:
-    """Connect to a scheduler for the length of a block.
+def connected(address: str, most: int) -> Iterator[DaskPool]:
+    """Connect to a scheduler for the duration of a block; run at most `most` tasks, 0 for all.
 
     Raises
     ------
@@ -141,12 +156,12 @@ def connected(address: str) -> Iterator[DaskWorkers]:
         except (OSError, RuntimeError) as error:  # a timeout is an OSError
             msg = f"the Dask scheduler at {address} has no workers"
             raise StorageError(msg, hint=f"start some: dask worker {address}") from error
-        yield DaskWorkers(client, address)
+        yield DaskPool(lambda: client, address, most=most)
 
 
 @contextmanager
-def local_cluster(workers: int) -> Iterator[DaskWorkers]:
-    """Have a scheduler and worker processes on this machine for the length of a block.
+def local_cluster(workers: int) -> Iterator[DaskPool]:
+    """Run a scheduler and worker processes on this machine for the duration of a block.
 
     They are started by the first task, which fails with StorageError if they cannot be.
 
@@ -158,7 +173,8 @@ def local_cluster(workers: int) -> Iterator[DaskWorkers]:
     if find_spec("distributed") is None:
         raise _not_installed("distributed")
     with ExitStack() as stack:
-        yield LocalWorkers(partial(_start_local, workers, stack), workers)
+        start = partial(_start_local, workers, stack)
+        yield DaskPool(start, "of this machine", local=workers)
 
 
 def _start_local(workers: int, stack: ExitStack) -> Client:
@@ -198,7 +214,7 @@ def _start_local(workers: int, stack: ExitStack) -> Client:
 
 @contextmanager
 def _closing(what: Any) -> Iterator[None]:  # noqa: ANN401 - a client or a cluster
-    """Close what Dask has opened; that it is gone already is no failure."""
+    """Close a client or cluster; one that is gone already is no failure."""
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -21,8 +21,8 @@ from ckptstore.backends.base import Backend
 from ckptstore.config import SYSTEM, Environment, Options, workers_default
 from ckptstore.engine import dask_client, pools
 from ckptstore.engine.calls import Shared
-from ckptstore.engine.dask_client import DaskWorkers
-from ckptstore.engine.pools import DaskPool, ForeignPool, Pool, ThreadPool
+from ckptstore.engine.dask_client import DaskPool
+from ckptstore.engine.pools import ExecutorPool, Pool, ThreadPool
 from ckptstore.errors import InvalidInputError, WorkerDiedError
 
 T = TypeVar("T")
@@ -257,25 +257,26 @@ def open_engine(
         return
     count = workers or workers_default()
     name = check_spec(spec)
+    opening: AbstractContextManager[Pool]
     if name == THREADS:
-        with pools.threads(count) as own:
-            yield Engine(name, own, environment)
+        opening = pools.threads(count)
     elif name == "processes":
-        with pools.processes(count) as started:
-            yield Engine(name, started, environment)
+        opening = pools.processes(count)
+    elif name == "dask:local":
+        opening = dask_client.local_cluster(count)
     else:
         address = re.sub("^dask://", "tcp://", name.rstrip("/"))
-        local = name == "dask:local"
-        with dask_client.local_cluster(count) if local else dask_client.connected(address) as found:
-            yield Engine(name, DaskPool(found, 0 if local else workers or 0), environment)
+        opening = dask_client.connected(address, workers or 0)
+    with opening as pool:
+        yield Engine(name, pool, environment)
 
 
 def _foreign(executor: Executor, workers: int | None) -> Pool:
-    """Return how to use an executor that the user brought."""
+    """Return the pool of an executor that the user brought."""
     own = getattr(executor, "_max_workers", None)
     count = workers or (own if isinstance(own, int) else workers_default())
     if isinstance(executor, ThreadPoolExecutor):
         return ThreadPool(executor, count)
     if type(executor).__name__ == "ClientExecutor" and hasattr(executor, "_client"):
-        return DaskPool(DaskWorkers(executor._client, "of the executor"), workers or 0)
-    return ForeignPool(executor, count)
+        return DaskPool(lambda: executor._client, "of the executor", most=workers or 0)
+    return ExecutorPool(executor, count)

@@ -141,6 +141,15 @@ def _check_size(data: bytes | memoryview) -> None:
             )
 
 
+def text_node(value: str) -> Node:
+    """Return the node of a text; lone surrogates (from file names, for example) are kept."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return ["u", value.encode("utf-8", "surrogatepass")]
+    return value
+
+
 def decode_key(node: Node) -> Key:
     """Return the dict key that a validated key node stands for."""
     if not isinstance(node, list):

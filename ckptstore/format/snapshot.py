@@ -20,15 +20,22 @@ from ckptstore.format.keys import MANIFEST_KEY_PATTERN
 
 MAGIC: Final = b"CKPTSNAP"
 
-# Flags of a version; append-only.
-DELETED: Final = 1
-ABANDONED: Final = 2  # a rollback left it beside the line of the run
-PINNED: Final = 4
-VERIFIED: Final = 8  # every byte was read and found sound, once, since it lies where it lies
-WEIGHTS_ONLY: Final = 16
-RECORD_ONLY: Final = 32
-DAMAGED: Final = 64  # a repair found parts of it lost; until it is mended or found sound
-FLAGS_ALL: Final = 127
+
+class Flag:
+    """Flags of a version; append-only."""
+
+    DELETED: Final = 1
+    ABANDONED: Final = 2
+    """A rollback left it beside the line of the run."""
+    PINNED: Final = 4
+    VERIFIED: Final = 8
+    """Every byte was read and found sound, once, since it lies where it lies."""
+    WEIGHTS_ONLY: Final = 16
+    RECORD_ONLY: Final = 32
+    DAMAGED: Final = 64
+    """A repair found parts of it lost; until it is mended or found sound."""
+    ALL: Final = 127
+
 
 IdOrEmpty = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{32})?\Z")]
 RawDigest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -81,7 +88,7 @@ class VersionRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """MessagePack map of name to float, see :func:`decode_metrics`."""
     details: bytes
     """MessagePack of :class:`Details`, see :func:`decode_details`."""
-    flags: Annotated[int, msgspec.Meta(ge=0, le=FLAGS_ALL)] = 0
+    flags: Annotated[int, msgspec.Meta(ge=0, le=Flag.ALL)] = 0
     """What has become of it: ``DELETED``, ``ABANDONED`` and so on."""
     encoding: EncodingName = ""
     """With ``WEIGHTS_ONLY``: what the weights were rounded to, if they were."""

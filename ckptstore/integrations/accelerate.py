@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["has_version", "load_state", "save_state", "save_state_async"]
 
 _SHARDED: Final = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
-_LISTS: Final = ("models", "optimizers", "schedulers", "loaders", "custom")
 
 
 def has_version(run: Run) -> bool:
@@ -127,16 +126,12 @@ def load_state(
     version = run.resolve(f"#{one}")
     state = run.load(f"#{one}", **options)
     _check_numbers(accelerator, state, version)
-    for model, saved in zip(accelerator._models, state["models"], strict=True):
-        accelerator.unwrap_model(model).load_state_dict(saved)
-    for optimizer, saved in zip(accelerator._optimizers, state["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    for scheduler, saved in zip(accelerator._schedulers, state["schedulers"], strict=True):
-        scheduler.load_state_dict(saved)
-    for loader, saved in zip(accelerator._dataloaders, state["loaders"], strict=True):
-        _restore_loader(loader, saved)
-    for custom, saved in zip(accelerator._custom_objects, state["custom"], strict=True):
-        custom.load_state_dict(saved)
+    for name, objects in _objects(accelerator).items():
+        for one, saved in zip(objects, state[name], strict=True):
+            if name == "loaders":
+                _restore_loader(one, saved)
+            else:
+                one.load_state_dict(saved)
     if accelerator.scaler is not None and state["scaler"] is not None:
         accelerator.scaler.load_state_dict(state["scaler"])
     accelerator.step = state["accelerator"]["step"]
@@ -160,35 +155,33 @@ def _whole_state(accelerator: Accelerator) -> dict[str, Any]:
     """Return the state to save as a version. All ranks call it."""
     _check_supported(accelerator)
     scaler = accelerator.scaler
+    lists = {
+        name: [_loader_state(one) if name == "loaders" else one.state_dict() for one in objects]
+        for name, objects in _objects(accelerator).items()
+    }
     return {
-        "models": [accelerator.unwrap_model(each).state_dict() for each in accelerator._models],
-        "optimizers": [each.state_dict() for each in accelerator._optimizers],
-        "schedulers": [each.state_dict() for each in accelerator._schedulers],
-        "loaders": [_loader_state(each) for each in accelerator._dataloaders],
-        "custom": [each.state_dict() for each in accelerator._custom_objects],
+        **lists,
         "scaler": None if scaler is None else scaler.state_dict(),
         "accelerator": {"step": accelerator.step},
         "rng": capture_all(),
     }
 
 
+def _objects(accelerator: Accelerator) -> dict[str, Sequence[Any]]:
+    """Return the prepared and registered objects, by their names in a version."""
+    return {
+        "models": [accelerator.unwrap_model(each) for each in accelerator._models],
+        "optimizers": accelerator._optimizers,
+        "schedulers": accelerator._schedulers,
+        "loaders": accelerator._dataloaders,
+        "custom": accelerator._custom_objects,
+    }
+
+
 def _check_numbers(
     accelerator: Accelerator, state: Mapping[str, Sequence[Any]], version: Version
 ) -> None:
-    have = dict(
-        zip(
-            _LISTS,
-            (
-                accelerator._models,
-                accelerator._optimizers,
-                accelerator._schedulers,
-                accelerator._dataloaders,
-                accelerator._custom_objects,
-            ),
-            strict=True,
-        )
-    )
-    for name, mine in have.items():
+    for name, mine in _objects(accelerator).items():
         saved = state.get(name)
         if saved is None:
             msg = f"{version} was not saved from an accelerator: it has no {name}"
@@ -201,12 +194,15 @@ def _check_numbers(
 # --- data loaders: a resumed training must not draw the same batches again ------------------------
 
 
-def _generators(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - of accelerate, untyped
+def _sampler(loader: Any) -> Any:  # noqa: ANN401 - of accelerate, untyped
+    return loader.get_sampler() if hasattr(loader, "get_sampler") else None
+
+
+def _generators(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
     """Return the generators that decide which batches a loader draws."""
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     found = {
         "loader": getattr(loader, "generator", None),
-        "sampler": getattr(sampler, "generator", None),
+        "sampler": getattr(_sampler(loader), "generator", None),
         "synchronized": getattr(loader, "synchronized_generator", None),
     }
     return {name: each for name, each in found.items() if each is not None}
@@ -217,8 +213,8 @@ def _loader_state(loader: Any) -> dict[str, Any]:  # noqa: ANN401 - as above
         "iteration": getattr(loader, "iteration", 0),
         "generators": {name: each.get_state() for name, each in _generators(loader).items()},
     }
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    if sampler is not None and hasattr(sampler, "initial_seed"):
+    sampler = _sampler(loader)
+    if hasattr(sampler, "initial_seed"):
         state["seed"] = sampler.initial_seed
     if getattr(loader, "use_stateful_dataloader", False):
         each_rank = gathered(loader.state_dict())
@@ -232,8 +228,8 @@ def _restore_loader(loader: Any, state: Mapping[str, Any]) -> None:  # noqa: ANN
     for name, generator in _generators(loader).items():
         if name in state["generators"]:
             generator.set_state(state["generators"][name])
-    sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
-    if "seed" in state and sampler is not None and hasattr(sampler, "initial_seed"):
+    sampler = _sampler(loader)
+    if "seed" in state and hasattr(sampler, "initial_seed"):
         sampler.initial_seed = state["seed"]
     mine = state.get("stateful", {}).get(f"rank {place()[0]}")
     if mine is not None and getattr(loader, "use_stateful_dataloader", False):

@@ -7,45 +7,23 @@ from ckptstore.store import Run, Store
 
 
 def check_run(given: object) -> None:
-    """Refuse an argument that is no run of a store.
-
-    Raises
-    ------
-    InvalidInputError
-        `given` is a name, a store or anything else.
-    """
-    if not isinstance(given, Run):
-        name = given if isinstance(given, str) else "gpt"
-        msg = f"a run of a store is needed, not {_described(given)}"
-        raise InvalidInputError(msg, hint=f"give store.run({name!r})")
+    """Raise InvalidInputError for an argument that is no run of a store."""
+    _check(given, Run, "a run of a store", "gpt", "give store.run({!r})")
 
 
 def check_run_name(given: object) -> None:
-    """Refuse an argument that is no name of a run, where a store is given too.
-
-    Raises
-    ------
-    InvalidInputError
-        `given` is a run or anything else that is no text.
-    """
-    if not isinstance(given, str):
-        msg = f"the name of a run is needed, not {_described(given)}"
-        raise InvalidInputError(msg, hint="give the name: 'gpt'")
+    """Raise InvalidInputError for an argument that is no name of a run."""
+    _check(given, str, "the name of a run", "gpt", "give the name: {!r}")
 
 
 def check_store(given: object) -> None:
-    """Refuse an argument that is no open store.
-
-    Raises
-    ------
-    InvalidInputError
-        `given` is a path, a run or anything else.
-    """
-    if not isinstance(given, Store):
-        where = given if isinstance(given, str) else "ckpts"
-        msg = f"an open store is needed, not {_described(given)}"
-        raise InvalidInputError(msg, hint=f"give ckptstore.open({where!r})")
+    """Raise InvalidInputError for an argument that is no open store."""
+    _check(given, Store, "an open store", "ckpts", "give ckptstore.open({!r})")
 
 
-def _described(given: object) -> str:
-    return f"the text {given!r}" if isinstance(given, str) else f"a {type(given).__name__}"
+def _check(given: object, kind: type, needed: str, example: str, hint: str) -> None:
+    if not isinstance(given, kind):
+        text = isinstance(given, str)
+        what = f"the text {given!r}" if text else f"a {type(given).__name__}"
+        msg = f"{needed} is needed, not {what}"
+        raise InvalidInputError(msg, hint=hint.format(given if text else example))

@@ -9,11 +9,12 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from ckptstore.errors import InvalidInputError, MissingDependencyError, StorageError
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS: Final = (".svg", ".png", ".pdf")
@@ -29,15 +30,17 @@ def check_picture(path: str | os.PathLike[str]) -> Path:
     return target
 
 
-def draw_picture(
-    form: str, size_inches: tuple[float, float], draw: Callable[[Figure], None]
-) -> bytes:
-    """Return a picture as a file of one kind: ``svg``, ``png`` or ``pdf``.
+def save_picture(
+    target: Path, size_inches: tuple[float, float], draw: Callable[[Figure], None]
+) -> None:
+    """Draw a picture and write it to a file, replacing an existing one.
 
     Raises
     ------
     MissingDependencyError
         matplotlib is not installed.
+    StorageError
+        The file cannot be written.
     """
     try:
         import matplotlib as mpl
@@ -45,6 +48,7 @@ def draw_picture(
     except ImportError as error:
         msg = "pictures need matplotlib"
         raise MissingDependencyError(msg, hint="pip install 'ckptstore[plots]'") from error
+    form = target.suffix.lower()[1:]
     # Text stays text, and one picture gives the same file each time.
     settings: dict[Any, Any] = {
         "svg.fonttype": "none",
@@ -57,13 +61,17 @@ def draw_picture(
         data = io.BytesIO()
         metadata = {"Date": None} if form == "svg" else None
         figure.savefig(data, format=form, dpi=_DPI, metadata=metadata)
-    return data.getvalue()
-
-
-def write_picture(target: Path, data: bytes) -> None:
-    """Write a picture, replacing an existing file; raises StorageError on failure."""
     try:
-        target.write_bytes(data)
+        target.write_bytes(data.getvalue())
     except OSError as error:
         msg = f"{target} cannot be written: {error.strerror}"
         raise StorageError(msg) from error
+
+
+def dress(axes: Axes, *, grid: Literal["both", "y"]) -> None:
+    """Add grid and legend to a diagram, and hide the frame above and to the right."""
+    axes.grid(visible=True, axis=grid, color="#e6e6e6", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    axes.legend(fontsize=8, framealpha=0.9, loc="center left", bbox_to_anchor=(1.01, 0.5))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.paths import Pattern
+from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line
 from ckptstore.integrations.pretrained_files import names_digest, read_beside
 from ckptstore.model import Version
 from ckptstore.store import Store, resume_check
@@ -309,7 +309,7 @@ def _read_safetensors(path: Path, stack: ExitStack) -> _Read:
 def _read_torch(path: Path, *, zipped: bool) -> _Read:
     """Read with torch's restricted unpickler, which builds tensors and plain containers only."""
     if zipped:
-        _check_zip(path)
+        check_archive(path, path.stat().st_size, str(path))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about old storage classes in old files
@@ -332,7 +332,7 @@ def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
             f"the pickle in {path} needs more than weights_only=True allows{what}",
             hint="if you trust it, load it in Python with weights_only=False and save the state",
         )
-    text = str(error).strip().split("\n", 1)[0][:200]
+    text = first_line(error)
     if not isinstance(error, RuntimeError):  # the text of other errors may be meaningless: 101
         text = f"torch.load raised {type(error).__name__} {text}".rstrip()
     why = text if path.stat().st_size else "it is empty"
@@ -340,21 +340,3 @@ def _torch_problem(path: Path, error: Exception) -> CkptStoreError:
         f"{path} is not a sound file of torch.save: {why}",
         hint="it may be truncated, or of another format: copy it again, or check its origin",
     )
-
-
-def _check_zip(path: Path) -> None:
-    """Refuse an archive that torch.save would not write: compressed, or larger than its file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        raise FormatError(f"{path} is not a sound file of torch.save: {error}") from error
-    if any(
-        r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size for r in records
-    ):
-        raise FormatError(
-            f"{path} holds compressed records, which torch.save does not write",
-            hint="extract it first if it is an archive of something else",
-        )
-    if sum(record.file_size for record in records) > path.stat().st_size:
-        raise FormatError(f"{path} claims more bytes than it has")

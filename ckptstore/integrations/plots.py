@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,7 +17,7 @@ from ckptstore.catalog import retention
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.history import History, Point, history
 from ckptstore.errors import VersionNotFoundError
-from ckptstore.integrations.figures import check_picture, draw_picture, write_picture
+from ckptstore.integrations.figures import check_picture, dress, save_picture
 from ckptstore.maintenance.retention.retain import AnyPolicy, check_policy
 from ckptstore.store import Store
 
@@ -66,8 +66,7 @@ def plot_history(
     """
     target = check_picture(path)
     picture = _picture(store, run, metric, policy)
-    form = target.suffix.lower()[1:]
-    write_picture(target, draw_picture(form, _SIZE_INCHES, lambda figure: _draw(figure, picture)))
+    save_picture(target, _SIZE_INCHES, lambda figure: _draw(figure, picture))
     return target
 
 
@@ -77,9 +76,11 @@ class _Picture:
 
     history: History
     points: Mapping[str, Point]
-    """By version id."""
+    """By version id; those whose value is finite."""
+    numberless: Sequence[int]
+    """Steps of the others."""
     above: Mapping[str, str]
-    """Version id to the nearest version before it that has a number for the metric; "" for none."""
+    """Version id to the nearest version before it that is among `points`; "" for none."""
     fates: Mapping[str, str]
     """Version id to retention's decision, for those that lose something."""
     policy: str
@@ -93,19 +94,25 @@ class _Picture:
 def _picture(store: Store, run: str, metric: str, policy: AnyPolicy | None) -> _Picture:
     catalog = store.repo.refresh()
     found = history(catalog, run, metric)
-    points = {point.version.id: point for point in found.points}
+    points = _finite(found.points)
     checked = None if policy is None else check_policy(policy)
     now_ms = store.repo.environment.now_ms()
     (plan,) = retention.plan(catalog, policy=checked, run=run, now_ms=now_ms)
     return _Picture(
         history=found,
         points=points,
+        numberless=[p.version.step for p in found.points if p.version.id not in points],
         above={one: _above(catalog, one, points) for one in points},
         fates={d.version.id: d.fate for d in plan.changes},
         policy=str(plan.policy) if plan.policy else "",
         origin=_origin(catalog, run),
         forks=_forks(catalog, run, metric, points),
     )
+
+
+def _finite(points: Iterable[Point]) -> dict[str, Point]:
+    """Return the points with a value that can be drawn, by version id."""
+    return {point.version.id: point for point in points if math.isfinite(point.value)}
 
 
 def _origin(catalog: Catalog, run: str) -> str:
@@ -117,17 +124,14 @@ def _origin(catalog: Catalog, run: str) -> str:
 def _above(catalog: Catalog, version_id: str, points: Mapping[str, Point]) -> str:
     ancestors = catalog.ancestors(version_id)
     next(ancestors)
-    for version in ancestors:
-        if version.id in points and math.isfinite(points[version.id].value):
-            return version.id
-    return ""
+    return next((version.id for version in ancestors if version.id in points), "")
 
 
 def _forks(
     catalog: Catalog, run: str, metric: str, points: Mapping[str, Point]
 ) -> list[tuple[History, Point | None]]:
     """Return the forks; a fork of a fork comes after its parent."""
-    known = {one: point for one, point in points.items() if math.isfinite(point.value)}
+    known = dict(points)
     infos = [info for info in catalog.runs() if info.origin]
     names = [run]
     found: list[tuple[History, Point | None]] = []
@@ -142,7 +146,7 @@ def _forks(
                 continue  # it lacks the metric; its own forks may have it
             line = (version.id for version in catalog.ancestors(info.origin))
             found.append((fork, next((known[one] for one in line if one in known), None)))
-            known |= {p.version.id: p for p in fork.points if math.isfinite(p.value)}
+            known |= _finite(fork.points)
     return found[:_FORKS_MAX]
 
 
@@ -163,7 +167,7 @@ def _draw_links(axes: Axes, picture: _Picture) -> None:
         axes.plot([], [], color=_ABANDONED, linestyle=(0, (3, 2)), label="abandoned by a rollback")
     for one, point in picture.points.items():
         before = picture.points.get(picture.above[one])
-        if before is None or not math.isfinite(point.value):
+        if before is None:
             continue
         left = point.version.abandoned
         axes.plot(
@@ -179,7 +183,7 @@ def _draw_links(axes: Axes, picture: _Picture) -> None:
 def _draw_forks(axes: Axes, picture: _Picture) -> None:
     for place, (fork, start) in enumerate(picture.forks):
         color = _FORKS[place % len(_FORKS)]
-        line = [p for p in fork.line if math.isfinite(p.value)]
+        line = _finite(fork.line).values()
         steps = [p.version.step for p in line]
         values = [p.value for p in line]
         if start is not None:
@@ -194,8 +198,7 @@ def _draw_forks(axes: Axes, picture: _Picture) -> None:
 def _draw_points(axes: Axes, picture: _Picture) -> None:
     groups: dict[str, list[Point]] = {}
     for one, point in picture.points.items():
-        if math.isfinite(point.value):
-            groups.setdefault(_kind(picture, one, point), []).append(point)
+        groups.setdefault(_kind(picture, one, point), []).append(point)
     for kind, style in _STYLES.items():
         if kind in groups:
             axes.scatter(
@@ -243,11 +246,10 @@ _STYLES: Final[dict[str, dict[str, Any]]] = {
 
 def _draw_rollbacks(axes: Axes, picture: _Picture) -> None:
     """Draw an arrow from the end of each abandoned branch back to the rollback's target."""
-    drawn = [one for one, point in picture.points.items() if math.isfinite(point.value)]
-    continued = {picture.above[one] for one in drawn}
+    continued = set(picture.above.values())
     label = "rollback"
     for one, point in picture.points.items():
-        if not point.version.abandoned or one in continued or not math.isfinite(point.value):
+        if not point.version.abandoned or one in continued:
             continue
         target = picture.points.get(picture.above[one])
         while target is not None and target.version.abandoned:
@@ -274,7 +276,7 @@ def _draw_rollbacks(axes: Axes, picture: _Picture) -> None:
 
 
 def _draw_tags(axes: Axes, picture: _Picture) -> None:
-    tagged = [p for p in picture.points.values() if p.version.tags and math.isfinite(p.value)]
+    tagged = [p for p in picture.points.values() if p.version.tags]
     for point in tagged[-_TAGS_MAX:]:
         text = ", ".join(point.version.tags[:3]) + (" ..." if len(point.version.tags) > 3 else "")
         axes.annotate(
@@ -292,7 +294,7 @@ def _draw_tags(axes: Axes, picture: _Picture) -> None:
 
 def _draw_numberless(axes: Axes, picture: _Picture) -> None:
     """Mark the steps whose value cannot be drawn along the upper edge."""
-    steps = [p.version.step for p in picture.points.values() if not math.isfinite(p.value)]
+    steps = picture.numberless
     if steps:
         edge = axes.get_xaxis_transform()
         axes.scatter(
@@ -312,9 +314,5 @@ def _dress(axes: Axes, picture: _Picture) -> None:
     if picture.policy:
         title += f"\nretention {picture.policy}"
     axes.set_title(title.replace("$", r"\$"), fontsize=10, loc="left")
-    axes.grid(visible=True, color="#e6e6e6", linewidth=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
     axes.margins(x=0.03, y=0.12)
-    axes.legend(fontsize=8, framealpha=0.9, loc="center left", bbox_to_anchor=(1.01, 0.5))
+    dress(axes, grid="both")

@@ -15,9 +15,15 @@ from ckptstore.errors import (
     NotFoundError,
     TensorNotFoundError,
 )
-from ckptstore.integrations.adapter_export import adapter_configs, write_adapter
 from ckptstore.integrations.pretrained_files import CONFIGS, names_digest
-from ckptstore.integrations.pretrained_models import empty_model, fill, write_as_read
+from ckptstore.integrations.pretrained_models import (
+    SavedModel,
+    adapter_configs,
+    empty_model,
+    fill,
+    write_adapter,
+    write_as_read,
+)
 from ckptstore.store import Store
 
 if TYPE_CHECKING:
@@ -104,21 +110,20 @@ def export_pretrained(
     """
     _check_given(folder, model)
     version = store.resolve(ref)
-    state = _weights(store, version.id, ref)
-    about = _about(store, version.id)
+    weights = _weights(store, version.id, ref)
+    saved = SavedModel(ref=ref, about=_about(store, version.id), state=weights)
     path = Path(folder)
-    adapter = bool(about.get("adapter_config"))
-    if merge and not adapter:
+    if merge and not saved.adapters:
         raise InvalidInputError(f"{ref!r} has no adapter to merge", hint="leave merge out")
-    as_read = model is None and not merge and about.get("names") == names_digest(map(str, state))
-    files = _files(about, path)
-    if as_read:
-        write_as_read(about, state, path, options)
-    elif adapter:
-        write_adapter(about, state, path, ref=ref, model=model, merge=merge, options=options)
+    files = _files(saved.about, path)
+    named = saved.about.get("names") == names_digest(map(str, weights))
+    if named and model is None and not merge:
+        write_as_read(saved, path, options)
+    elif saved.adapters:
+        write_adapter(saved, path, model=model, merge=merge, options=options)
     else:
-        made = model if model is not None else empty_model(about, ref)
-        fill(made, state, ref, assign=model is None)
+        made = model if model is not None else empty_model(saved)
+        fill(made, saved, assign=model is None)
         made.save_pretrained(path, **options)  # type: ignore[operator]  # a PreTrainedModel
     for target, data in files.items():
         target.parent.mkdir(parents=True, exist_ok=True)

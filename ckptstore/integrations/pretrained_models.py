@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+import tempfile
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.errors import InvalidInputError, MissingDependencyError, StateError
 from ckptstore.integrations.pretrained_files import CONFIGS
@@ -14,13 +17,31 @@ from ckptstore.integrations.pretrained_files import CONFIGS
 if TYPE_CHECKING:
     import torch
 
-_GIVE_MODEL = "give the model: export_pretrained(..., model=model)"
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+_GIVE_MODEL: Final = "give the model: export_pretrained(..., model=model)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedModel:
+    """The model of a version."""
+
+    ref: str
+    """As the caller named the version."""
+    about: Mapping[str, Any]
+    """Configurations and other files, as saved at ``pretrained``."""
+    state: Mapping[str, torch.Tensor]
+    """Its state dict; for adapters, that of a ``PeftModel`` or of one adapter alone."""
+
+    @property
+    def adapters(self) -> Mapping[Any, Any]:
+        """Configurations of its adapters, by name."""
+        found: Mapping[Any, Any] = self.about.get("adapter_config") or {}
+        return found
 
 
 def fill(
     model: Any,  # noqa: ANN401 - a PreTrainedModel or PeftModel
-    state: Mapping[str, torch.Tensor],
-    ref: str,
+    saved: SavedModel,
     *,
     assign: bool,
     partly: bool = False,
@@ -40,17 +61,17 @@ def fill(
         Weights are missing or left over, or have another shape; names the first.
     """
     try:
-        missing, unexpected = model.load_state_dict(state, strict=False, assign=assign)
+        missing, unexpected = model.load_state_dict(saved.state, strict=False, assign=assign)
     except RuntimeError as error:  # wrong shapes
-        raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
+        raise StateError(f"the weights of {saved.ref!r} do not fit: {error}") from error
     if missing and not unexpected:
         tie = getattr(model, "tie_weights", None)
         if tie is not None:
             tie()
         own = model.state_dict(keep_vars=True)
-        filled = {id(own[name]) for name in state}
+        filled = {id(own[name]) for name in saved.state}
         missing = [name for name in missing if id(own[name]) not in filled]
-    check_names(ref, model, [] if partly else missing, unexpected)
+    check_names(saved.ref, model, [] if partly else missing, unexpected)
 
 
 def check_names(ref: str, model: object, missing: list[str], unexpected: list[str]) -> None:
@@ -69,12 +90,7 @@ def check_names(ref: str, model: object, missing: list[str], unexpected: list[st
         raise StateError(msg)
 
 
-def write_as_read(
-    about: Mapping[str, Any],
-    state: Mapping[str, torch.Tensor],
-    folder: Path,
-    options: Mapping[str, Any],
-) -> None:
+def write_as_read(saved: SavedModel, folder: Path, options: Mapping[str, Any]) -> None:
     """Write weights under the names of an imported folder, or of an adapter's; makes no model.
 
     Raises
@@ -84,10 +100,10 @@ def write_as_read(
     """
     hub = needed("huggingface_hub")
     folder.mkdir(parents=True, exist_ok=True)
-    adapter = next(iter(about.get("adapter_config", {}).values()), None)
+    adapter = next(iter(saved.adapters.values()), None)
     pattern = "adapter_model{suffix}.safetensors" if adapter else "model{suffix}.safetensors"
-    hub.save_torch_state_dict(dict(state), folder, **{"filename_pattern": pattern, **options})
-    for part, config in {**about, "adapter_config": adapter}.items():
+    hub.save_torch_state_dict(dict(saved.state), folder, **{"filename_pattern": pattern, **options})
+    for part, config in {**saved.about, "adapter_config": adapter}.items():
         if part in CONFIGS and config is not None:
             write_json(folder / f"{part}.json", config)
 
@@ -142,7 +158,7 @@ def class_named(config: Mapping[str, Any]) -> Any:  # noqa: ANN401 - a class of 
     return kind
 
 
-def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
+def empty_model(saved: SavedModel) -> torch.nn.Module:
     """Return a model without weights, of the class that a configuration names.
 
     Raises
@@ -154,22 +170,193 @@ def empty_model(about: Mapping[str, Any], ref: str) -> torch.nn.Module:
     """
     import torch
 
-    config = about.get("config")
+    config = saved.about.get("config")
     if config is None:
-        raise InvalidInputError(f"{ref!r} has no configuration of a model", hint=_GIVE_MODEL)
+        raise InvalidInputError(f"{saved.ref!r} has no configuration of a model", hint=_GIVE_MODEL)
     kind = class_named(config)
     try:
         wanted = kind.config_class.from_dict(dict(config))
         wanted._attn_implementation = "eager"  # other values may load code of the hub
         with torch.device("meta"):
             made = kind(wanted)
-        generation = about.get("generation_config")
+        generation = saved.about.get("generation_config")
         if generation is not None:
             made.generation_config = needed("transformers").GenerationConfig.from_dict(
                 dict(generation)
             )
     except Exception as error:  # any error of transformers on a hostile configuration
-        msg = f"transformers makes no {kind.__name__} of the configuration of {ref!r}: {error}"
+        msg = (
+            f"transformers makes no {kind.__name__} of the configuration of {saved.ref!r}: {error}"
+        )
         raise InvalidInputError(msg, hint=_GIVE_MODEL) from error
     model: torch.nn.Module = made
     return model
+
+
+# --- adapters of PEFT ---------------------------------------------------------------------------
+
+
+def adapter_configs(model: Any) -> dict[str, Any]:  # noqa: ANN401 - a PeftModel
+    """Return the configurations of a model's adapters by their names, as PEFT writes them."""
+    found: dict[str, Any] = {}
+    for name, config in model.peft_config.items():
+        with tempfile.TemporaryDirectory(prefix="ckptstore-") as folder:
+            config.save_pretrained(folder)
+            text = Path(folder, _ADAPTER_CONFIG).read_text(encoding="utf-8")
+        found[name] = {**json.loads(text), "inference_mode": True}
+    return found
+
+
+def write_adapter(
+    saved: SavedModel,
+    folder: Path,
+    *,
+    model: Any,  # noqa: ANN401 - a base model, a PeftModel, or None
+    merge: bool,
+    options: Mapping[str, Any],
+) -> None:
+    """Write the adapters of a version, or its base model with the adapters merged.
+
+    Raises
+    ------
+    StateError
+        Weights are missing, or left over.
+    InvalidInputError
+        The base model is needed and cannot be loaded, or the adapter cannot be merged.
+    MissingDependencyError
+        PEFT or transformers is not installed.
+    """
+    peft = needed("peft", "peft")
+    ref, configs = saved.ref, saved.adapters
+    for name, config in configs.items():
+        if not isinstance(name, str) or name == ".." or Path(name).name != name or "\0" in name:
+            raise InvalidInputError(f"the version has an adapter of the name {name!r}")
+        if not isinstance(config, Mapping):
+            raise InvalidInputError(f"the version has no configuration of the adapter {name!r}")
+    if merge and len(configs) > 1:
+        msg = f"{ref!r} has several adapters ({', '.join(configs)}), and one can be merged"
+        raise InvalidInputError(msg, hint="export them, and merge them with PEFT")
+    model = deepcopy(model)  # PEFT puts adapters into it, and merges them, in place
+    if isinstance(model, peft.PeftModel):
+        model = model.unload()
+    if not merge:
+        _write_alone(saved, folder, model, options)
+        return
+    adapted = _with_own_base(saved) if model is None else None
+    if adapted is None:
+        adapted = _filled(_adapted(_base_model(saved) if model is None else model, saved), saved)
+    if not hasattr(adapted.base_model, "merge_and_unload"):
+        kind = next(iter(configs.values())).get("peft_type")
+        msg = f"the adapter of {ref!r} cannot be merged: it is of the kind {kind}"
+        raise InvalidInputError(msg, hint="export the adapter (merge=False)")
+    adapted.merge_and_unload().save_pretrained(folder, **options)
+
+
+def _with_own_base(saved: SavedModel) -> Any:  # noqa: ANN401 - a PeftModel, or None
+    """Return the adapted model of a version that also has the weights of its base, else None."""
+    if "config" not in saved.about:
+        return None
+    adapted = _adapted(empty_model(saved), saved)
+    if not saved.state.keys() <= adapted.state_dict().keys():
+        return None
+    _filled(adapted, saved)
+    whole = not any(tensor.is_meta for tensor in adapted.state_dict().values())
+    return adapted if whole else None
+
+
+def _write_alone(
+    saved: SavedModel,
+    folder: Path,
+    model: Any,  # noqa: ANN401 - a base model, or None
+    options: Mapping[str, Any],
+) -> None:
+    """Write each adapter to the folder that PEFT reads it from."""
+    adapted = _adapted(model or empty_model(saved), saved)
+    places = {name: folder if name == "default" else folder / name for name in saved.adapters}
+    first = next(iter(places))
+    if saved.state.keys() == _own(adapted, first).keys():
+        only = {"adapter_config": {first: saved.adapters[first]}}
+        write_as_read(replace(saved, about=only), places[first], options)
+        return
+    _filled(adapted, saved).save_pretrained(str(folder), **options)
+    for name, place in places.items():
+        write_json(place / _ADAPTER_CONFIG, saved.adapters[name])
+
+
+def _own(adapted: Any, name: str) -> Mapping[str, torch.Tensor]:  # noqa: ANN401 - a PeftModel
+    """Return the weights of one adapter by their names in a file."""
+    found: Mapping[str, torch.Tensor] = needed("peft").get_peft_model_state_dict(
+        adapted, adapter_name=name, save_embedding_layers=False
+    )
+    return found
+
+
+def _base_model(saved: SavedModel) -> Any:  # noqa: ANN401 - a PreTrainedModel
+    """Return the base model that an adapter names, from a folder or the hub."""
+    from transformers import AutoConfig
+
+    name = next(iter(saved.adapters.values())).get("base_model_name_or_path")
+    msg = f"{saved.ref!r} holds an adapter without the weights of its base model"
+    hint = "give it: export_pretrained(..., merge=True, model=base_model)"
+    if not name:
+        raise InvalidInputError(f"{msg}, and does not name it", hint=hint)
+    try:
+        config = saved.about.get("config") or AutoConfig.from_pretrained(name).to_dict()
+        return class_named(config).from_pretrained(name)
+    except (OSError, ValueError) as error:
+        why = str(error).strip().partition("\n")[0]
+        raise InvalidInputError(
+            f"{msg}, and {name!r} cannot be loaded: {why}", hint=hint
+        ) from error
+
+
+def _adapted(base: Any, saved: SavedModel) -> Any:  # noqa: ANN401
+    """Return a base model with the adapters of a version, still without their weights.
+
+    Raises
+    ------
+    InvalidInputError
+        PEFT rejects the configuration.
+    """
+    peft = needed("peft", "peft")
+    adapted: Any = None
+    try:
+        for name, values in saved.adapters.items():
+            config = peft.PeftConfig.from_peft_type(**values)
+            if not getattr(base, "name_or_path", None):
+                base.name_or_path = config.base_model_name_or_path
+            config.base_model_name_or_path = base.name_or_path
+            if hasattr(config, "init_lora_weights"):
+                config.init_lora_weights = False  # the weights come from the version
+            if adapted is None:
+                adapted = peft.get_peft_model(base, config, name, low_cpu_mem_usage=True)
+            else:
+                adapted.add_adapter(name, config, low_cpu_mem_usage=True)
+    except Exception as error:  # any error of PEFT on a hostile configuration
+        msg = f"PEFT makes no adapter of the configuration of {saved.ref!r}: {error}"
+        raise InvalidInputError(msg, hint="see pretrained.adapter_config of the version") from error
+    return adapted
+
+
+def _filled(adapted: Any, saved: SavedModel) -> Any:  # noqa: ANN401 - a PeftModel
+    """Load the weights of the adapters, and the base model's weights that the version has.
+
+    Raises
+    ------
+    StateError
+        A weight of an adapter is missing, or a weight belongs to none.
+    """
+    names, ref = list(saved.adapters), saved.ref
+    if saved.state.keys() <= adapted.state_dict().keys():
+        fill(adapted, saved, assign=True, partly=True)
+    else:
+        try:
+            loaded = needed("peft").set_peft_model_state_dict(
+                adapted, dict(saved.state), names[0], low_cpu_mem_usage=True
+            )
+        except (RuntimeError, LookupError) as error:  # wrong shapes, or a missing part
+            raise StateError(f"the weights of {ref!r} do not fit: {error}") from error
+        check_names(ref, adapted, [], loaded.unexpected_keys)
+    weights = {key: value for name in names for key, value in _own(adapted, name).items()}
+    check_names(ref, adapted, [key for key, value in weights.items() if value.is_meta], [])
+    return adapted

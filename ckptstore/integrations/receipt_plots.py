@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from ckptstore.errors import VersionNotFoundError
-from ckptstore.integrations.figures import check_picture, draw_picture, write_picture
+from ckptstore.integrations.figures import check_picture, dress, save_picture
 from ckptstore.model import Receipt, Version
 from ckptstore.store import Store
 
@@ -60,9 +60,7 @@ def plot_receipts(store: Store, path: str | os.PathLike[str], *, run: str | None
     if not versions:
         msg = "there is no version whose receipt could be drawn"
         raise VersionNotFoundError(msg)
-    form = target.suffix.lower()[1:]
-    data = draw_picture(form, _SIZE_INCHES, lambda figure: _draw(figure, versions, run))
-    write_picture(target, data)
+    save_picture(target, _SIZE_INCHES, lambda figure: _draw(figure, versions, run))
     return target
 
 
@@ -79,18 +77,10 @@ def _draw(figure: Figure, versions: Sequence[Version], run: str | None) -> None:
     turn = 45 if run is None else 0
     below.set_xticks(list(places), [named[place] for place in places], rotation=turn)
     below.set_xlabel("version" if run is None else "step")
-    above.set_title((run or store_title(versions)).replace("$", r"\$"), fontsize=10, loc="left")
+    title = run or ", ".join(sorted(lines))
+    above.set_title(title.replace("$", r"\$"), fontsize=10, loc="left")
     for axes in (above, below):
-        axes.grid(visible=True, axis="y", color="#e6e6e6", linewidth=0.7)
-        axes.set_axisbelow(True)
-        axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.01, 0.5))
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
-
-
-def store_title(versions: Sequence[Version]) -> str:
-    """Return a title with the names of the runs drawn."""
-    return ", ".join(sorted({version.run for version in versions}))
+        dress(axes, grid="y")
 
 
 def _draw_lines(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from ckptstore import limits
 from ckptstore.backends.oserrors import translate
+from ckptstore.backends.posix_publish import sync_folder
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, check_made, piece_ends, read_ranges
 from ckptstore.errors import CkptStoreError, ConflictError, CorruptObjectError, InvalidInputError
@@ -104,7 +105,9 @@ def export_safetensors(
     header = encode_header(items, version)
     with _new_file(Path(path), repo.environment.random_hex(8), overwrite=overwrite) as file:
         file.write(header)
-        _write_data(file, items, content, repo, progress)
+        total = sum(item.nbytes for item in items)
+        writer = _Writer(file=file, content=content, repo=repo, progress=progress, total=total)
+        writer.write(items)
         size = _checked_size(file, header, items)
     return Exported(
         path=os.fspath(path),
@@ -136,108 +139,81 @@ def _checked_size(file: BinaryIO, header: bytes, items: Sequence[FileTensor]) ->
     return size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Segment:
-    """Consecutive pieces of one tensor."""
-
-    index: int
-    start: int
-    """First byte in the tensor."""
-    nbytes: int
-
-
-def _segments(content: Content, index: int) -> Iterator[_Segment]:
+def _segments(content: Content, index: int) -> Iterator[Range]:
     """Yield a tensor in parts of at most the window, or one piece if that is larger."""
     item = ITEM_BYTES[content.manifest.tensors[index].dtype]
     start = stop = 0
     for end in (piece_ends(content.manifest, index) * item).tolist():
         if stop > start and end - start > limits.EXPORT_WINDOW_BYTES:
-            yield _Segment(index=index, start=start, nbytes=stop - start)
+            yield Range(index=index, start=start, nbytes=stop - start, out=None)
             start = stop
         stop = end
     if stop > start:
-        yield _Segment(index=index, start=start, nbytes=stop - start)
+        yield Range(index=index, start=start, nbytes=stop - start, out=None)
 
 
-def _write_data(
-    file: BinaryIO,
-    items: Sequence[FileTensor],
-    content: Content,
-    repo: Repo,
-    progress: ProgressCallback,
-) -> None:
-    """Write all tensors; small ones are read many at a time."""
-    writer = _Writer(file, content, repo, progress, total=sum(item.nbytes for item in items))
-    for item in items:
-        if item.streams:
-            for segment in _segments(content, item.index):
-                writer.add(segment)
-        elif item.nbytes:
-            writer.flush()
-            writer.write_rearranged(item)
-    writer.flush()
-
-
+@dataclass(slots=True, kw_only=True)
 class _Writer:
-    """Collects segments up to the window, then reads and writes them together."""
+    """Writes tensors to a file; reads small ones many at a time, up to the window."""
 
-    def __init__(
-        self,
-        file: BinaryIO,
-        content: Content,
-        repo: Repo,
-        progress: ProgressCallback,
-        *,
-        total: int,
-    ) -> None:
-        self._file = file
-        self._content = content
-        self._repo = repo
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._batch: list[_Segment] = []
-        self._batch_bytes = 0
-        self._made = Hasher()
-        """Of the tensor that is being read in parts; one comes after the other."""
+    file: BinaryIO
+    content: Content
+    repo: Repo
+    progress: ProgressCallback
+    total: int
+    done: int = 0
+    batch: list[Range] = field(default_factory=list)
+    batch_bytes: int = 0
+    made: Hasher = field(default_factory=Hasher)
+    """Of the tensor that is being read in parts; one comes after the other."""
 
-    def add(self, segment: _Segment) -> None:
+    def write(self, items: Sequence[FileTensor]) -> None:
+        """Write all tensors, in the order of the file."""
+        for item in items:
+            if item.streams:
+                for segment in _segments(self.content, item.index):
+                    self._add(segment)
+            elif item.nbytes:
+                self._flush()
+                self._write_rearranged(item)
+        self._flush()
+
+    def _add(self, segment: Range) -> None:
         """Append the next segment of the file."""
-        if self._batch_bytes + segment.nbytes > limits.EXPORT_WINDOW_BYTES:
-            self.flush()
-        self._batch.append(segment)
-        self._batch_bytes += segment.nbytes
+        if self.batch_bytes + segment.nbytes > limits.EXPORT_WINDOW_BYTES:
+            self._flush()
+        self.batch.append(segment)
+        self.batch_bytes += segment.nbytes
 
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Write the collected segments."""
-        memory = memoryview(bytearray(self._batch_bytes))
+        memory = memoryview(bytearray(self.batch_bytes))
         ranges: list[Range] = []
         at = 0
-        for part in self._batch:
-            out = memory[at : at + part.nbytes]
-            ranges.append(Range(index=part.index, start=part.start, nbytes=part.nbytes, out=out))
+        for part in self.batch:
+            ranges.append(replace(part, out=memory[at : at + part.nbytes]))
             at += part.nbytes
         self._read(ranges)
         for one in ranges:
             self._check(one)
-        self._file.write(memory)
-        self._done += self._batch_bytes
-        self._batch, self._batch_bytes = [], 0
+        self.file.write(memory)
+        self.done += self.batch_bytes
+        self.batch, self.batch_bytes = [], 0
 
     def _check(self, one: Range) -> None:
         """Compare a derived tensor with its digest, once all of it was read."""
-        record = self._content.manifest.tensors[one.index]
+        record = self.content.manifest.tensors[one.index]
         if record.recipe is None or one.out is None or one.nbytes == record.nbytes:
             return  # tensors read whole are compared by their reader
         if one.start == 0:
-            self._made = Hasher()
-        self._made.update(one.out)
+            self.made = Hasher()
+        self.made.update(one.out)
         if one.start + one.nbytes == record.nbytes:
-            check_made(self._content, one.index, self._made)
+            check_made(self.content, one.index, self.made)
 
-    def write_rearranged(self, item: FileTensor) -> None:
+    def _write_rearranged(self, item: FileTensor) -> None:
         """Write a tensor whose stored order is not the file's."""
-        record = self._content.manifest.tensors[item.index]
+        record = self.content.manifest.tensors[item.index]
         memory = memoryview(bytearray(record.nbytes))
         self._read([Range(index=item.index, start=0, nbytes=len(memory), out=memory)])
         if record.blocks is not None:
@@ -252,22 +228,22 @@ class _Writer:
             order = range(len(item.shape)) if item.order is None else item.order
             dense = np.frombuffer(memory, element).reshape([item.shape[dim] for dim in order])
             array = dense.transpose(np.argsort(order))
-        self._file.write(np.ascontiguousarray(array).tobytes())
-        self._done += item.nbytes
+        self.file.write(np.ascontiguousarray(array).tobytes())
+        self.done += item.nbytes
 
     def _read(self, ranges: Sequence[Range]) -> None:
-        base = self._done
+        base = self.done
 
         def step(part: Progress) -> None:
-            done = min(base + part.done, self._total)
-            self._progress(Progress(stage="export", done=done, total=self._total))
+            done = min(base + part.done, self.total)
+            self.progress(Progress(stage="export", done=done, total=self.total))
 
         if ranges:
             read_ranges(
-                self._content,
+                self.content,
                 ranges,
-                backend=self._repo.backend,
-                options=self._repo.options,
+                backend=self.repo.backend,
+                options=self.repo.options,
                 progress=step,
             )
 
@@ -290,11 +266,7 @@ def _new_file(path: Path, mark: str, *, overwrite: bool) -> Iterator[BinaryIO]:
         if not overwrite and path.exists():
             raise _taken(path)
         temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(str(path.parent))
     except CkptStoreError:
         raise
     except OSError as error:

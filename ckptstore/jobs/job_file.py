@@ -27,7 +27,7 @@ from __future__ import annotations
 import inspect
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import isclass
 from pathlib import Path
@@ -187,19 +187,16 @@ def read_job(path: str | os.PathLike[str]) -> Job:
         raise InvalidInputError(msg)
     try:
         tables = tomllib.loads(data.decode())
-    except (ValueError, RecursionError) as error:  # of the text, of TOML, of numbers
-        msg = f"{where}: {str(error)[:_SHOWN]}"
-        raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
-    try:
         _check_words(tables, Job)
         job = msgspec.convert(tables, Job)
         _check(job)
-    except msgspec.ValidationError as error:
-        msg = f"{where}: {str(error)[:_SHOWN]}"
-        raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
     except InvalidInputError as error:
         msg = f"{where}: {error.message}"
         raise InvalidInputError(msg, hint=error.hint) from error
+    except (ValueError, RecursionError, msgspec.ValidationError) as error:
+        # A ValueError is of the text, of TOML or of numbers.
+        msg = f"{where}: {str(error)[:_SHOWN]}"
+        raise InvalidInputError(msg, hint="see docs/howto/archival-jobs.md") from error
     return job if job.name else msgspec.structs.replace(job, name=where.stem)
 
 
@@ -228,36 +225,25 @@ def _check(job: Job) -> None:
             if own := sorted(_OWN_OPTIONS & place.options.keys() - meant):
                 msg = f"{own[0]!r} is not an option of the storage library"
                 raise InvalidInputError(msg)
-    archive = job.archive
-    for name, text in (
-        ("select.older_than", job.select.older_than),
-        ("select.since", job.select.since),
-        ("alert.not_replicated_after", job.alert.not_replicated_after),
-        ("gc.grace", job.gc.grace),
-        ("archive.min_age", None if archive is None else archive.min_age),
-    ):
+    archive, retain = job.archive, job.retain
+    checks: list[tuple[str, object, Callable[[Any], object]]] = [
+        ("select.older_than", job.select.older_than, parse_duration),
+        ("select.since", job.select.since, parse_duration),
+        ("alert.not_replicated_after", job.alert.not_replicated_after, parse_duration),
+        ("gc.grace", job.gc.grace, parse_duration),
+        ("archive.min_age", archive and archive.min_age, parse_duration),
+        ("archive.class", archive and archive.storage_class, check_class),
+        ("select.keep", job.select.keep, _check_rules),
+        ("retain.evict", retain.evict, _check_rules),
+        ("archive.keep_hot", archive and archive.keep_hot, _check_rules),
+        ("retain.source", retain.source, _check_policy),
+        ("retain.target", retain.target, _check_policy),
+    ]
+    for name, value, check in checks:
         with _named(name):
-            if text is not None:
-                parse_duration(text)
+            if value is not None:
+                check(value)
     _check_numbers(job)
-    if archive is not None:
-        with _named("archive.class"):
-            check_class(archive.storage_class)
-    for name, rules in (
-        ("select.keep", job.select.keep),
-        ("retain.evict", job.retain.evict),
-        ("archive.keep_hot", None if archive is None else archive.keep_hot),
-    ):
-        with _named(name):
-            if rules is not None:
-                _check_rules(rules)
-    for name, policy in (
-        ("retain.source", job.retain.source),
-        ("retain.target", job.retain.target),
-    ):
-        with _named(name):
-            if isinstance(policy, Mapping):
-                Policy.from_json(policy).check()
 
 
 def _check_numbers(job: Job) -> None:
@@ -281,6 +267,11 @@ def _check_rules(rules: _Texts) -> None:
         msg = "no rule is in it"
         raise InvalidInputError(msg, hint="leave it out, or name some: 'last 5, tagged'")
     Policy.from_json({"full": rules}).check()
+
+
+def _check_policy(policy: Mapping[str, Any] | bool) -> None:
+    if isinstance(policy, Mapping):
+        Policy.from_json(policy).check()
 
 
 @contextmanager

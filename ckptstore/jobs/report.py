@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ckptstore.errors import CkptStoreError, ColdObjectError, IntegrityError, PolicyError
 from ckptstore.maintenance.reports.prometheus_text import metric
 
-_OK: Final = "Whether the last run did all it should."
-_ENDED: Final = "When it ended."
 StepName: TypeAlias = Literal[
     "scrub-source",
     "replicate",
@@ -82,21 +80,36 @@ class JobReport:
         return PolicyError.exit_code if self.overdue else 0
 
 
-def exposition(report: JobReport, *, now_s: float) -> str:
+def exposition(name: str, report: JobReport | None, *, now_s: float) -> str:
     """Return the figures of a run for a text file that Prometheus's node exporter collects.
 
     Parameters
     ----------
+    name
+        Name of the job.
+    report
+        None for a run that could do nothing: it has only its failure and its time.
     now_s
         Seconds since 1970.
     """
+    figures: list[tuple[str, str, float]] = [
+        ("ok", "Whether the last run did all it should.", report is not None and report.ok),
+        ("end_timestamp_seconds", "When it ended.", now_s),
+    ]
+    if report is not None:
+        figures += _figures(report)
+    labels = {"job_name": name}
+    return "".join(
+        metric(f"job_{each}", "gauge", text, [(labels, value)]) for each, text, value in figures
+    )
+
+
+def _figures(report: JobReport) -> list[tuple[str, str, float]]:
+    """Return name, text and value of each figure of a report."""
     replicated = next((step for step in report.steps if step.name == "replicate"), None)
     result: Mapping[str, Any] = {} if replicated is None else replicated.result
     oldest_s = max((late.age_s for late in report.overdue), default=0.0)
-    return _gauges(
-        report.name,
-        ("ok", _OK, report.ok),
-        ("end_timestamp_seconds", _ENDED, now_s),
+    return [
         ("seconds", "What it took.", report.seconds),
         (
             "overdue_versions",
@@ -106,26 +119,7 @@ def exposition(report: JobReport, *, now_s: float) -> str:
         ("overdue_seconds", "Age of the oldest of them.", oldest_s),
         ("replicated_versions", "Versions that the last run copied.", result.get("copied", 0)),
         ("replicated_bytes", "Bytes that travelled.", result.get("chunk_bytes", 0)),
-    )
-
-
-def failed_exposition(name: str, *, now_s: float) -> str:
-    """Return the figures of a run of a job that could do nothing: only that, and when.
-
-    Parameters
-    ----------
-    now_s
-        Seconds since 1970.
-    """
-    return _gauges(name, ("ok", _OK, False), ("end_timestamp_seconds", _ENDED, now_s))
-
-
-def _gauges(job: str, *figures: tuple[str, str, float]) -> str:
-    """Return the figures of a job: name, text and value of each."""
-    labels = {"job_name": job}
-    return "".join(
-        metric(f"job_{name}", "gauge", text, [(labels, value)]) for name, text, value in figures
-    )
+    ]
 
 
 def problem_of(result: Mapping[str, Any]) -> tuple[str, int]:

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 from ckptstore import limits
-from ckptstore.backends.cold import cold_storage
 from ckptstore.catalog.retention_rules import parse_bytes, parse_duration
 from ckptstore.config import SYSTEM, Environment, workers_default
 from ckptstore.errors import CkptStoreError, ConflictError
@@ -330,7 +329,7 @@ class _Run:
     def _archive(self, wanted: Archive) -> Mapping[str, Any]:
         """Move old versions of the target to a colder class; with `copy.check`, checked ones."""
         repo, checked = self.target.repo, self.job.copy.check
-        if self.dry_run and repo.backend.capabilities.private and not cold_storage(repo.backend):
+        if self.dry_run and repo.backend.capabilities.private and not repo.backend.cold_storage():
             # The backend stands for a target that is not made yet.
             report = ArchiveReport(dry_run=True, storage_class=wanted.storage_class)
         else:

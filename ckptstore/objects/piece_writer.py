@@ -20,9 +20,9 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.chunking import cut, piece_bytes
-from ckptstore.codecs.codec_table import CodecChoice, Encoded, encode
+from ckptstore.codecs.codec_table import Encoded, encode
 from ckptstore.codecs.plane_layout import Layout, layout_of
-from ckptstore.config import Environment, Options
+from ckptstore.config import CodecChoice, Environment, Options
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES

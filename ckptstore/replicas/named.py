@@ -1,4 +1,4 @@
-"""The named replicas of one store: found by name, and turned to by loads of what is not here.
+"""The named replicas of one store: opened once, and turned to by loads of content that is not here.
 
 What is not here (any more), or is damaged, is read from the nearest replica that has the version.
 """
@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,27 +20,28 @@ from ckptstore.errors import (
     ConflictError,
     CorruptObjectError,
     IntegrityError,
+    InvalidInputError,
     ObjectNotFoundError,
+    ReplicaChangedError,
     StoreNotFoundError,
     TransientStorageError,
     VersionNotFoundError,
 )
 from ckptstore.format.names import check_replica_name
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.replicas.options import ReplicaOptions, open_place
+from ckptstore.replicas.options import (
+    ReplicaOptions,
+    check_bound,
+    check_meant,
+    open_place,
+    open_target,
+)
 from ckptstore.replicas.places import PLACE, PREFIX, is_local
-from ckptstore.replicas.pool import OpenedReplicas
-from ckptstore.replicas.targets import open_target
 from ckptstore.repo import Repo
 
 if TYPE_CHECKING:
-    from ckptstore.backends.base import Backend
     from ckptstore.checkpoint.content import Content
-    from ckptstore.config import Options
-    from ckptstore.events import ProgressCallback
-    from ckptstore.format.manifest import PieceTable
     from ckptstore.maintenance.replicas.fallback import FallThrough, Found, Tier
-    from ckptstore.objects.plan import Want
 
 _log = logging.getLogger("ckptstore")
 
@@ -52,8 +54,19 @@ _MAY_BE_ELSEWHERE = (
     TransientStorageError,
 )
 """Of what one replica does not give another may have it."""
-# Versions and replicas of which it is remembered that it was told. Source: 100 bytes each.
+# Pairs of version and replica that were told already. Source: 100 bytes each.
 _TOLD_MAX = 10_000
+
+
+@dataclass(slots=True)
+class _Slot:
+    """One replica: at most one thread opens it at a time."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    repo: Repo | None = None
+    own: bool = False
+    failure: CkptStoreError | None = None
+    failed_at: float = 0.0
 
 
 class Replicas:
@@ -64,14 +77,114 @@ class Replicas:
     repo
         The store.
     given
-        Options, or open stores, by the name of a replica.
+        Options, or open stores, which stay their owner's, by the name of a replica. Never stored,
+        never shown.
     """
 
     def __init__(self, repo: Repo, given: ReplicaOptions | None = None) -> None:
         self._repo = repo
-        self.pool = OpenedReplicas(repo, given)
-        """What is open of them."""
+        self._given = dict(given or {})
+        for name, options in self._given.items():
+            check_replica_name(name)
+            if not isinstance(options, Mapping) and not hasattr(options, "repo"):
+                msg = f"the options of the replica {name!r} are no mapping"
+                hint = "replicas={'cold': {'url': 's3://...', 'endpoint_url': ...}}"
+                raise InvalidInputError(msg, hint=hint)
+            if isinstance(options, Mapping):
+                check_bound(name, options)
+        self._slots: dict[str, _Slot] = {}
+        self._pid = os.getpid()
         self._told: set[tuple[str, str]] = set()
+
+    def give(self, name: str, options: Mapping[str, Any]) -> None:
+        """Remember options of a replica, for this process.
+
+        Raises
+        ------
+        InvalidInputError
+            They go to a storage, and do not say to which; see
+            :mod:`ckptstore.replicas.options`.
+        """
+        check_bound(name, options)
+        self._given[name] = dict(options)
+
+    @property
+    def given(self) -> ReplicaOptions:
+        """Options, or open stores, by name."""
+        return self._given
+
+    def get(self, info: ReplicaInfo) -> Repo:
+        """Return a replica, opened.
+
+        Threads that come while one opens it share what becomes of that, its failure too.
+
+        Raises
+        ------
+        ReplicaChangedError
+            There is another store than the one that was named.
+        CkptStoreError
+            It cannot be opened.
+        """
+        self._repo.check_open()
+        asked = self._repo.environment.monotonic()
+        slot = self._slot(f"{info.name} {info.store} {info.url}")
+        with slot.lock:
+            if slot.repo is not None:
+                return slot.repo
+            if slot.failure is not None and slot.failed_at >= asked:
+                raise slot.failure
+            try:
+                slot.repo, slot.own = self._open(info)
+            except CkptStoreError as error:
+                slot.failure, slot.failed_at = error, self._repo.environment.monotonic()
+                raise
+            return slot.repo
+
+    def _slot(self, key: str) -> _Slot:
+        if self._pid != os.getpid():  # a forked child: its locks and connections are its own
+            self._pid, self._slots = os.getpid(), {}
+        return self._slots.setdefault(key, _Slot())
+
+    def _open(self, info: ReplicaInfo) -> tuple[Repo, bool]:
+        given = self._given.get(info.name, {})
+        if not isinstance(given, Mapping):
+            check_same(given.repo, info)
+            return given.repo, False
+        check_meant(info, given)
+        repo = open_place(info.url, self.options(given))
+        try:
+            check_same(repo, info)
+        except CkptStoreError:
+            repo.close()
+            raise
+        return repo, True
+
+    def options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of a replica: the limits of this store unless its own say else.
+
+        Parameters
+        ----------
+        given
+            Options of the replica; the place that they are for is left out.
+        """
+        own = self._repo.options
+        found: dict[str, Any] = {
+            "host_bytes": own.host_bytes,
+            "workers": own.workers,
+            "read_only": own.read_only,
+            "chunk_bytes": self._repo.superblock.chunk_bytes,
+        }
+        return {**found, **{key: value for key, value in given.items() if key != PLACE}}
+
+    def close(self, close: Callable[[Repo], None] = Repo.close) -> None:
+        """Close what was opened here, each by `close`, even if that raises for one; idempotent."""
+        slots, self._slots = self._slots, {}
+        if self._pid != os.getpid():
+            return
+        with ExitStack() as closing:
+            for slot in slots.values():
+                if slot.repo is not None and slot.own:
+                    closing.callback(close, slot.repo)
 
     def add(
         self,
@@ -82,7 +195,7 @@ class Replicas:
         create: bool,
     ) -> ReplicaInfo:
         """Give another store a name; see :meth:`ckptstore.Store.add_replica`."""
-        from ckptstore.catalog.tier_ops import name_replica
+        from ckptstore.catalog.replica_ops import name_replica
 
         check_replica_name(name)
         with ExitStack() as stack:
@@ -90,7 +203,7 @@ class Replicas:
                 made = open_target(self._repo, url, dry_run=False, **storage_options)
                 store = stack.enter_context(made)
             else:
-                opened = open_place(url, self.pool.options(storage_options))
+                opened = open_place(url, self.options(storage_options))
                 store = stack.enter_context(opened)
             found, store_id = store.url, store.superblock.store_id
         if store_id == self._repo.superblock.store_id:
@@ -100,26 +213,26 @@ class Replicas:
             lambda now: name_replica(now, name=name, url=found, store=store_id)
         )
         if storage_options:
-            self.pool.give(name, {**storage_options, PLACE: found})
+            self.give(name, {**storage_options, PLACE: found})
         return self._repo.catalog.replicas[name]
 
     def info(self, name: str) -> ReplicaInfo:
         """Return a replica by its name, as the log has it now; raises NotFoundError."""
-        from ckptstore.catalog.tier_ops import find_replica
+        from ckptstore.catalog.replica_ops import find_replica
 
         return find_replica(self._repo.refresh(), name)
 
     def find(self, name: str) -> Repo:
         """Return a replica, opened; see :meth:`ckptstore.Store.replica`."""
         try:
-            return self.pool.get(self.info(name))
+            return self.get(self.info(name))
         except StoreNotFoundError as error:
             # A new store there would be another one, and be refused.
             hint = f"is it mounted? Where it is now: ckptstore replica add {name} URL"
             raise StoreNotFoundError(error.message, hint=hint) from error
 
     def content(self, version: Version, *, fall_through: bool = True) -> Content:
-        """Return what a version holds; where something is missing here, from a replica."""
+        """Return the content of a version; where something is missing here, from a replica."""
         from ckptstore.checkpoint.content import read_content
 
         try:
@@ -133,10 +246,12 @@ class Replicas:
             return asked.content()
         if not (self._repo.log.catalog.replicas and fall_through):
             return content
-        return replace(content, read=partial(self._read, version))
+        from ckptstore.maintenance.replicas.fallback import read_falling
+
+        return replace(content, read=partial(read_falling, partial(self._fall_through, version)))
 
     def lent(self, version: Version, work: Callable[[Found | None], T]) -> T:
-        """Return what some work gives: None where the content is here, else a replica's version.
+        """Return the result of some work, given None where the content is here, else a replica's.
 
         Replicas are tried in their order until the work succeeds.
         """
@@ -175,67 +290,26 @@ class Replicas:
         raise _elsewhere(error, version) from error
 
     def whole(self, version: Version, error: CkptStoreError) -> Content:
-        """Return all of a version of which a part is kept here."""
-        msg = f"{error.message}: only the {version.level} of {_said(version)} are kept here"
+        """Return the whole content of a version that is kept here in part."""
+        msg = f"{error.message}: only the {version.level} of {version.label} are kept here"
         found = type(error)(msg, hint=error.hint)
         return self._fall_through(version, found, whole=True).content()
-
-    def _read(
-        self,
-        version: Version,
-        table: PieceTable,
-        wants: Sequence[Want],
-        *,
-        backend: Backend,
-        options: Options,
-        progress: ProgressCallback,
-    ) -> None:
-        """Read pieces of a version that is here; those that are lost or cold, from a replica."""
-        from ckptstore.objects.piece_reader import read_pieces
-
-        failed: list[tuple[Want, CkptStoreError]] = []
-        try:
-            read_pieces(
-                table,
-                wants,
-                backend=backend,
-                options=options,
-                progress=progress,
-                on_failure=lambda want, error: failed.append((want, error)),
-            )
-        except ColdObjectError as cold:
-            failed = [(want, cold) for want in wants]
-        if not failed:
-            return
-        from ckptstore.maintenance.replicas.fallback import read_lost
-
-        first = failed[0][1]
-        what = f"{len(failed)} pieces are lost here, the first: {first.message}"
-        damage = "" if isinstance(first, ColdObjectError) else what
-        owner = self._fall_through(version, first, told=damage)
-        lost = [want for want, _ in failed]
-        read_lost(owner, table, wants, lost, options=options, progress=progress)
 
     def _fall_through(
         self, version: Version, error: CkptStoreError, *, whole: bool = False, told: str = ""
     ) -> FallThrough:
-        from ckptstore.maintenance.replicas.fallback import FallThrough
+        """Return the replicas to ask: local ones first, then in the order of their naming."""
+        from ckptstore.maintenance.replicas.fallback import FallThrough, Tier
 
+        named = sorted(self._repo.log.catalog.replicas.values(), key=lambda one: not is_local(one))
         return FallThrough(
             repo=self._repo,
             version=version,
-            tiers=self._in_order(version),
+            tiers=[Tier(info=info, open=partial(self.get, info)) for info in named],
             why=error,
             whole=whole,
             tell=partial(self._tell, version, told),
         )
-
-    def _in_order(self, version: Version) -> list[Tier]:
-        """Return the replicas to ask: local ones first, then in the order of their naming."""
-        from ckptstore.maintenance.replicas.fallback import Tier
-
-        named = sorted(self._repo.log.catalog.replicas.values(), key=lambda one: not is_local(one))
-        return [Tier(info=info, open=partial(self.pool.get, info)) for info in named]
 
     def _tell(self, version: Version, damage: str, tier: Tier, why: str) -> None:
         """Say, once for a version and a replica, where bytes come from."""
@@ -248,9 +322,9 @@ class Replicas:
         if damage:
             what = "%s is damaged and read from %s where needed: %s; mend it: %s"
             mend = f"ckptstore repair --from {PREFIX}{tier.info.name}"
-            _log.warning(what, _said(version), tier, damage, mend)
+            _log.warning(what, version.label, tier, damage, mend)
         else:
-            _log.info("%s is read from %s: %s", _said(version), tier, why)
+            _log.info("%s is read from %s: %s", version.label, tier, why)
 
     def refill(self, version: Version) -> Version:
         """Bring the content of a version back from a replica; return the version as it is then.
@@ -262,7 +336,7 @@ class Replicas:
         from ckptstore.maintenance.replicas.replicate import replicate
         from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
-        msg = f"only the record of {_said(version)} is kept"
+        msg = f"only the record of {version.label} is kept"
         asked = self._fall_through(version, VersionNotFoundError(msg))
         self._repo.check_writable()
         for found in asked.candidates():
@@ -274,7 +348,7 @@ class Replicas:
                 continue
             now = self._repo.catalog.version(version.id)
             if now.level != "record":
-                _log.info("%s was brought back from %s", _said(version), found.tier)
+                _log.info("%s was brought back from %s", version.label, found.tier)
                 return now
             message = report.failures[0].message if report.failures else "it let it go meanwhile"
             hint = f"mend this store first: ckptstore repair --from {PREFIX}{found.tier.info.name}"
@@ -282,8 +356,16 @@ class Replicas:
         raise asked.failure(asked.why)
 
 
-def _said(version: Version) -> str:
-    return f"{version.run}@{version.step} (#{version.id[:8]})"
+def check_same(repo: Repo, info: ReplicaInfo) -> None:
+    """Raise ReplicaChangedError unless a store is the one that was named."""
+    found = repo.superblock.store_id
+    if found != info.store:
+        msg = (
+            f"at {repo.url} there is the store {found[:8]}, "
+            f"and the replica {info.name!r} is the store {info.store[:8]}"
+        )
+        hint = f"if that is meant: ckptstore replica rm {info.name}, then replica add"
+        raise ReplicaChangedError(msg, hint=hint)
 
 
 def _elsewhere(error: CkptStoreError, version: Version) -> CkptStoreError:

@@ -1,7 +1,7 @@
-"""Write-back: what is saved here is replicated behind the training, by one patient thread.
+"""Write-back: new versions are replicated behind the training, by one patient thread.
 
 A save is durable here, and done, before this thread hears of it; nothing here ever blocks or fails
-a save. What is to be replicated is not a queue that could overflow but a question to the catalog:
+a save. The work is not a queue that could overflow but a question to the catalog:
 which versions of these runs does the replica not have yet? So a burst of saves is one answer, a
 killed process forgets nothing, and the next one that is asked to write back catches up. The newest
 version goes first. A replica that is down is tried again, less and less often; that is logged at
@@ -11,25 +11,29 @@ once, and loud for who waits or closes.
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from itertools import islice
 
 from ckptstore import limits
 from ckptstore.backends.stoppable import StoppableBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.replica_ops import had_content
-from ckptstore.errors import CkptStoreError, NotReplicatedError, OperationCancelledError
+from ckptstore.errors import (
+    CkptStoreError,
+    InvalidInputError,
+    NotReplicatedError,
+    OperationCancelledError,
+)
 from ckptstore.events import Events, SaveEvent
-from ckptstore.maintenance.replicas.replicate import replicate
-from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
+from ckptstore.format.names import check_listed
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.replicas.pool import beside
-from ckptstore.repo import Repo
+from ckptstore.replicas.named import Replicas
+from ckptstore.repo import Finding, Repo
 from ckptstore.saver.thread_priority import step_back
 
 __all__ = ["WriteBack"]
@@ -38,7 +42,7 @@ _log = logging.getLogger("ckptstore")
 
 
 class WriteBack:
-    """Replicates what is saved in some runs to one replica; made by :meth:`Store.write_back`.
+    """Replicates new versions of some runs to one replica; made by :meth:`Store.write_back`.
 
     Any thread may use it. A forked child has none of it: it begins its own.
     """
@@ -54,10 +58,10 @@ class WriteBack:
         close_timeout_s: float | None = None,
     ) -> None:
         self.replica = replica
-        """Where to."""
+        """The replica that versions go to."""
         self.close_timeout_s = close_timeout_s
-        """How long closing the store waits, in seconds; None for as long as it goes on."""
-        self._request = ReplicateRequest(bytes_per_s=bytes_per_s)
+        """Seconds that closing the store waits; None for as long as it goes on."""
+        self._bytes_per_s = bytes_per_s
         self._events = events
         self._environment = repo.environment
         self._here = beside(repo)
@@ -80,9 +84,9 @@ class WriteBack:
         self._stopped = False
         self._failure: CkptStoreError | None = None
         self._attempts = 0
-        """How many ended, well or not."""
+        """Number of attempts that ended, well or not."""
         self._failures = 0
-        """How many of the last ones failed."""
+        """Number of the last ones that failed."""
         self._pid = os.getpid()
         self._thread: threading.Thread | None = None
         _all.add(self)
@@ -93,7 +97,7 @@ class WriteBack:
 
     @property
     def pending(self) -> int:
-        """How many versions that were saved through this store object are not there yet."""
+        """Number of versions saved through this store object that are not there yet."""
         return len(self._mine)
 
     @property
@@ -102,12 +106,19 @@ class WriteBack:
         return self._failure
 
     def cover(self, runs: Collection[str] | None) -> None:
-        """Write back these runs too; None for all of the store. Begins with what is missing."""
+        """Write back these runs too; None for all of the store. Begins with missing versions."""
         with self._changed:
             self._runs = None if runs is None or self._runs is None else {*self._runs, *runs}
             self._asked = self._all = True
-            self._start()
+            if self._thread is None:
+                name = f"ckptstore-write-back-{self.replica.name}"
+                self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+                self._thread.start()
             self._changed.notify_all()
+
+    def _hear(self, event: SaveEvent) -> None:
+        if event.kind == "durable":
+            self.saved(event.run, event.version)
 
     def saved(self, run: str, version: str) -> None:
         """Hear of a version that became durable; returns at once, whatever happens."""
@@ -129,7 +140,9 @@ class WriteBack:
             It will not come; or the time is over; or, without a limit of time, an attempt failed.
         """
         end = None if timeout_s is None else self._environment.monotonic() + timeout_s
-        self._check_own()
+        if self._pid != os.getpid():
+            msg = "this write-back is of the process that this one was forked from"
+            raise NotReplicatedError(msg, hint="open the store in this process")
         with self._changed:
             failed = self._failures and self._attempts
             while self._waits_for(version):
@@ -139,7 +152,8 @@ class WriteBack:
                 over = left is not None and left <= 0
                 new = self._failures and self._attempts != failed
                 idle = not (self._asked or self._busy)
-                if over or idle or (end is None and new) or not self._is_alive():
+                ended = self._thread is None or not self._thread.is_alive()
+                if over or idle or (end is None and new) or ended:
                     raise self._late(version)
                 self._changed.wait(left)
             if version is not None and version in self._unable:
@@ -203,20 +217,6 @@ class WriteBack:
             self._changed.notify_all()
 
     # --- the thread ---------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        if self._thread is None:
-            name = f"ckptstore-write-back-{self.replica.name}"
-            self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-            self._thread.start()
-
-    def _is_alive(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _check_own(self) -> None:
-        if self._pid != os.getpid():
-            msg = "this write-back is of the process that this one was forked from"
-            raise NotReplicatedError(msg, hint="open the store in this process")
 
     def _work(self) -> None:
         step_back()
@@ -282,7 +282,10 @@ class WriteBack:
             self._changed.wait_for(lambda: self._closing, pause)
 
     def _round(self) -> None:
-        """Replicate what is missing, the newest first, until nothing is."""
+        """Replicate missing versions, the newest first, until there are none."""
+        from ckptstore.maintenance.replicas.replicate import replicate
+        from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
+
         if self._there is None:
             self._there = self._opened()
         everything, self._all = self._all, False
@@ -290,7 +293,7 @@ class WriteBack:
             while batch := self._next(everything=everything):
                 # Behind a round that went well there is nothing to go on with.
                 resume = not self._attempts or self._failures > 0
-                wish = dataclasses.replace(self._request, resume=resume)
+                wish = ReplicateRequest(bytes_per_s=self._bytes_per_s, resume=resume)
                 report = replicate(self._here, self._there, batch, wish)
                 self._settle(batch, {one.version: one.message for one in report.failures})
                 if report.note_failure:
@@ -310,13 +313,13 @@ class WriteBack:
         return there
 
     def _next(self, *, everything: bool) -> list[Version]:
-        """Return what is to come next: the newest alone, then several at once."""
+        """Return the next versions to replicate: the newest alone, then several at once."""
         catalog = self._here.refresh()
         with self._changed:
             closing, mine = self._closing, set(self._mine)
             fresh, self._fresh = self._fresh, False
-        missing = list(self._missing(catalog, everything=everything))
-        with self._changed:  # what is gone since then, or there, is waited for by nobody
+        missing = self._missing(catalog, everything=everything)
+        with self._changed:  # nobody waits for versions that are gone since then, or there
             for one in mine:
                 if not catalog.has_version(one):
                     continue
@@ -328,20 +331,19 @@ class WriteBack:
             missing = [version for version in missing if version.id in mine]
         return missing[: 1 if fresh else limits.WRITE_BACK_BATCH]
 
-    def _missing(self, catalog: Catalog, *, everything: bool) -> Iterator[Version]:
-        """Yield what the replica is not noted to have, newest first."""
-        runs = self._runs
-        names = [info.name for info in catalog.runs() if runs is None or info.name in runs]
-        found: list[Version] = []
-        for name in names:
-            newest = catalog.versions(name, newest_first=True)
-            looked = newest if everything else islice(newest, limits.WRITE_BACK_LOOK)
-            found += [version for version in looked if self._lacks(version)]
+    def _missing(self, catalog: Catalog, *, everything: bool) -> list[Version]:
+        """Return the versions that the replica is not noted to have, newest first."""
+        runs, found = self._runs, list[Version]()
+        for info in catalog.runs():
+            if runs is None or info.name in runs:
+                newest = catalog.versions(info.name, newest_first=True)
+                looked = newest if everything else islice(newest, limits.WRITE_BACK_LOOK)
+                found += filter(self._lacks, looked)
         with self._changed:
             seen = {version.id for version in found}
             rest = [one for one in self._mine if one not in seen and catalog.has_version(one)]
         found += filter(self._lacks, map(catalog.version, rest))
-        yield from sorted(found, key=lambda version: version.commit, reverse=True)
+        return sorted(found, key=lambda version: version.commit, reverse=True)
 
     def _lacks(self, version: Version) -> bool:
         if version.deleted or version.damaged or version.level == "record":
@@ -356,7 +358,7 @@ class WriteBack:
         return there.has_version(version.id) and had_content(there.version(version.id))
 
     def _settle(self, batch: Sequence[Version], failures: dict[str, str]) -> None:
-        """Note what became of some versions, and tell."""
+        """Note the fate of some versions, and tell."""
         catalog = self._here.catalog
         done: list[Version] = []
         with self._changed:
@@ -373,18 +375,117 @@ class WriteBack:
                 self._mine.pop(version.id, None)
             self._changed.notify_all()
         for version in done:
-            self._events.emit(self._event(version))
+            name = self.replica.name
+            event = self._here.save_event(
+                "replicated", version.run, version.step, version.id, replica=name
+            )
+            self._events.emit(event)
 
-    def _event(self, version: Version) -> SaveEvent:
-        return SaveEvent(
-            kind="replicated",
-            store=self._here.url,
-            run=version.run,
-            step=version.step,
-            version=version.id,
-            at_ms=self._environment.now_ms(),
-            replica=self.replica.name,
-        )
+
+class WriteBacks:
+    """The write-backs of one open store. Any thread may use it; a forked child begins its own.
+
+    Parameters
+    ----------
+    events
+        Of the store: what becomes durable is heard of by them.
+    """
+
+    def __init__(self, repo: Repo, replicas: Replicas, events: Events) -> None:
+        self._repo = repo
+        self._replicas = replicas
+        self._events = events
+        self._begun: dict[tuple[int, str], WriteBack] = {}
+        """By process and name of the replica."""
+
+    def begin(
+        self,
+        name: str,
+        *,
+        runs: Sequence[str] | None = None,
+        bytes_per_s: float = 0.0,
+        close_timeout_s: float | None = None,
+    ) -> WriteBack:
+        """Write back to a replica from now on; see :meth:`ckptstore.Store.write_back`."""
+        if bytes_per_s < 0 or (close_timeout_s is not None and close_timeout_s < 0):
+            msg = f"bytes_per_s={bytes_per_s}, close_timeout_s={close_timeout_s}: not below 0"
+            raise InvalidInputError(msg)
+        wanted = None if runs is None else check_listed(runs, "runs")
+        info = self._replicas.info(name)
+        self._repo.check_writable()
+        key = (os.getpid(), name)
+        found = self._begun.get(key)
+        if found is None:
+            made = WriteBack(
+                self._repo,
+                self._events,
+                info,
+                lambda: self._replicas.get(self._now_at(info)),
+                bytes_per_s=bytes_per_s,
+                close_timeout_s=close_timeout_s,
+            )
+            found = self._begun.setdefault(key, made)
+            if found is made:
+                self._events.observe(made._hear)
+        found.cover(wanted)
+        return found
+
+    def _now_at(self, info: ReplicaInfo) -> ReplicaInfo:
+        """Return a replica as it is named now: it may have moved."""
+        return self._repo.log.catalog.replicas.get(info.name, info)
+
+    def wait(self, version: Version, timeout_s: float | None, replica: str | None) -> Version:
+        """Wait until a version is where it is written back to; return it as it is then.
+
+        See :meth:`ckptstore.Store.wait_replicated`.
+        """
+        chosen = [one for one in self.own() if replica in (None, one.replica.name)]
+        if not chosen:
+            msg = "nothing is written back" + ("" if replica is None else f" to {replica!r}")
+            raise InvalidInputError(msg, hint="store.write_back('cold'), or run(write_back='cold')")
+        for one in chosen:
+            one.wait(version.id, timeout_s)
+        return self._repo.refresh().version(version.id)
+
+    def own(self) -> list[WriteBack]:
+        """Return what this very process writes back."""
+        return [one for (pid, _), one in self._begun.items() if pid == os.getpid()]
+
+    def committed(self, version: Version) -> None:
+        """Hear of a version that was saved another way than by a run of this object."""
+        for one in self.own():
+            one.saved(version.run, version.id)
+
+    def close(self, *, at_once: bool = False) -> NotReplicatedError | None:
+        """End them; return the first failure."""
+        first: NotReplicatedError | None = None
+        for one in self.own():
+            try:
+                one.close(0.0 if at_once else one.close_timeout_s)
+            except NotReplicatedError as error:
+                first = first or error
+        self._begun.clear()
+        return first
+
+
+def beside(repo: Repo, *, stoppable: bool = False) -> Repo:
+    """Return a store over the same connections, with a log and limits of its own.
+
+    So that no save ever waits for a lock that a replication holds.
+    """
+    backend = StoppableBackend(repo.backend) if stoppable else repo.backend
+    options = replace(
+        repo.options,
+        workers=min(repo.options.workers, limits.WRITE_BACK_WORKERS),
+        host_bytes=min(repo.options.host_bytes, limits.WRITE_BACK_HOST_BYTES),
+    )
+
+    def known(*_: object) -> Finding:
+        return Finding(put_if_absent=repo.put_if_absent(), report={})  # probed once for both
+
+    return Repo(
+        backend, repo.superblock, environment=repo.environment, options=options, prober=known
+    )
 
 
 _all: weakref.WeakSet[WriteBack] = weakref.WeakSet()

@@ -20,11 +20,11 @@ from ckptstore.backends.base import Backend
 from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError
 from ckptstore.repo import Finding, Repo
-from ckptstore.saver.channel import Channel
 from ckptstore.saver.job_writer import JobWriter
 from ckptstore.saver.messages import (
     Answer,
     Cancel,
+    Channel,
     Close,
     Compare,
     Failed,

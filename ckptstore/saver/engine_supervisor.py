@@ -13,14 +13,38 @@ from ckptstore.config import memory_bytes
 from ckptstore.errors import SaverDiedError
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena, ArenaPool
+from ckptstore.saver.job_writer import JobWriter
 from ckptstore.saver.messages import Done, Failed, Report, Wrote
 from ckptstore.saver.process_engine import ProcessEngine, why_not
-from ckptstore.saver.save_job import SaveEngine
+from ckptstore.saver.save_job import Hear, SaveEngine, SaveJob
 from ckptstore.saver.save_state import BackgroundSave
 from ckptstore.saver.staged import Digests
-from ckptstore.saver.thread_engine import ThreadEngine
+from ckptstore.saver.thread_priority import step_back
+from ckptstore.tensors.bfloat16 import to_bfloat16
 
 _log = logging.getLogger("ckptstore")
+
+
+class ThreadEngine(JobWriter):
+    """One thread that writes job after job; see :class:`ckptstore.saver.save_job.SaveEngine`.
+
+    The threads that digests and codecs run in are children of this one, and have its priority.
+    """
+
+    name = "thread"
+
+    def __init__(self, repo: Repo, hear: Hear) -> None:
+        def tell(_: SaveJob, report: Report) -> None:
+            hear(self, report)
+
+        super().__init__(repo, tell, rounding=to_bfloat16, begin=step_back)
+
+    def submit(self, job: SaveJob, arena: Arena) -> None:
+        """Take a job over."""
+        self.take(job, arena.view)
+
+    def forget(self, arena: int) -> None:
+        """Do nothing: arenas are this process's own."""
 
 
 class EngineSupervisor:

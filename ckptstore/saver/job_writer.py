@@ -12,9 +12,8 @@ from typing import TypeAlias
 from ckptstore.encodings.casts import Rounding
 from ckptstore.events import Progress
 from ckptstore.repo import Repo
-from ckptstore.saver.cancellation import CancellationToken
 from ckptstore.saver.messages import Done, Failed, Report, Wrote
-from ckptstore.saver.save_job import SaveJob, write_job
+from ckptstore.saver.save_job import CancellationToken, SaveJob, write_job
 from ckptstore.saver.staged import Digests
 
 Tell: TypeAlias = Callable[[SaveJob, Report], None]

@@ -25,10 +25,10 @@ from ckptstore.errors import (
 )
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.channel import Channel
 from ckptstore.saver.messages import (
     Answer,
     Cancel,
+    Channel,
     Close,
     Compare,
     Done,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -13,16 +14,44 @@ from ckptstore.checkpoint.write import write_version
 from ckptstore.config import Options
 from ckptstore.encodings.casts import Rounding
 from ckptstore.encodings.encoding import Encoding
-from ckptstore.errors import CkptStoreError
+from ckptstore.errors import CkptStoreError, OperationCancelledError
 from ckptstore.events import ProgressCallback
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.maintenance.retention.retain import retain
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.cancellation import CancellationToken
 from ckptstore.saver.messages import Report
 from ckptstore.saver.staged import Digests, StagedTensor, sources_in
+
+
+class CancellationToken:
+    """Whether a save may still be cancelled. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._committing = False
+
+    def cancel(self) -> bool:
+        """Cancel, and return True; False if the commit has begun."""
+        with self._lock:
+            if not self._committing:
+                self._cancelled = True
+            return self._cancelled
+
+    def check(self) -> None:
+        """Raise OperationCancelledError if the save was cancelled."""
+        if self._cancelled:
+            msg = "the save was cancelled"
+            raise OperationCancelledError(msg)
+
+    def commit(self) -> None:
+        """Begin to commit: from now on nothing cancels it. Raises as :meth:`check`."""
+        with self._lock:
+            self.check()
+            self._committing = True
+
 
 _log = logging.getLogger("ckptstore")
 

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 from ckptstore.checkpoint.request import check_wishes
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.errors import InvalidInputError, OperationCancelledError, SaveBusyError
-from ckptstore.events import Events, SaveEvent, SaveEventKind
+from ckptstore.events import Events, SaveEventKind
 from ckptstore.repo import Repo
 from ckptstore.saver.arena import Arena
 from ckptstore.saver.engine_supervisor import EngineSupervisor
@@ -252,20 +252,11 @@ class Saver:
         *,
         raised: bool = False,
     ) -> None:
-        self._events.emit(
-            SaveEvent(
-                kind=kind,
-                store=self._repo.url,
-                run=save.run,
-                step=save.step,
-                version=save.version_id,
-                at_ms=self._repo.environment.now_ms(),
-                receipt={**save.numbers(), **(receipt or {})},
-                error_kind=getattr(error, "kind", "error") if error is not None else "",
-                message=str(error) if error is not None else "",
-            ),
-            raised=raised,
+        known = {**save.numbers(), **(receipt or {})}
+        event = self._repo.save_event(
+            kind, save.run, save.step, save.version_id, receipt=known, error=error
         )
+        self._events.emit(event, raised=raised)
 
     # --- waiting and errors -------------------------------------------------------------------
 

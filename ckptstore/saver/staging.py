@@ -10,16 +10,147 @@ from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ckptstore import limits
 from ckptstore.chunking import cut, piece_bytes
+from ckptstore.errors import CkptStoreError, TornStateError
 from ckptstore.format.paths import path_text
 from ckptstore.hashing import xxh3_64
 from ckptstore.saver.arena import ALIGN_BYTES, Arena
-from ckptstore.saver.change_detector import ChangeDetector, counted
-from ckptstore.saver.device import DeviceCopies, on_device
 from ckptstore.saver.staged import Digests, StagedTensor
-from ckptstore.tensors.source import SourceTensor, settle
+from ckptstore.tensors.tensor_bytes import SourceTensor, TensorBytes, settle
+
+_PORTABLE: Final = 1
+"""cudaHostRegisterPortable: pinned for all devices. Source: the CUDA runtime's driver_types.h."""
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def on_device(source: SourceTensor) -> bool:
+    """Return whether a tensor can be copied by a stream of its device as it is."""
+    payload = source.payload
+    return isinstance(payload, TensorBytes) and payload.device.type == "cuda" and payload.dense
+
+
+class DeviceCopies:
+    """The copies of one state from CUDA devices into an arena, which is pinned for them."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
+        self._parts: list[tuple[torch.Tensor, int]] = []
+        self._events: list[torch.cuda.Event] = []
+        self.places: list[int] = []
+        """Places of the tensors in their state."""
+
+    def add(self, place: int, source: SourceTensor, offset: int) -> None:
+        """Take a tensor; it is not looked at before :meth:`start`."""
+        assert isinstance(source.payload, TensorBytes)  # noqa: S101 - see on_device
+        self._parts.append((source.payload.flat(), offset))
+        self.places.append(place)
+
+    def start(self) -> None:
+        """Queue all copies behind what the calling thread has queued; returns at once."""
+        if not self._parts:
+            return
+        _pin(self._arena)
+        for device in {tensor.device for tensor, _ in self._parts}:
+            stream = _streams.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                for tensor, offset in self._parts:
+                    if tensor.device == device and len(tensor):
+                        memory = self._arena.view[offset : offset + len(tensor)]
+                        target = torch.frombuffer(memory, dtype=torch.uint8)
+                        target.copy_(tensor, non_blocking=True)
+                self._events.append(stream.record_event())
+
+    def wait(self) -> None:
+        """Return when everything has been copied. The tensors are held until then."""
+        for event in self._events:
+            event.synchronize()
+        self._events.clear()
+        self._parts.clear()
+
+
+def _pin(arena: Arena) -> None:
+    """Pin an arena, once: only then does a copy from a device go on by itself."""
+    if arena.unpin is not None:
+        return
+    address = torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = runtime.cudaHostRegister(address, arena.size_bytes, _PORTABLE)
+    if int(status):
+        msg = f"{arena.size_bytes} bytes of staging memory cannot be pinned: CUDA error {status}"
+        raise CkptStoreError(msg, hint="raise the limit of locked memory: ulimit -l")
+
+    def unpin() -> None:
+        runtime.cudaHostUnregister(address)
+
+    arena.unpin = unpin
+
+
+def counted(source: SourceTensor) -> bool:
+    """Return whether torch counts the changes of a tensor; of NumPy's arrays nobody does."""
+    return bool(source.watched) and not any(one.is_inference() for one in source.watched)
+
+
+class ChangeDetector:
+    """Notes what a state is at this moment.
+
+    Parameters
+    ----------
+    samples
+        Look at some bytes too, no more than 64 a tensor: for a state that is not staged at once.
+    """
+
+    def __init__(self, sources: Sequence[SourceTensor], *, samples: bool) -> None:
+        self._sources = sources
+        self._counters = [_counters(source) for source in sources]
+        self._samples = [_sample_of(source) if samples else None for source in sources]
+
+    def check(self, memory: memoryview, offsets: Sequence[int]) -> None:
+        """Compare with what was staged since.
+
+        Parameters
+        ----------
+        memory
+            Where the state was copied to.
+        offsets
+            Of each tensor in it.
+
+        Raises
+        ------
+        TornStateError
+            A tensor was changed meanwhile; it is named.
+        """
+        parts = zip(self._sources, self._counters, self._samples, offsets, strict=True)
+        for source, counters, sample, offset in parts:
+            same = counters == _counters(source)
+            if same and sample is not None:
+                same = sample == _sample(memory[offset : offset + source.nbytes])
+            if not same:
+                name = path_text(source.paths[0])
+                msg = f"{name!r} was changed while it was being staged; nothing was saved"
+                hint = "call wait_staged() before optimizer.step(), and save from one thread"
+                raise TornStateError(msg, hint=hint)
+
+
+def _counters(source: SourceTensor) -> tuple[int, ...]:
+    return tuple(one._version for one in source.watched if not one.is_inference())
+
+
+def _sample_of(source: SourceTensor) -> bytes | None:
+    view = source.payload.view()
+    return None if view is None else _sample(view)
+
+
+def _sample(view: memoryview) -> bytes:
+    """Return some bytes at the beginning, the end and between."""
+    last = max(0, len(view) - limits.WITNESS_BYTES)
+    steps = limits.WITNESS_PLACES - 1
+    places = [last * step // steps for step in range(limits.WITNESS_PLACES)]
+    return b"".join([view[place : place + limits.WITNESS_BYTES] for place in places])
+
 
 # A thread takes about so many bytes at once. Source: many small tensors must not cost a lock
 # each; a thousandth of what a thread copies in a second.
@@ -195,8 +326,8 @@ class Staging:
         at = self._layout.offsets[place] + start
         target = self._bytes[at : at + size]
         source = self._sources[place]
-        view = source.view()
+        view = source.payload.view()
         if view is None:
-            source.copy_into(start, target.data)
+            source.payload.copy_into(start, target.data)
         else:
             np.copyto(target, np.frombuffer(view[start : start + size], np.uint8))

@@ -11,6 +11,7 @@ import torch
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, piece_ends, read_ranges
+from ckptstore.chunking import in_batches
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -140,7 +141,8 @@ def compare(
     sums = {place: _Sums() for place, pair in enumerate(chosen) if _streams(pair, contents)}
     total = sum(contents[0].manifest.tensors[chosen[p].first.index].nbytes for p in sums)
     done = 0
-    for group in _groups(chosen, sums, contents[0].manifest):
+    windows = _windows(chosen, sums, contents[0].manifest)
+    for group in in_batches(windows, lambda one: one.stop - one.start, _WINDOW_ELEMENTS):
         for window, one, two in _read(repo, chosen, group, contents):
             sums[window.place].add(one, two)
             done += one.numel() * one.element_size()
@@ -179,29 +181,18 @@ def _is_numeric(dtype: str) -> bool:
     return True
 
 
-def _groups(
-    pairs: list[Pair], streamed: Iterable[int], manifest: Manifest
-) -> Iterator[list[_Window]]:
-    """Yield windows to read together: a part of a large tensor, or many small ones."""
-    group: list[_Window] = []
-    filled = 0
+def _windows(pairs: list[Pair], streamed: Iterable[int], manifest: Manifest) -> Iterator[_Window]:
+    """Yield the parts of tensors that are compared at once; they end where a piece ends."""
     for place in streamed:
         index = pairs[place].first.index
         record = manifest.tensors[index]
         count = record.nbytes // ITEM_BYTES[record.dtype]
         step = _WINDOW_ELEMENTS
         ends = piece_ends(manifest, index)
-        if len(ends) > 1:  # end where a piece ends
+        if len(ends) > 1:
             step = max(1, step // int(ends[0])) * int(ends[0])
         for start in range(0, count, step):
-            stop = min(start + step, count)
-            if filled and filled + stop - start > _WINDOW_ELEMENTS:
-                yield group
-                group, filled = [], 0
-            group.append(_Window(place, start, stop))
-            filled += stop - start
-    if group:
-        yield group
+            yield _Window(place, start, min(start + step, count))
 
 
 def _read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from typing import Any
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.checkpoint.ranges import Range, read_ranges
+from ckptstore.chunking import in_batches
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern
 from ckptstore.format.skeleton import Node, prune
@@ -60,12 +62,16 @@ def load_state(repo: Repo, content: Content, request: LoadRequest) -> Any:  # no
         into=request.into,
         leaves=content.leaves if node is content.node else None,
     )
-    total = sum(content.manifest.tensors[index].nbytes for index in restorer.needed)
+    sizes = {index: content.manifest.tensors[index].nbytes for index in restorer.needed}
+    total = sum(sizes.values())
     done = 0
-    for batch in restorer.batches(repo.options.host_bytes):
+    stay = list(filter(restorer.stays, sizes))
+    moved = [index for index in sizes if not restorer.stays(index)]
+    moved_batches = in_batches(moved, sizes.__getitem__, repo.options.host_bytes)
+    for batch in filter(None, itertools.chain([stay], moved_batches)):
         counted = partial(_count_on, request.progress, done, total)
         read_records(repo, content, restorer, batch, progress=counted)
-        done += sum(content.manifest.tensors[index].nbytes for index in batch)
+        done += sum(map(sizes.__getitem__, batch))
     return restorer.build()
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ckptstore.checkpoint.encode import Draft
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.checkpoint.write import write_version
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format import skeleton
@@ -20,7 +20,7 @@ from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.bfloat16 import to_bfloat16
 from ckptstore.tensors.flatten import FlatState, flatten
-from ckptstore.tensors.source import settle
+from ckptstore.tensors.tensor_bytes import settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,30 +83,9 @@ def draft_of(flat: FlatState, roles: Mapping[Pattern, str], encodings: EncodingR
     UnsafeEncodingError
         A rule would spoil a tensor; it is named.
     """
-    records = _records(flat, roles)
-    wishes = {}
-    if encodings:
-        wishes = encodings.wishes(
-            [
-                EncodingTarget(tensor.paths[0], record.role, record.dtype, record.shape)
-                for tensor, record in zip(flat.tensors, records, strict=True)
-            ]
-        )
-    return Draft(
-        sources=flat.tensors,
-        records=records,
-        frame=skeleton.encode(flat.skeleton),
-        names=[path_text(tensor.paths[0]) for tensor in flat.tensors],
-        wishes=wishes,
-        rounding=to_bfloat16,
-    )
-
-
-def _records(flat: FlatState, roles: Mapping[Pattern, str]) -> tuple[TensorRecord, ...]:
-    """Return what the manifest says of each tensor; a tied one has the role of its first path."""
-    first_paths = [tensor.paths[0] for tensor in flat.tensors]
+    first_paths = [tensor.paths[0] for tensor in flat.tensors]  # a tied one has its first's role
     rules = RoleRules(roles, flat=RoleRules.is_flat(first_paths))
-    return tuple(
+    records = tuple(
         TensorRecord(
             dtype=tensor.dtype,
             shape=tensor.shape,
@@ -115,4 +94,20 @@ def _records(flat: FlatState, roles: Mapping[Pattern, str]) -> tuple[TensorRecor
             nbytes=tensor.nbytes,
         )
         for tensor, path in zip(flat.tensors, first_paths, strict=True)
+    )
+    wishes = {}
+    if encodings:
+        wishes = encodings.wishes(
+            [
+                EncodingTarget(path, record.role, record.dtype, record.shape)
+                for path, record in zip(first_paths, records, strict=True)
+            ]
+        )
+    return Draft(
+        sources=flat.tensors,
+        records=records,
+        frame=skeleton.encode(flat.skeleton),
+        names=[path_text(path) for path in first_paths],
+        wishes=wishes,
+        rounding=to_bfloat16,
     )

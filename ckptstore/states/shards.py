@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from ckptstore import limits
-from ckptstore.checkpoint import save_speed
 from ckptstore.checkpoint.assemble import RankPart, ShardInfo, ValueInfo
+from ckptstore.checkpoint.write import write_tensors
 from ckptstore.chunking import piece_bytes
 from ckptstore.errors import LimitError, StateError
 from ckptstore.events import ProgressCallback, silent
@@ -20,13 +21,11 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Node
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.repo import Repo
 from ckptstore.tensors.adapters import TypeAdapter
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.refusals import refusal
-from ckptstore.tensors.source import SourceTensor, TensorBytes, settle
-from ckptstore.tensors.tensor_bytes import dtype_text
+from ckptstore.tensors.tensor_bytes import SourceTensor, TensorBytes, dtype_text, settle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,21 +45,6 @@ def is_box(tensor: torch.Tensor) -> bool:
     plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
     strided = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
     return plain and strided and not tensor.is_meta
-
-
-def _check_shard(tensor: torch.Tensor, name: str) -> None:
-    """Return if a tensor can be stored as a box.
-
-    Raises
-    ------
-    StateError
-        Its type, layout or dtype cannot be stored so; names it.
-    """
-    if not is_box(tensor):
-        raise refusal(tensor, (name,))
-    if dtype_text(tensor.dtype) is None:
-        msg = f"{name!r} has the dtype {tensor.dtype}, which cannot be stored"
-        raise StateError(msg)
 
 
 def write_part(
@@ -116,15 +100,36 @@ def write_part(
         starts[name] = len(sources)
         sources += tensors
     settle(sources)
-    written = _write(repo, sources, shared, codec, progress)
+    written = write_tensors(
+        repo,
+        sources,
+        KnownPieces(shared, deltas=False),
+        {},
+        codec=codec,
+        options=repo.options,
+        progress=progress,
+    )
     first = written.first
     return RankPart(
         shards=tuple(
-            _shard_info(shard, first[start], first[stop])
+            ShardInfo(
+                name=shard.name,
+                dtype=dtype_text(shard.tensor.dtype) or "",
+                shape=tuple(shard.shape),
+                offsets=tuple(shard.offsets),
+                sizes=tuple(shard.tensor.shape),
+                rows=(first[start], first[stop]),
+            )
             for shard, (start, stop) in zip(shards, spans, strict=True)
         ),
         values=tuple(
-            _value_info(name, flat, first[starts[name] :]) for name, flat in flats.items()
+            ValueInfo(
+                name=name,
+                node=node,
+                records=tuple((tensor.dtype, tensor.shape, tensor.order) for tensor in tensors),
+                rows=tuple(pairwise(first[starts[name] :][: len(tensors) + 1])),
+            )
+            for name, (node, tensors) in flats.items()
         ),
         written=written,
         looked=looked,
@@ -139,62 +144,19 @@ def _cut_shards(
     sources: list[SourceTensor] = []
     spans: list[tuple[int, int]] = []
     for shard in shards:
-        _check_shard(shard.tensor, shard.name)
+        if not is_box(shard.tensor):
+            raise refusal(shard.tensor, (shard.name,))
+        if dtype_text(shard.tensor.dtype) is None:
+            msg = f"{shard.name!r} has the dtype {shard.tensor.dtype}, which cannot be stored"
+            raise StateError(msg)
         cuts = _sources(shard, chunk_bytes)
         spans.append((len(sources), len(sources) + len(cuts)))
         sources += cuts
     return sources, spans
 
 
-def _write(
-    repo: Repo,
-    sources: Sequence[SourceTensor],
-    shared: Sequence[PieceTable],
-    codec: str,
-    progress: ProgressCallback,
-) -> Written:
-    """Write the packs, and record the measured speed of storage and codec."""
-    choice, _ = save_speed.choose(repo, codec, workers=repo.options.workers)
-    began = repo.environment.monotonic()
-    written = write_pieces(
-        sources,
-        backend=repo.backend,
-        environment=repo.environment,
-        options=repo.options,
-        known=KnownPieces(shared, deltas=False),
-        chunk_bytes=repo.chunk_bytes,
-        choice=choice,
-        progress=progress,
-    )
-    save_speed.learn(repo, choice, written, wall_s=repo.environment.monotonic() - began)
-    return written
-
-
 _Flat = tuple[Node, tuple[SourceTensor, ...]]
 """A value: its node, and the tensors in it."""
-
-
-def _shard_info(shard: Shard, start: int, stop: int) -> ShardInfo:
-    """Return the coordinator's record of a shard stored in these rows."""
-    return ShardInfo(
-        name=shard.name,
-        dtype=dtype_text(shard.tensor.dtype) or "",
-        shape=tuple(shard.shape),
-        offsets=tuple(shard.offsets),
-        sizes=tuple(shard.tensor.shape),
-        rows=(start, stop),
-    )
-
-
-def _value_info(name: str, flat: _Flat, first: Sequence[int]) -> ValueInfo:
-    """Return the coordinator's record of a value whose tensors begin in these rows."""
-    node, tensors = flat
-    return ValueInfo(
-        name=name,
-        node=node,
-        records=tuple((tensor.dtype, tensor.shape, tensor.order) for tensor in tensors),
-        rows=tuple((first[place], first[place + 1]) for place in range(len(tensors))),
-    )
 
 
 def _flat_value(path: Path, value: object, adapters: Sequence[TypeAdapter]) -> _Flat:

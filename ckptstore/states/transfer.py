@@ -6,6 +6,7 @@ tensors of another shape are left alone. Only the chunks that are needed are rea
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckptstore.checkpoint.content import Content
+from ckptstore.chunking import in_batches
 from ckptstore.errors import InvalidInputError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.paths import PathFilter, Pattern, path_text
@@ -23,6 +25,7 @@ from ckptstore.format.skeleton import Leaf
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 from ckptstore.states.load import read_records
+from ckptstore.tensors.into import kind_of
 from ckptstore.tensors.restore import Restorer
 from ckptstore.tensors.tensor_bytes import dtype_named, dtype_text
 
@@ -239,7 +242,8 @@ def _plan(
     filled: dict[object, int] = {}
     for name in filter(sources.__contains__, targets):
         leaf, target = sources[name], targets[name]
-        dtype, shape = _kind_of(content, leaf)
+        record = content.manifest.tensors[leaf.index]
+        dtype, shape = kind_of(leaf, record)
         memory = _memory(target)
         why = _refusal(leaf, dtype, shape, target, cast=cast)
         if not why and filled.get(memory, leaf.index) != leaf.index:
@@ -260,8 +264,7 @@ def _plan(
             also.append(name)
         else:
             filled[memory] = leaf.index
-            nbytes = content.manifest.tensors[leaf.index].nbytes
-            jobs.append(_Job(leaf, name, target, dtype, nbytes))
+            jobs.append(_Job(leaf, name, target, dtype, record.nbytes))
     absent = [name for name in targets if name not in sources]
     also += [name for name in absent if _memory(targets[name]) in filled]
     dtypes = {job.name: (job.dtype, _dtype(job.target)) for job in jobs}
@@ -277,15 +280,6 @@ def _plan(
         read_bytes=sum({job.leaf.index: job.nbytes for job in jobs}.values()),
     )
     return jobs, report
-
-
-def _kind_of(content: Content, leaf: Leaf) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape of a leaf; a view has its own."""
-    record = content.manifest.tensors[leaf.index]
-    node = leaf.node
-    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
-        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
-    return record.dtype, record.shape
 
 
 def _dtype(target: torch.Tensor) -> str:
@@ -325,17 +319,10 @@ def _batches(jobs: Sequence[_Job], host_bytes: int) -> Iterator[list[_Job]]:
 
     Bytes read straight into the target count too, since a batch is also planned at once.
     """
-    batch: list[_Job] = []
-    filled = 0
-    for job in sorted(jobs, key=lambda job: job.leaf.index):
-        apart = bool(batch) and batch[-1].leaf.index != job.leaf.index
-        if apart and filled + job.nbytes > host_bytes:
-            yield batch
-            batch, filled = [], 0
-        filled += job.nbytes if apart or not batch else 0
-        batch.append(job)
-    if batch:
-        yield batch
+    ordered = sorted(jobs, key=lambda job: job.leaf.index)
+    tensors = [list(group) for _, group in itertools.groupby(ordered, lambda job: job.leaf.index)]
+    for batch in in_batches(tensors, lambda group: group[0].nbytes, host_bytes):
+        yield list(itertools.chain.from_iterable(batch))
 
 
 def _fill(repo: Repo, content: Content, batch: Sequence[_Job]) -> None:

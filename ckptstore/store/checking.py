@@ -143,8 +143,9 @@ def repair(
     """
     from ckptstore.maintenance.repair.repair import repair
 
+    source_key = hidden(source_key)  # in place, so that no frame shows the key
     with ExitStack() as stack:
-        sources = _second_stores(self._session, source, hidden(source_key), stack)
+        sources = _second_stores(self._session, source, source_key, stack)
         return repair(
             self._session.repo, sources=sources, level=level, dry_run=dry_run, progress=progress
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from ckptstore.backends.key_sources import KeyInput, read_key
@@ -65,8 +66,7 @@ def mend_superblock(
     from ckptstore.maintenance.repair import fix_superblock as ops
 
     encryption_key = None if encryption_key is None else read_key(encryption_key)
-    backend = open_backend(url, environment=SYSTEM, **storage_options)
-    try:
+    with closing(open_backend(url, environment=SYSTEM, **storage_options)) as backend:
         return ops.mend_superblock(
             backend,
             source=None if source is None else source.repo,
@@ -74,8 +74,6 @@ def mend_superblock(
             dry_run=dry_run,
             key=encryption_key,
         )
-    finally:
-        backend.close()
 
 
 def mend_keys(
@@ -120,11 +118,8 @@ def mend_keys(
     from ckptstore.maintenance.repair import fix_keys as ops
 
     encryption_key = read_key(encryption_key)
-    backend = open_backend(url, environment=SYSTEM, **storage_options)
-    try:
+    with closing(open_backend(url, environment=SYSTEM, **storage_options)) as backend:
         return ops.mend_keys(backend, encryption_key, single_writer=single_writer, dry_run=dry_run)
-    finally:
-        backend.close()
 
 
 def rotate_key(

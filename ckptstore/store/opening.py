@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from ckptstore import limits
 from ckptstore.backends.key_sources import hidden
 from ckptstore.errors import InvalidInputError
-from ckptstore.replicas.options import ReplicaOptions, check_given, open_place
+from ckptstore.replicas.options import ReplicaOptions, check_given, open_place, open_target
 from ckptstore.replicas.places import PLACE, name_in
-from ckptstore.replicas.targets import open_target
 from ckptstore.store.pickling import Opening
 from ckptstore.store.store import Store
 
@@ -140,7 +139,7 @@ def open_target_of(
     NotFoundError
         The store has no replica of this name.
     CkptStoreError
-        As :func:`ckptstore.replicas.targets.open_target`.
+        As :func:`ckptstore.replicas.options.open_target`.
     """
     name = name_in(url)
     if name is not None:

@@ -51,17 +51,16 @@ class Opening:
 
         text = os.fspath(url)
         scheme = scheme_of(text)
+        place = text if scheme else _absolute(text)
+        obstacle = hint = ""
         if scheme == "memory":
             obstacle, hint = "it is in the memory of this process", "take a path or an object store"
-            return cls(url=text, reopen=reopen, options={}, obstacle=obstacle, hint=hint)
-        if key is not None and not isinstance(key, str):
-            obstacle = "its key stays here"
-            return cls(url=text, reopen=reopen, options={}, obstacle=obstacle, hint=_KEY_HINT)
-        return cls(
-            url=text if scheme else _absolute(text),
-            reopen=reopen,
-            options={**options, **({} if key is None else {_KEY: _placed(key)})},
-        )
+            options = {}
+        elif isinstance(key, str):
+            options = {**options, _KEY: _placed(key)}
+        elif key is not None:
+            obstacle, hint, options = "its key stays here", _KEY_HINT, {}
+        return cls(url=place, reopen=reopen, options=options, obstacle=obstacle, hint=hint)
 
 
 def pickled(

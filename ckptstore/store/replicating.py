@@ -13,9 +13,8 @@ from ckptstore.errors import InvalidInputError, NotFoundError
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed, check_replica_name
 from ckptstore.model import ReplicaInfo, Version
-from ckptstore.replicas.options import HasRepo
+from ckptstore.replicas.options import HasRepo, open_target
 from ckptstore.replicas.places import name_in
-from ckptstore.replicas.targets import open_target
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.store_session import HasSession, Session
@@ -80,7 +79,7 @@ def remove_replica(self: HasRepo, name: str) -> None:
     NotFoundError
         No replica has it.
     """
-    from ckptstore.catalog.tier_ops import unname_replica
+    from ckptstore.catalog.replica_ops import unname_replica
 
     self.repo.log.append_any(lambda now: unname_replica(now, name))
 
@@ -105,7 +104,7 @@ def give_options(self: HasSession, name: str, options: Mapping[str, Any]) -> Non
     InvalidInputError
         They do not say for which place they are.
     """
-    self._session.replicas.pool.give(check_replica_name(name), options)
+    self._session.replicas.give(check_replica_name(name), options)
 
 
 def replicate(
@@ -182,10 +181,12 @@ def replicate(
         The other store cannot be written to, or a storage failed. What was committed stays.
     """
     from ckptstore.maintenance.core.select_versions import select_versions
-    from ckptstore.maintenance.replicas.replicate import ReplicateRequest, replicate
+    from ckptstore.maintenance.replicas.replicate import replicate
+    from ckptstore.maintenance.replicas.replicate_version import ReplicateRequest
 
     here = self._session.repo
-    target = _target(self._session, to, hidden(to_key), dry_run=dry_run)
+    to_key = hidden(to_key)  # in place, so that no frame shows the key
+    target = _target(self._session, to, to_key, dry_run=dry_run)
     if bytes_per_s < 0:
         msg = f"bytes_per_s={bytes_per_s} must not be negative"
         raise InvalidInputError(msg)

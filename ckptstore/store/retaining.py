@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ckptstore import limits
-from ckptstore.catalog import pin_ops, run_ops
+from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.levels import LowerLevel
 from ckptstore.catalog.refs import parse_ref
 from ckptstore.errors import InvalidInputError
@@ -14,7 +14,6 @@ from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.names import check_listed
 from ckptstore.model import Version
 from ckptstore.replicas.options import HasRepo
-from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.version_lookup import named_version, named_versions
 
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
 def pin(self: HasRepo, ref: str) -> Version:
     """Pin a version: nothing deletes it, or a part of it, until it is unpinned."""
     version = named_version(self.repo, ref)
-    self.repo.log.append_any(lambda now: pin_ops.pin(now, version.id))
+    self.repo.log.append_any(lambda now: lifecycle_ops.pin(now, version.id))
     return self.repo.catalog.version(version.id)
 
 
 def unpin(self: HasRepo, ref: str) -> Version:
     """Take a pin away."""
     version = named_version(self.repo, ref)
-    self.repo.log.append_any(lambda now: pin_ops.unpin(now, version.id))
+    self.repo.log.append_any(lambda now: lifecycle_ops.unpin(now, version.id))
     return self.repo.catalog.version(version.id)
 
 
@@ -217,12 +216,19 @@ def remove(
         No version is named; or a reason is given for what the log has no place for one.
     """
     from ckptstore.maintenance.retention.remove import remove
+    from ckptstore.maintenance.retention.retain import age, foresee
 
     versions = named_versions(self.repo, refs)
     if keep is None:
         return remove(self.repo, versions, reason=reason, force=force, dry_run=dry_run)
+    if reason or not versions:
+        msg = "no version to remove a part of" if not versions else "a part goes without reason"
+        raise InvalidInputError(msg, hint="reasons are kept of whole versions that are deleted")
     target = _lowered(keep, lossy)
-    return _part_removed(self.repo, versions, target, reason=reason, force=force, dry_run=dry_run)
+    found = foresee(self.repo, versions, target, force=force, measure=dry_run)
+    if not dry_run:
+        age(self.repo, versions, target, force=force)
+    return found
 
 
 def undelete(self: HasRepo, refs: Sequence[str]) -> list[Version]:
@@ -298,24 +304,3 @@ def _lowered(level: LowerLevel, lossy: Encoding | str | None) -> Target:
         msg = f"{str(given)!r} is not what the level {level} is written in"
         raise InvalidInputError(msg, hint="weights-bf16 goes with bf16, weights-int8 with int8")
     return Target(level=level, encodings=encodings)
-
-
-def _part_removed(
-    repo: Repo,
-    versions: Sequence[Version],
-    target: Target,
-    *,
-    reason: str,
-    force: bool,
-    dry_run: bool,
-) -> list[Removal]:
-    """Delete a part of versions; see :meth:`ckptstore.Store.remove` with `keep`."""
-    from ckptstore.maintenance.retention.retain import age, foresee
-
-    if reason or not versions:
-        msg = "no version to remove a part of" if not versions else "a part goes without reason"
-        raise InvalidInputError(msg, hint="reasons are kept of whole versions that are deleted")
-    found = foresee(repo, versions, target, force=force, measure=dry_run)
-    if not dry_run:
-        age(repo, versions, target, force=force)
-    return found

@@ -379,7 +379,7 @@ class Store:
             It cannot be opened.
         """
         repo = self._session.replicas.find(name)
-        given = self._session.replicas.pool.given.get(name)
+        given = self._session.replicas.given.get(name)
         return given if isinstance(given, Store) else Store(self._session.of_replica(name, repo))
 
     replicate = replicating.replicate

@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Protocol
 
 from ckptstore.errors import CkptStoreError, NotReplicatedError
-from ckptstore.events import Events, SaveEvent
+from ckptstore.events import Events
 from ckptstore.model import Version
 from ckptstore.replicas.named import Replicas
 from ckptstore.replicas.options import ReplicaOptions
-from ckptstore.replicas.write_backs import WriteBacks
+from ckptstore.replicas.writeback import WriteBacks
 from ckptstore.repo import Repo
 from ckptstore.store import resume_check
 from ckptstore.store.pickling import Opening, pickled, unpickled
@@ -67,16 +67,15 @@ class Session:
 
         See :func:`ckptstore.store.pickling.pickled`.
         """
-        given, writes_back = self.replicas.pool.given, bool(self.write_backs.own())
+        given, writes_back = self.replicas.given, bool(self.write_backs.own())
         return pickled(self.repo.url, self._opening, given, writes_back=writes_back)
 
     def of_replica(self, name: str, repo: Repo) -> Session:
         """Return the session of an opened replica, the same one each time; closed with this one."""
         found = self._of_replicas.get(repo)
         if found is None:
-            pool = self.replicas.pool
-            given = pool.given.get(name, {})
-            options = pool.options(given) if isinstance(given, Mapping) else {}
+            given = self.replicas.given.get(name, {})
+            options = self.replicas.options(given) if isinstance(given, Mapping) else {}
             key, replicas = options.pop("encryption_key", None), options.pop("replicas", None)
             opening = None
             if self._opening is not None:
@@ -95,7 +94,7 @@ class Session:
         try:
             with ExitStack() as closing:
                 closing.callback(self.repo.close)
-                closing.callback(self.replicas.pool.close, self._close_replica)
+                closing.callback(self.replicas.close, self._close_replica)
                 if saver is not None:
                     saver.close()
                 late = self.write_backs.close()
@@ -145,30 +144,15 @@ class Session:
         try:
             version = save_version(self.repo, state, request)
         except CkptStoreError as error:
-            self.events.emit(self._event(request, error=error), raised=True)
+            failed = self.repo.save_event("failed", request.run, request.step, error=error)
+            self.events.emit(failed, raised=True)
             raise
-        self.events.emit(self._event(request, version=version))
+        durable = self.repo.save_event(
+            "durable", version.run, version.step, version.id, receipt=version.receipt
+        )
+        self.events.emit(durable)
         resume_check.saved(self.repo, version.run, version.step, version.id)
         return version
-
-    def _event(
-        self,
-        request: SaveRequest,
-        *,
-        version: Version | None = None,
-        error: CkptStoreError | None = None,
-    ) -> SaveEvent:
-        return SaveEvent(
-            kind="failed" if version is None else "durable",
-            store=self.repo.url,
-            run=request.run,
-            step=request.step,
-            version="" if version is None else version.id,
-            at_ms=self.repo.environment.now_ms(),
-            receipt={} if version is None else dict(version.receipt),
-            error_kind="" if error is None else error.kind,
-            message="" if error is None else str(error),
-        )
 
 
 def _unpickled(data: bytes) -> Session:

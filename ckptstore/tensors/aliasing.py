@@ -21,12 +21,18 @@ import numpy as np
 import torch
 
 from ckptstore import limits
-from ckptstore.errors import StateError
 from ckptstore.format.dtypes import strides_of
 from ckptstore.format.paths import Path
 from ckptstore.format.skeleton import Node
-from ckptstore.tensors.source import SourceTensor, TensorBytes, TensorPayload
-from ckptstore.tensors.tensor_bytes import dtype_text, offset_of, tensor_over
+from ckptstore.tensors.tensor_bytes import (
+    SourceTensor,
+    TensorBytes,
+    TensorPayload,
+    dtype_text,
+    extent_of,
+    offset_of,
+    tensor_over,
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -105,13 +111,7 @@ class _Place:
 
 
 def resolve_storage(occurrences: Sequence[Occurrence]) -> list[Pending]:
-    """Return the tensors to store for the leaves of one storage.
-
-    Raises
-    ------
-    StateError
-        A dtype is unknown to the format; names the path.
-    """
+    """Return the tensors to store for the leaves of one storage, all of known dtypes."""
     if len(occurrences) == 1:
         tensor = occurrences[0].tensor
         if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
@@ -145,23 +145,8 @@ def _place(leaves: list[Occurrence]) -> _Place:
     item = tensor.element_size()
     start = offset_of(tensor) * item
     return _Place(
-        tensor=tensor, item=item, start=start, stop=start + _extent(tensor) * item, leaves=leaves
+        tensor=tensor, item=item, start=start, stop=start + extent_of(tensor) * item, leaves=leaves
     )
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Return the number of elements from the first to the last one, both included."""
-    if not tensor.numel():
-        return 0
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * step for size, step in pairs)
-
-
-def _name(tensor: torch.Tensor) -> str:
-    name = dtype_text(tensor.dtype)
-    if name is None:  # the walk of the state refuses it by path
-        raise StateError(f"the dtype {tensor.dtype} cannot be stored")
-    return name
 
 
 def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
@@ -205,7 +190,7 @@ def _whole(
 ) -> Pending:
     return Pending(
         position=leaves[0].position,
-        dtype=_name(tensor),
+        dtype=dtype_text(tensor.dtype) or "",
         shape=tuple(tensor.shape),
         order=order,
         payload=TensorBytes(tensor, order, dense=dense),
@@ -244,7 +229,7 @@ def _together(group: list[_Place]) -> Pending:
                 return _add_views(pending, rest, low)
     first = min(group, key=lambda place: place.leaves[0].position)
     if all(place.tensor.dtype == first.tensor.dtype for place in group):
-        dtype, name, item = first.tensor.dtype, _name(first.tensor), first.item
+        dtype, name, item = first.tensor.dtype, dtype_text(first.tensor.dtype) or "", first.item
     else:
         dtype, name, item = torch.uint8, "uint8", 1
         low -= low % largest  # offsets of views are whole elements of their own
@@ -264,7 +249,12 @@ def _together(group: list[_Place]) -> Pending:
 def _add_views(pending: Pending, places: Sequence[_Place], low: int) -> Pending:
     for place in places:
         shape, strides = list(place.tensor.shape), list(place.tensor.stride())
-        entry: list[Node] = [_name(place.tensor), place.start - low, [*shape], [*strides]]
+        entry: list[Node] = [
+            dtype_text(place.tensor.dtype),
+            place.start - low,
+            [*shape],
+            [*strides],
+        ]
         pending.views += [(leaf, entry) for leaf in place.leaves]
         pending.paths += [leaf.path for leaf in place.leaves]
         pending.position = min(pending.position, place.leaves[0].position)

@@ -6,12 +6,13 @@ import datetime as dt
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
 from ckptstore.errors import CkptStoreError, CorruptObjectError, StateError
 from ckptstore.format.dtypes import ITEM_BYTES
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, decode_key, pairs
 from ckptstore.tensors.adapters import TypeAdapter
@@ -26,8 +27,7 @@ from ckptstore.tensors.tensor_bytes import (
     tensor_over,
 )
 
-if TYPE_CHECKING:
-    from ckptstore.tensors.destination import Record
+T = TypeVar("T")
 
 
 class Missing:
@@ -93,7 +93,7 @@ class Builder:
     def __init__(
         self,
         tensors: Mapping[int, torch.Tensor],
-        records: Sequence[Record],
+        records: Sequence[TensorRecord],
         adapters: Mapping[str, TypeAdapter],
         targets: Mapping[Path, torch.Tensor],
     ) -> None:
@@ -195,12 +195,7 @@ class Builder:
             elif mine.data_ptr() != theirs.data_ptr() or mine.stride() != theirs.stride():
                 mine.copy_(theirs)
             return target
-        name = repr(node)
-        found = self._objects.get(name)
-        if found is None:
-            flags = node[2 if node[0] == "T" else 6] if len(node) > _FLAGS_AT[node[0]] else 0
-            found = self._objects[name] = dressed(self._plain_tensor(node), flags)
-        return found
+        return self._once(repr(node), lambda: dressed(self._plain_tensor(node), _flags(node)))
 
     def _plain_tensor(self, node: list[Any]) -> torch.Tensor:
         """Return a new tensor of a ``T`` or ``V`` node, without flags, on the base's memory."""
@@ -211,32 +206,33 @@ class Builder:
         dtype, start, shape, strides = node[2:6]
         return tensor_over(storage, dtype_named(dtype), start // ITEM_BYTES[dtype], shape, strides)
 
+    def _once(self, name: str, make: Callable[[], T]) -> T:
+        """Return the object of a name, made when it is asked for first."""
+        if name not in self._objects:
+            self._objects[name] = make()
+        found: T = self._objects[name]
+        return found
+
     def _quantized(self, node: list[Any], path: Path) -> torch.Tensor:
         inner, dtype, shape, scheme, parameters = node[1:]
-        name = repr(inner) + dtype
-        found = self._objects.get(name)
-        if found is None:
-            quantized = build_quantized(
-                self._plain_tensor(inner),
-                dtype,
-                None if shape is None else tuple(shape),
-                scheme,
-                self._build(parameters, (*path, "quantizer")),
-            )
-            at = _FLAGS_AT[inner[0]]
-            flags = inner[at] if len(inner) > at else 0
-            found = self._objects[name] = dressed(quantized, flags)
-        return found
+
+        def make() -> torch.Tensor:
+            """Return the tensor, over the memory of its integers."""
+            sizes = None if shape is None else tuple(shape)
+            below = self._build(parameters, (*path, "quantizer"))
+            quantized = build_quantized(self._plain_tensor(inner), dtype, sizes, scheme, below)
+            return dressed(quantized, _flags(inner))
+
+        return self._once(repr(inner) + dtype, make)
 
     def _bytes_of(self, index: int) -> memoryview:
         base = self._tensors[index]
         return memory_of(base.untyped_storage(), 0, self._records[index].nbytes)
 
     def _array(self, node: list[Any], _path: Path) -> Any:  # noqa: ANN401
-        name = f"N{node[1]}"
-        found = self._objects.get(name)
-        if found is not None:
-            return found
+        return self._once(f"N{node[1]}", lambda: self._new_array(node))
+
+    def _new_array(self, node: list[Any]) -> Any:  # noqa: ANN401
         record = self._records[node[1]]
         shape, order = tuple(record.shape), record.order
         if len(node) == 2 or node[2] is None:
@@ -249,9 +245,7 @@ class Builder:
                 raise CorruptObjectError(f"a NumPy array of {dtype} does not fit its record")
             shape = shape[:-1]
             order = None if order is None else tuple([dim for dim in order if dim < len(shape)])
-        found = array_over(self._bytes_of(node[1]), dtype, shape, order)
-        self._objects[name] = found
-        return found
+        return array_over(self._bytes_of(node[1]), dtype, shape, order)
 
     def _blob(self, node: list[Any], _path: Path) -> bytes | bytearray | str:
         data = self._bytes_of(node[1])
@@ -260,15 +254,16 @@ class Builder:
         return bytes(data) if node[2] == "bytes" else str(data, "utf-8", "surrogatepass")
 
     def _generator(self, node: list[Any], _path: Path) -> torch.Generator:
-        name = f"G{node!r}"
-        found = self._objects.get(name)
-        if found is None:
-            generator = torch.Generator(device=node[1])
-            found = self._objects[name] = generator.set_state(self._plain_tensor(node[2]))
-        return found
+        state = self._plain_tensor(node[2])
+        return self._once(f"G{node!r}", lambda: torch.Generator(device=node[1]).set_state(state))
 
 
-_FLAGS_AT: Final = {"T": 2, "V": 6}
+def _flags(node: list[Any]) -> int:
+    """Return the flags of a ``T`` or ``V`` node, which may be left out."""
+    at = 2 if node[0] == "T" else 6
+    return int(node[at]) if len(node) > at else 0
+
+
 _TWIN_TYPES: Final = {name: dtype for dtype, name in TWINS.items()}
 _PATHS: Final[Mapping[str, type[pathlib.PurePath]]] = {
     "path": pathlib.Path,

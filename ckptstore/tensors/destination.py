@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
 from ckptstore.errors import CorruptObjectError, LimitError
 from ckptstore.format.blocks import Blocks, gather
 from ckptstore.format.dtypes import ITEM_BYTES, bytes_of, strides_of
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.tensors.tensor_bytes import dtype_named, memory_of, offset_of, tensor_over
 
 _CPU: Final = torch.device("cpu")
-
-
-class Record(Protocol):
-    """A manifest's record of one tensor."""
-
-    @property
-    def dtype(self) -> str:
-        """Torch's name of the element type, without ``torch.``."""
-
-    @property
-    def shape(self) -> Sequence[int]:
-        """Sizes by dimension."""
-
-    @property
-    def order(self) -> Sequence[int] | None:
-        """Dimensions from the outermost in memory to the innermost; None is 0, 1, 2, ..."""
-
-    @property
-    def role(self) -> str:
-        """One of :data:`ckptstore.format.roles.ROLES`."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """Return the boxes that hold its bytes; None if they are stored as one."""
 
 
 class Destination:
@@ -67,7 +39,7 @@ class Destination:
     """
 
     def __init__(
-        self, record: Record, device: torch.device = _CPU, into: torch.Tensor | None = None
+        self, record: TensorRecord, device: torch.device = _CPU, into: torch.Tensor | None = None
     ) -> None:
         check_record(record)
         self._record = record
@@ -80,13 +52,7 @@ class Destination:
             self._storage, start = into.untyped_storage(), offset_of(into)
             self.view = memory_of(self._storage, start * into.element_size(), record.nbytes)
             return
-        try:
-            memory = torch.empty(
-                record.nbytes, dtype=torch.uint8, device=_CPU, pin_memory=device.type == "cuda"
-            )
-        except RuntimeError as error:
-            raise LimitError(f"no memory for a tensor of {record.nbytes} bytes") from error
-        self._storage = memory.untyped_storage()
+        self._storage = _host_memory(record.nbytes, pinned=device.type == "cuda")
         self.view = memory_of(self._storage, 0, record.nbytes)
 
     def finish(self) -> torch.Tensor:
@@ -110,19 +76,23 @@ class Destination:
         return tensor_over(storage, dtype_named(record.dtype), 0, record.shape, strides)
 
 
-def _gathered(record: Record, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:
-    """Return new memory with a tensor's bytes row by row, gathered from its blocks."""
+def _host_memory(nbytes: int, *, pinned: bool = False) -> torch.UntypedStorage:
     try:
-        memory = torch.empty(record.nbytes, dtype=torch.uint8, device=_CPU)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=_CPU, pin_memory=pinned)
     except RuntimeError as error:
-        raise LimitError(f"no memory for a tensor of {record.nbytes} bytes") from error
-    storage = memory.untyped_storage()
+        raise LimitError(f"no memory for a tensor of {nbytes} bytes") from error
+    return memory.untyped_storage()
+
+
+def _gathered(record: TensorRecord, blocks: Blocks, stored: memoryview) -> torch.UntypedStorage:
+    """Return new memory with a tensor's bytes row by row, gathered from its blocks."""
+    storage = _host_memory(record.nbytes)
     out = memory_of(storage, 0, record.nbytes)
     gather(blocks, record.shape, ITEM_BYTES[record.dtype], stored, out)
     return storage
 
 
-def check_record(record: Record) -> None:
+def check_record(record: TensorRecord) -> None:
     """Refuse a record whose size or order is not one of its dtype and shape.
 
     Raises

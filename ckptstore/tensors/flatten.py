@@ -22,24 +22,16 @@ import torch
 from ckptstore import limits
 from ckptstore.errors import LimitError, StateError
 from ckptstore.format.paths import Path, path_text
-from ckptstore.format.skeleton import Node
+from ckptstore.format.skeleton import Node, text_node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_type
 from ckptstore.tensors.aliasing import Occurrence, Pending, memory_order, resolve_storage
 from ckptstore.tensors.arrays import TWINS, describe_dtype, scalar_bytes
 from ckptstore.tensors.builtin import SPARSE, builtin_for
 from ckptstore.tensors.composed import SPARSE_LAYOUTS, flags_of
-from ckptstore.tensors.plain_values import (
-    datetime_node,
-    file_path_node,
-    int_node,
-    key_node,
-    str_node,
-)
 from ckptstore.tensors.quantized import describe_quantized
 from ckptstore.tensors.refusals import refusal
-from ckptstore.tensors.source import ArrayBytes, BlobBytes, SourceTensor
-from ckptstore.tensors.tensor_bytes import dtype_text
+from ckptstore.tensors.tensor_bytes import ArrayBytes, SourceTensor, dtype_text
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -142,7 +134,7 @@ class _Walker:
         self._enter(value, path, depth)
         entries: list[Node] = []
         for key, item in value.items():
-            entries.append(key if type(key) is str and key.isascii() else key_node(key, path))
+            entries.append(key if type(key) is str and key.isascii() else _key_node(key, path))
             entries.append(self.walk(item, (*path, key), depth + 1))
         self._open.discard(id(value))
         return entries
@@ -181,7 +173,7 @@ class _Walker:
     def on_set(self, value: Iterable[Any], path: Path, _depth: int) -> Node:
         """Represent a set or frozenset, in an order that does not depend on the process."""
         tag = "s" if isinstance(value, set) else "fs"
-        nodes = [key_node(item, path, "the set") for item in value]
+        nodes = [_key_node(item, path, "the set") for item in value]
         nodes.sort(key=repr)  # sets have no order; equal sets get equal bytes
         return [tag, *nodes]
 
@@ -203,16 +195,15 @@ class _Walker:
     # --- plain values -----------------------------------------------------------------------
 
     def on_int(self, value: int, path: Path, _depth: int) -> Node:
-        return int_node(value, path)
+        return _int_node(value, path)
 
     def on_str(self, value: str, path: Path, _depth: int) -> Node:
         """Represent a text; a long one becomes a leaf of its own."""
         if len(value) < limits.INLINE_BYTES_MAX // 4:
-            return str_node(value)
+            return text_node(value)
         raw = value.encode("utf-8", "surrogatepass")
-        return (
-            str_node(value) if len(raw) < limits.INLINE_BYTES_MAX else self._blob(raw, "str", path)
-        )
+        short = len(raw) < limits.INLINE_BYTES_MAX
+        return text_node(value) if short else self._blob(raw, "str", path)
 
     def on_bytes(self, value: bytes, path: Path, _depth: int) -> Node:
         return value if len(value) < limits.INLINE_BYTES_MAX else self._blob(value, "bytes", path)
@@ -224,7 +215,8 @@ class _Walker:
 
     def _blob(self, data: bytes | bytearray, kind: str, path: Path) -> Node:
         node: list[Node] = ["B", 0, kind]
-        self._add(node, "uint8", (len(data),), None, BlobBytes(data), path)
+        payload = ArrayBytes(np.frombuffer(data, np.uint8))
+        self._add(node, "uint8", (len(data),), None, payload, path)
         return node
 
     def _add(
@@ -233,7 +225,7 @@ class _Walker:
         dtype: str,
         shape: tuple[int, ...],
         order: tuple[int, ...] | None,
-        payload: ArrayBytes | BlobBytes,
+        payload: ArrayBytes,
         path: Path,
     ) -> Pending:
         pending = Pending(
@@ -323,6 +315,75 @@ class _Walker:
         return ["nd", _numpy_dtype(value, path)]
 
 
+# --- plain values that cannot be stored as they are -----------------------------------------------
+
+
+def _int_node(value: int, path: Path) -> Node:
+    """Return the node of an integer.
+
+    Raises
+    ------
+    StateError
+        It has more digits than the format allows.
+    """
+    if -(1 << 63) <= value < (1 << 63):
+        return value
+    if value.bit_length() > limits.INT_DIGITS_MAX * 3:
+        raise StateError(
+            f"{path_text(path)!r} is an integer of {value.bit_length()} bits",
+            hint="keep it as bytes (int.to_bytes)",
+        )
+    return ["i", str(value)]
+
+
+def _key_node(key: Any, path: Path, where: str = "a key of") -> Node:  # noqa: ANN401
+    """Return the node of a dict key, or of an element of a set.
+
+    Raises
+    ------
+    StateError
+        It is not plain; names the path of the dict or set.
+    """
+    kind = type(key)
+    if kind is str:
+        return text_node(key)
+    if kind is int:
+        return _int_node(key, path)
+    if (kind is float and key == key) or kind is bool or kind is bytes or key is None:
+        return key  # type: ignore[no-any-return]
+    if kind is tuple:
+        return ["t", *(_key_node(item, path, where) for item in key)]
+    raise StateError(
+        f"{path_text(path)!r}: {where} it is {key!r}, a {kind.__module__}.{kind.__qualname__}",
+        hint="keys and set elements are str, int, float (not NaN), bool, None, bytes or tuples",
+    )
+
+
+def _file_path_node(value: pathlib.PurePath) -> Node:
+    """Return the node of a file path."""
+    kind = "purewindows" if isinstance(value, pathlib.PureWindowsPath) else "pureposix"
+    return ["p", "path" if isinstance(value, pathlib.Path) else kind, text_node(str(value))]
+
+
+def _datetime_node(value: dt.datetime, path: Path) -> Node:
+    """Return the node of a datetime.
+
+    Raises
+    ------
+    StateError
+        Its zone is more than an offset from UTC.
+    """
+    if value.tzinfo is not None and type(value.tzinfo) is not dt.timezone:
+        raise StateError(
+            f"{path_text(path)!r} is a datetime in the zone {value.tzinfo!r}",
+            hint="convert it to UTC: value.astimezone(datetime.timezone.utc)",
+        )
+    return ["dm", value.isoformat(), value.fold]
+
+
+# --- tensors and arrays ---------------------------------------------------------------------------
+
+
 def _numpy_dtype(dtype: np.dtype[Any], path: Path) -> Node:
     return _at(path, describe_dtype, dtype)
 
@@ -337,28 +398,26 @@ def _at(path: Path, describe: Callable[[_T], _R], value: _T) -> _R:
 
 def _flags(tensor: torch.Tensor, path: Path) -> int:
     """Return the flags of a tensor that can be stored."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise refusal(tensor, path)
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not plain or tensor.layout != torch.strided or tensor.is_meta or tensor.is_nested:
         raise refusal(tensor, path)
     return flags_of(tensor)
 
 
 def _family(value: object) -> Callable[[_Walker, Any, Path, int], Node] | None:
     """Return the handler of a value whose class is not listed, but has a listed base."""
-    if isinstance(value, torch.Tensor):
-        return _Walker.on_tensor
-    if isinstance(value, np.ndarray):
-        return _Walker.on_array
-    if isinstance(value, np.generic):
-        return _Walker.on_scalar
-    if isinstance(value, np.dtype):
-        return _Walker.on_numpy_dtype
-    return None
+    families = (item for item in _FAMILIES.items() if isinstance(value, item[0]))
+    return next((handler for _, handler in families), None)
 
 
 _PLAIN: Final = frozenset({type(None), bool, float})
 _FACTORIES: Final = (int, float, str, bool, bytes, list, dict, set, tuple)
+_FAMILIES: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
+    torch.Tensor: _Walker.on_tensor,
+    np.ndarray: _Walker.on_array,
+    np.generic: _Walker.on_scalar,
+    np.dtype: _Walker.on_numpy_dtype,
+}
 _HANDLERS: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
     torch.Tensor: _Walker.on_tensor,
     torch.nn.Parameter: _Walker.on_tensor,
@@ -383,11 +442,11 @@ _HANDLERS: Final[dict[type, Callable[[_Walker, Any, Path, int], Node]]] = {
     torch.dtype: lambda _w, v, _p, _d: ["dt", str(v).removeprefix("torch.")],
     torch.device: lambda _w, v, _p, _d: ["dv", str(v)],
     torch.Size: lambda _w, v, _p, _d: ["sz", *v],
-    pathlib.PosixPath: lambda _w, v, _p, _d: file_path_node(v),
-    pathlib.WindowsPath: lambda _w, v, _p, _d: file_path_node(v),
-    pathlib.PurePosixPath: lambda _w, v, _p, _d: file_path_node(v),
-    pathlib.PureWindowsPath: lambda _w, v, _p, _d: file_path_node(v),
-    dt.datetime: lambda _w, v, path, _d: datetime_node(v, path),
+    pathlib.PosixPath: lambda _w, v, _p, _d: _file_path_node(v),
+    pathlib.WindowsPath: lambda _w, v, _p, _d: _file_path_node(v),
+    pathlib.PurePosixPath: lambda _w, v, _p, _d: _file_path_node(v),
+    pathlib.PureWindowsPath: lambda _w, v, _p, _d: _file_path_node(v),
+    dt.datetime: lambda _w, v, path, _d: _datetime_node(v, path),
     dt.date: lambda _w, v, _p, _d: ["da", v.isoformat()],
     dt.timedelta: lambda _w, v, _p, _d: ["td", v.days, v.seconds, v.microseconds],
 }

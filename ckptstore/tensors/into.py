@@ -11,10 +11,10 @@ import torch
 
 from ckptstore.errors import InvalidInputError
 from ckptstore.format.dtypes import strides_of
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf
-from ckptstore.tensors.destination import Record
-from ckptstore.tensors.tensor_bytes import dtype_text
+from ckptstore.tensors.tensor_bytes import dtype_text, extent_of
 
 ON_CPU: Final = frozenset({"numpy", "bytes", "generator"})
 """Kinds of leaves that torch.device does not apply to: they are read back on the CPU."""
@@ -53,7 +53,7 @@ def tensors_of(value: object, path: Path, depth: int) -> list[tuple[Path, torch.
     return found
 
 
-def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
+def check_target(leaf: Leaf, record: TensorRecord, target: torch.Tensor) -> None:
     """Refuse a tensor that a leaf cannot be read into.
 
     Raises
@@ -61,18 +61,13 @@ def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
     InvalidInputError
         The leaf is no tensor, or its dtype or shape differs; names the path.
     """
+    where = repr(path_text(leaf.path))
     if leaf.kind in ON_CPU or leaf.kind == "quantized":
-        where = repr(path_text(leaf.path))
         raise InvalidInputError(f"{where} is a {leaf.kind} leaf: it cannot be read into a tensor")
     if target.layout != torch.strided or target.is_meta or target.is_quantized:
-        where = repr(path_text(leaf.path))
         raise InvalidInputError(f"the tensor of into at {where} is not a plain strided tensor")
-    dtype, shape = record.dtype, tuple(record.shape)
-    if is_view(leaf) and isinstance(leaf.node, list):
-        dtype, sizes = str(leaf.node[2]), leaf.node[4]
-        shape = tuple(sizes) if isinstance(sizes, list) else ()  # type: ignore[arg-type]
+    dtype, shape = kind_of(leaf, record)
     if dtype_text(target.dtype) != dtype or tuple(target.shape) != shape:
-        where = repr(path_text(leaf.path))
         raise InvalidInputError(
             f"{where} is {dtype}{list(shape)} in the version, but {dtype_text(target.dtype)}"
             f"{list(target.shape)} in into",
@@ -80,25 +75,23 @@ def check_target(leaf: Leaf, record: Record, target: torch.Tensor) -> None:
         )
 
 
-def decodable(record: Record, target: torch.Tensor) -> bool:
+def kind_of(leaf: Leaf, record: TensorRecord) -> tuple[str, tuple[int, ...]]:
+    """Return dtype and shape of a leaf; a view has its own."""
+    node = leaf.node
+    if isinstance(node, list) and node[0] == "V" and isinstance(node[4], list):
+        return str(node[2]), tuple(node[4])  # type: ignore[arg-type]  # validated: ints
+    return record.dtype, record.shape
+
+
+def decodable(record: TensorRecord, target: torch.Tensor) -> bool:
     """Return whether the bytes can be decoded straight into the target's memory."""
+    if record.blocks is not None or not target.is_cpu or target.is_conj() or target.is_neg():
+        return False
     if record.order is None and target.is_contiguous():
-        same = True
-    else:
-        strides = strides_of(record.shape, record.order)
-        pairs = zip(record.shape, target.stride(), strides, strict=True)
-        same = all(size == 1 or mine == theirs for size, mine, theirs in pairs)
-    same = same and record.blocks is None
-    return same and target.is_cpu and not target.is_conj() and not target.is_neg()
-
-
-def _reach(target: torch.Tensor) -> int:
-    """Return the number of elements that a tensor spans in memory, first to last."""
-    if target.is_contiguous():
-        return target.numel()
-    return 1 + sum(
-        (size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True)
-    )
+        return True
+    strides = strides_of(record.shape, record.order)
+    pairs = zip(record.shape, target.stride(), strides, strict=True)
+    return all(size == 1 or mine == theirs for size, mine, theirs in pairs)
 
 
 def check_apart(
@@ -127,7 +120,7 @@ def check_apart(
         leaf = leaves[path]
         if leaf.index in direct and target.numel():
             start = target.data_ptr()
-            stop = start + _reach(target) * target.element_size()
+            stop = start + extent_of(target) * target.element_size()
             spans.append((str(target.device), start, stop, leaf.index, path))
     spans.sort(key=lambda span: span[:3])
     for before, after in itertools.pairwise(spans):

@@ -7,6 +7,7 @@ allocated, but not given a quantizer (no parameters).
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -66,10 +67,7 @@ def describe_quantized(tensor: torch.Tensor) -> Quantized:
 
 
 def _packed_bytes(shape: tuple[int, ...], per_byte: int) -> int:
-    rows = 1
-    for size in shape[:-1]:
-        rows *= size
-    return rows * -(-(shape[-1] if shape else 1) // per_byte)
+    return math.prod(shape[:-1]) * -(-(shape[-1] if shape else 1) // per_byte)
 
 
 def _scheme(tensor: torch.Tensor) -> tuple[str, tuple[object, ...]]:
@@ -106,35 +104,25 @@ def build_quantized(
     if integers.element_size() != item or (shape is None) != (QUANTIZED_PER_BYTE[dtype] == 1):
         raise CorruptObjectError(f"the record below a {dtype} tensor does not fit it")
     storage, offset = integers.untyped_storage(), offset_of(integers)
-    if shape is None:
-        if scheme == "none":
-            return tensor_over(storage, quantized, offset, sizes, integers.stride())
-        empty = _empty((0,) * max(len(sizes), 1), quantized, scheme, parameters, integers, sizes)
-        return empty.set_(storage, offset, sizes, integers.stride())
+    if shape is None and scheme == "none":
+        return tensor_over(storage, quantized, offset, sizes, integers.stride())
     nbytes = _packed_bytes(sizes, QUANTIZED_PER_BYTE[dtype])
-    if integers.dim() != 1 or integers.numel() != nbytes or not integers.is_contiguous():
+    flat = integers.dim() == 1 and integers.numel() == nbytes and integers.is_contiguous()
+    if shape is not None and not flat:
         raise CorruptObjectError(f"a {dtype} tensor of shape {sizes} does not have {nbytes} bytes")
-    packed = _empty(sizes, quantized, scheme, parameters, integers, sizes)
-    target = tensor_over(packed.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
-    target.copy_(integers)
-    return packed
-
-
-def _empty(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    scheme: str,
-    parameters: tuple[object, ...],
-    like: torch.Tensor,
-    full: tuple[int, ...],
-) -> torch.Tensor:
     with warnings.catch_warnings():
         # Making any quantized tensor warns, once, that torch will drop them; a load must not fail.
         warnings.simplefilter("ignore", UserWarning)
-        return _make(shape, dtype, scheme, parameters, like.device, full)
+        start = (0,) * max(len(sizes), 1) if shape is None else sizes
+        made = _empty(start, quantized, scheme, parameters, integers.device, sizes)
+    if shape is None:
+        return made.set_(storage, offset, sizes, integers.stride())
+    target = tensor_over(made.untyped_storage(), torch.uint8, 0, (nbytes,), (1,))
+    target.copy_(integers)
+    return made
 
 
-def _make(
+def _empty(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     scheme: str,

@@ -11,18 +11,19 @@ The order of calls, by the loader:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
 
 from ckptstore.errors import InvalidInputError, StateError, TensorNotFoundError
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node, iter_leaves
 from ckptstore.tensors.adapters import TypeAdapter, adapters_by_name
 from ckptstore.tensors.build_state import Builder, adapter_names
 from ckptstore.tensors.builtin import builtin_named
-from ckptstore.tensors.destination import Destination, Record, check_record
+from ckptstore.tensors.destination import Destination, check_record
 from ckptstore.tensors.into import (
     ON_CPU,
     check_apart,
@@ -79,7 +80,7 @@ class Restorer:
     def __init__(
         self,
         skeleton: Node,
-        records: Sequence[Record],
+        records: Sequence[TensorRecord],
         *,
         adapters: Sequence[TypeAdapter] = (),
         map_location: MapLocation = None,
@@ -112,27 +113,9 @@ class Restorer:
             self._plan_into(into)
         self._finished: dict[int, Destination] = {}
 
-    def batches(self, host_bytes: int) -> Iterator[list[int]]:
-        """Yield the needed indices in batches, to be read and finished one after another.
-
-        Tensors for the CPU are decoded into their final memory, and make one batch; those for
-        other devices pass through host memory, `host_bytes` at a time (one tensor at least).
-        """
-        stay = [i for i in self.needed if self._devices.get(i, _CPU).type == "cpu"]
-        if stay:
-            yield stay
-        batch: list[int] = []
-        filled = 0
-        for index in self.needed:
-            if self._devices.get(index, _CPU).type == "cpu":
-                continue
-            if batch and filled + self._records[index].nbytes > host_bytes:
-                yield batch
-                batch, filled = [], 0
-            batch.append(index)
-            filled += self._records[index].nbytes
-        if batch:
-            yield batch
+    def stays(self, index: int) -> bool:
+        """Return whether a record is for the CPU, and decoded into its final memory."""
+        return self._devices.get(index, _CPU).type == "cpu"
 
     def destination(self, index: int) -> Destination:
         """Return the memory for record `index`; call it once an index. Allocates."""

@@ -37,6 +37,20 @@ class Again:
     count: Annotated[int, COUNT] = 5
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Two limits.
+
+    Parameters
+    ----------
+    most
+        The largest number,
+        in all.
+    """
+
+    most: int = 3
+
+
 def test_fields_take_the_place_of_their_group() -> None:
     """Each field is a parameter where the group stood, with its option, default and no other."""
 
@@ -46,10 +60,35 @@ def test_fields_take_the_place_of_their_group() -> None:
     found = inspect.signature(flattened(command)).parameters
     assert list(found) == ["ref", "count", "other", "need", "last"]
     assert found["count"].default == 3
-    assert found["count"].annotation.__metadata__ == (COUNT,)
+    (count,) = found["count"].annotation.__metadata__
+    assert (count.default, count.help) == ("--count", "How many.")
     assert found["other"].default is None
     assert found["need"].default is inspect.Parameter.empty
     assert flattened(command).__doc__ == "Do it."
+
+
+def test_the_help_of_an_option_is_its_text_in_the_docstring() -> None:
+    """Of a command and of a group; a flag has one name, and the section is not in the help."""
+
+    def command(*, limits: Limits, dry_run: bool = False) -> None:
+        """Do it.
+
+        Not often.
+
+        Parameters
+        ----------
+        dry_run
+            Change nothing.
+        """
+
+    call = flattened(command)
+    most, dry_run = (
+        parameter.annotation.__metadata__[0]
+        for parameter in inspect.signature(call).parameters.values()
+    )
+    assert call.__doc__ == "Do it.\n\nNot often."
+    assert (most.help, most.default) == ("The largest number, in all.", ...)
+    assert (dry_run.help, dry_run.default) == ("Change nothing.", "--dry-run")
 
 
 def test_a_command_gets_its_groups_filled() -> None:

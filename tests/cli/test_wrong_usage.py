@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ckptstore.backends.registry import open_backend
-from ckptstore.replicas.targets import open_target
+from ckptstore.replicas.options import open_target
 from ckptstore.repo import create_repo
 from ckptstore.store import Store, mend_superblock, open_store, rotate_key
 from ckptstore.store.opening import open_target_of

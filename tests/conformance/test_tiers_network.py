@@ -17,7 +17,7 @@ import ckptstore
 from ckptstore import limits
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
-from ckptstore.catalog.tier_ops import name_replica
+from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.errors import NotReplicatedError, VersionNotFoundError
 from ckptstore.repo import create_on
 

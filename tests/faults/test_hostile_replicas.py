@@ -16,8 +16,8 @@ from ckptstore.backends import registry
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, relocate
+from ckptstore.catalog.replica_ops import NameReplica
 from ckptstore.catalog.state import Op
-from ckptstore.catalog.tier_ops import NameReplica
 from ckptstore.errors import (
     CorruptObjectError,
     InvalidInputError,

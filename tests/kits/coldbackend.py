@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptstore.backends.base import Backend, ObjectInfo
-from ckptstore.backends.cold import ColdStorage, ObjectState
-from ckptstore.backends.storage_classes import CLASSES, STANDARD, class_named
+from ckptstore.backends.storage_classes import STANDARD, ColdStorage, ObjectState, class_named
 from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.errors import ColdObjectError
 
@@ -92,13 +91,6 @@ class _Cold:
     def __init__(self, backend: ColdBackend) -> None:
         self._backend = backend
         self._shelf = backend.shelf
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return tuple(CLASSES)
-
-    def class_of(self, key: str) -> str:
-        return self.restore_state(key).storage_class
 
     def restore_state(self, key: str) -> ObjectState:
         self._shelf.looked.append(key)

@@ -40,7 +40,7 @@ from ckptstore import keyring, limits, repo
 from ckptstore.backends.base import PutIfAbsent
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.sealing import UserKey
-from ckptstore.catalog.tier_ops import name_replica, unname_replica
+from ckptstore.catalog.replica_ops import name_replica, unname_replica
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest
 from ckptstore.config import Options

@@ -12,7 +12,7 @@ import torch
 from make_golden import create
 
 from ckptstore import limits
-from ckptstore.catalog.pin_ops import pin_for, unpin_for
+from ckptstore.catalog.lifecycle_ops import pin_for, unpin_for
 from ckptstore.store import Store
 from ckptstore.testing.environment import SimulatedEnvironment
 

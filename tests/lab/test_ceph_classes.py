@@ -17,8 +17,8 @@ from buckets import PREFIX, S3Bucket
 from labkit.systems import Ceph, LabPool
 
 import ckptstore
-from ckptstore.backends.cold import ColdStorage, cold_storage
 from ckptstore.backends.registry import open_backend
+from ckptstore.backends.storage_classes import ColdStorage
 from ckptstore.config import SYSTEM
 
 _MIB = 1 << 20
@@ -52,7 +52,7 @@ def test_an_object_moves_and_stays_whole(ceph: Ceph, bucket: S3Bucket, client: s
         for name in ("STANDARD_IA", "STANDARD"):
             assert cold.set_class(key, name)
             assert not cold.set_class(key, name)
-            assert _classes(bucket)[key] == cold.class_of(key) == name
+            assert _classes(bucket)[key] == cold.restore_state(key).storage_class == name
             ceph.tell("collect")
             assert bucket.read(key) == data
 
@@ -118,7 +118,7 @@ class _opened:
         self._backend = open_backend(bucket.url, client=client, **bucket.options())
 
     def __enter__(self) -> ColdStorage:
-        cold = cold_storage(self._backend)
+        cold = self._backend.cold_storage()
         assert cold is not None
         return cold
 

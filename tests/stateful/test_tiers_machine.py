@@ -24,7 +24,7 @@ from simclients import trusting
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog.tier_ops import name_replica
+from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.errors import (
     IntegrityError,
     NotFoundError,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.codecs.codec_table import CodecChoice
-from ckptstore.config import SYSTEM, Options
+from ckptstore.config import SYSTEM, CodecChoice, Options
 from ckptstore.events import silent
 from ckptstore.objects.index import KnownPieces, Location
 from ckptstore.objects.piece_reader import Want, read_pieces

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from ckptstore.codecs import zstd
 from ckptstore.codecs.codec import Codec, CodecError
-from ckptstore.codecs.codec_table import CODEC_CHOICES, CODECS, check_choice, decode, encode
+from ckptstore.codecs.codec_table import CODECS, decode, encode
 from ckptstore.codecs.plane_layout import Layout, join, layout_of, plane_bytes, split
+from ckptstore.config import CODEC_CHOICES, check_choice
 from ckptstore.errors import InvalidInputError
 
 ITEM_BYTES = {
@@ -168,7 +169,7 @@ def test_the_window_of_a_zstd_frame_costs_no_memory(log: int, cut: int) -> None:
             _decoded(1, 0, frame[: len(frame) - cut], 64)
     else:
         assert _decoded(1, 0, frame, 64) == bytes(range(64))
-    assert zstd._decompressor().memory_size() < 1 << 20
+    assert zstd._contexts.decompressor.memory_size() < 1 << 20
 
 
 def test_unknown_codes_are_refused() -> None:

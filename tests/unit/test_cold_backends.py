@@ -15,13 +15,19 @@ from metered import MeteredBackend
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.backends.bucket import parse_bucket_url
-from ckptstore.backends.cold import ColdStorage, check_pack_class, cold_storage, is_classed
 from ckptstore.backends.gcs import GcsColdStorage
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.retrying import RetryingBackend
 from ckptstore.backends.s3_cold import S3ColdStorage
-from ckptstore.backends.storage_classes import CLASSES, STANDARD, class_named
+from ckptstore.backends.storage_classes import (
+    CLASSES,
+    STANDARD,
+    ColdStorage,
+    check_pack_class,
+    class_named,
+    is_classed,
+)
 from ckptstore.errors import (
     ColdObjectError,
     InvalidInputError,
@@ -45,7 +51,7 @@ def backend(s3_bucket: S3Bucket, request: pytest.FixtureRequest) -> Iterator[Bac
 
 
 def _cold(backend: Backend) -> ColdStorage:
-    cold = cold_storage(backend)
+    cold = backend.cold_storage()
     assert cold is not None
     return cold
 
@@ -53,10 +59,10 @@ def _cold(backend: Backend) -> ColdStorage:
 def test_an_object_changes_class(backend: Backend, s3_bucket: S3Bucket) -> None:
     """The listing and the state tell it, the bytes are what they were, and once is enough."""
     cold = _cold(backend)
-    assert cold.class_of(KEY) == STANDARD
+    assert cold.restore_state(KEY).storage_class == STANDARD
     assert cold.set_class(KEY, "STANDARD_IA")
     assert not cold.set_class(KEY, "STANDARD_IA")
-    assert cold.class_of(KEY) == backend.stat(KEY).storage_class == "STANDARD_IA"
+    assert cold.restore_state(KEY).storage_class == backend.stat(KEY).storage_class == "STANDARD_IA"
     assert [info.storage_class for info in backend.list(PACKS_PREFIX)] == ["STANDARD_IA"]
     assert s3_bucket.read(KEY) == b"chunks"
 
@@ -90,7 +96,7 @@ def test_what_is_not_there_is_told(backend: Backend) -> None:
     cold = _cold(backend)
     gone = pack_key("b" * 32)
     for ask in (
-        lambda: cold.class_of(gone),
+        lambda: cold.restore_state(gone),
         lambda: cold.set_class(gone, "GLACIER"),
         lambda: cold.request_restore(gone, days=1, tier="Bulk"),
     ):
@@ -167,7 +173,8 @@ def _s3(head: Mapping[str, Any]) -> tuple[S3ColdStorage, _Calls]:
     whole = {"ContentLength": 10, "LastModified": datetime(2026, 3, 1, tzinfo=UTC), **head}
     calls = _Calls(whole)
     location = parse_bucket_url("s3://bucket/place")
-    return S3ColdStorage(location, lambda _what, work: work(calls)), calls
+    client: Any = calls
+    return S3ColdStorage(location, lambda _what, work: work(client)), calls
 
 
 def test_a_copy_is_conditional_on_what_was_seen() -> None:
@@ -280,6 +287,5 @@ def test_wrappers_pass_classes_on() -> None:
     assert wrapped.set_class(KEY, "GLACIER")
     assert failed
     assert wrapped.restore_state(KEY).access == "cold"
-    assert wrapped.classes
-    assert cold_storage(RetryingBackend(MemoryBackend("plain"))) is None
-    assert cold_storage(MeteredBackend(MemoryBackend("plain"))) is None
+    assert RetryingBackend(MemoryBackend("plain")).cold_storage() is None
+    assert MeteredBackend(MemoryBackend("plain")).cold_storage() is None

@@ -19,7 +19,7 @@ from ckptstore.checkpoint import encode, write
 from ckptstore.checkpoint.content import TensorInfo, read_content
 from ckptstore.checkpoint.encode import Draft, encode_draft
 from ckptstore.checkpoint.encoding_trial import measure
-from ckptstore.codecs.codec_table import CODEC_CHOICES
+from ckptstore.config import CODEC_CHOICES
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.errors import (
@@ -33,8 +33,7 @@ from ckptstore.integrations.lightning_loop import LoopIO
 from ckptstore.model import Version
 from ckptstore.objects.index import KnownPieces
 from ckptstore.saver.arena import Arena
-from ckptstore.saver.cancellation import CancellationToken
-from ckptstore.saver.save_job import write_job
+from ckptstore.saver.save_job import CancellationToken, write_job
 from ckptstore.saver.staged import sources_in
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.states.save import draft_of

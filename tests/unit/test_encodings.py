@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from ckptstore import limits
-from ckptstore.encodings.codebooks import BOOKS, CODE_DTYPES
+from ckptstore.encodings.codebooks import BOOKS, CODE_DTYPES, codes_of, scales_of
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import NAMES, Encoding, form_name
 from ckptstore.encodings.encoding_rules import EncodingRules, EncodingTarget, is_second_moment
 from ckptstore.encodings.measuring import Difference, ValueRange
-from ckptstore.encodings.scaling import codes_of, scales_of
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.paths import Path
 from ckptstore.format.tables import CODES

@@ -16,10 +16,9 @@ from ckptstore.backends.base import Buffer
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import decode_commit
-from ckptstore.catalog.lifecycle_ops import Delete
-from ckptstore.catalog.pin_ops import Pin, Unpin, pin_for
+from ckptstore.catalog.lifecycle_ops import Delete, Pin, Unpin, pin_for
+from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.catalog.state import Op
-from ckptstore.catalog.tier_ops import name_replica
 from ckptstore.config import Options
 from ckptstore.errors import (
     InvalidInputError,

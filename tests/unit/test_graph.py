@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptstore.cli.graph import arranged, rails
+from ckptstore.cli.log_graph import arranged, rails
 
 
 def _drawn(parents: dict[str, str], first: dict[str, int] | None = None) -> list[str]:

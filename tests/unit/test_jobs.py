@@ -152,7 +152,7 @@ def test_overdue_versions_are_told(tmp_path: Path, reading: Reading) -> None:
     report = run_job(job, environment=_Later())  # type: ignore[arg-type]  # the rest is the system's
     assert [late.step for late in report.overdue] == [1, 2]
     assert report.exit_code == 7
-    text = exposition(report, now_s=5.0)
+    text = exposition(report.name, report, now_s=5.0)
     assert 'ckptstore_job_overdue_versions{job_name="nightly"} 2' in text
     assert 'ckptstore_job_ok{job_name="nightly"} 0' in text
     done = run_job(reading('[alert]\nnot_replicated_after = "1h"\n'), environment=_Later())  # type: ignore[arg-type]

@@ -44,7 +44,7 @@ def test_it_is_noticed_by_the_next_look(tmp_path: Path, note: str) -> None:
         for _ in range(2):
             with pytest.raises(CorruptObjectError, match="not the commit that was there") as caught:
                 store.versions()
-            assert "open it anew" in caught.value.hint
+            assert "open it again" in caught.value.hint
         with pytest.raises(CorruptObjectError):
             store.run("gpt").save({"w": [2.0]}, step=4)
         assert store.resolve(f"#{before[0]}").step == 1  # what is known still resolves by id

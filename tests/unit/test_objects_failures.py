@@ -19,9 +19,9 @@ from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
 from ckptstore.backends.registry import open_backend
 from ckptstore.backends.wrapper import WrapperBackend
-from ckptstore.codecs.codec_table import CodecChoice, encode
+from ckptstore.codecs.codec_table import encode
 from ckptstore.codecs.plane_layout import Layout
-from ckptstore.config import SYSTEM, Options
+from ckptstore.config import SYSTEM, CodecChoice, Options
 from ckptstore.errors import CorruptTensorError, OperationCancelledError, StorageError
 from ckptstore.events import Progress, silent
 from ckptstore.objects import piece_reader

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shortening import examples
 
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog import content_ops, lifecycle_ops, pin_ops, run_ops
+from ckptstore.catalog import content_ops, lifecycle_ops, run_ops
 from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS, Level
 from ckptstore.catalog.log import Log
@@ -223,7 +223,7 @@ def test_pinned_tagged_and_head_stay() -> None:
     for step in (3, 4, 5):
         story.save(step)
     head = story.save(6)
-    story.log.append(lambda now: pin_ops.pin(now, pinned))
+    story.log.append(lambda now: lifecycle_ops.pin(now, pinned))
     story.save(7)
     story.rollback(head)
     found = story.plan(full="every 5 steps", record="all")
@@ -368,7 +368,7 @@ def test_plans_are_safe_and_settle(
         elif what == "tag":
             story.log.append(partial(run_ops.tag, run="gpt", version=version.id, name="keep"))
         elif what == "pin":
-            story.log.append_any(partial(pin_ops.pin, version=version.id))
+            story.log.append_any(partial(lifecycle_ops.pin, version=version.id))
         elif what == "verify":
             sound = {version.id: version.manifest_digest}
             story.log.append_any(partial(content_ops.verified, sound=sound))

@@ -14,6 +14,7 @@ import pytest
 import urllib3
 from botocore.awsrequest import AWSResponse
 
+from ckptstore.backends.per_process import PerProcess
 from ckptstore.backends.s3 import open_s3
 from ckptstore.backends.s3_direct import DirectCalls, direct_client
 from ckptstore.backends.s3_fsspec import s3fs_client
@@ -115,14 +116,14 @@ def test_requester_pays_goes_with_every_request() -> None:
     assert Wire(requester_pays=True).put(SMALL)["x-amz-request-payer"] == "requester"
 
 
-def test_the_factory_crosses_to_another_process() -> None:
+def test_the_client_is_made_in_another_process() -> None:
     """It is pickled with a backend that a saver's process takes over."""
     settings = read_settings({**KEYS, "anon": True, "endpoint_url": "http://127.0.0.1:1"})
     assert settings is not None
 
-    again: direct_client = pickle.loads(pickle.dumps(direct_client(settings)))  # noqa: S301
+    again = pickle.loads(pickle.dumps(PerProcess(direct_client, settings)))  # noqa: S301
 
-    assert isinstance(again(), DirectCalls)
+    assert isinstance(again.get(), DirectCalls)
 
 
 def test_settings_show_no_credentials() -> None:

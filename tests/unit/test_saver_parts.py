@@ -31,8 +31,8 @@ from ckptstore.integrations.receipt_plots import plot_receipts
 from ckptstore.maintenance.reports.prometheus_text import ProcessFigures, exposition
 from ckptstore.model import Receipt
 from ckptstore.saver.arena import Arena, ArenaPool
-from ckptstore.saver.cancellation import CancellationToken
-from ckptstore.saver.channel import Channel
+from ckptstore.saver.messages import Channel
+from ckptstore.saver.save_job import CancellationToken
 from ckptstore.saver.staged import Digests, StagedTensor, sources_in
 from ckptstore.saver.staging import Staging, lay_out
 from ckptstore.tensors.flatten import flatten
@@ -181,7 +181,7 @@ def _staged(state: object) -> tuple[Arena, tuple[StagedTensor, ...], Digests, li
     meant = []
     for source in flat.tensors:
         data = bytearray(source.nbytes)
-        source.copy_into(0, memoryview(data))
+        source.payload.copy_into(0, memoryview(data))
         meant.append(bytes(data))
     return arena, staged, staging.digests(), meant
 
@@ -241,7 +241,7 @@ def test_copies_by_several_threads() -> None:
         staging.copy(helpers, 3)
         staging.settle()
     for source, tensor in zip(flat.tensors, staged, strict=True):
-        view = source.view()
+        view = source.payload.view()
         assert view is not None
         assert bytes(view) == bytes(arena.view[tensor.offset : tensor.offset + tensor.nbytes])
 

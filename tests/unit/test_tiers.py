@@ -294,7 +294,7 @@ def test_chunks_that_are_cold_here_are_read_there(
 
 def _name(hot: ckptstore.Store, name: str, other: ckptstore.Store) -> None:
     """Name a replica that is open already, where nothing can be opened by its location."""
-    from ckptstore.catalog.tier_ops import name_replica
+    from ckptstore.catalog.replica_ops import name_replica
 
     url, store = f"memory://{name}", other.info.store_id
     hot.repo.log.append_any(lambda now: name_replica(now, name=name, url=url, store=store))
@@ -347,7 +347,7 @@ def test_local_replicas_come_before_remote_ones_then_the_order_of_naming(tmp_pat
         name: ckptstore.Store(create_on(Telling(MemoryBackend(f"{tmp_path}/{name}"), name)))
         for name in ("far", "empty", "near", "nearer")
     }
-    from ckptstore.catalog.tier_ops import name_replica
+    from ckptstore.catalog.replica_ops import name_replica
 
     with ckptstore.open(tmp_path / "hot", create=True, replicas=stores) as hot:
         hot.run("gpt").save(state_of(1), step=1)
@@ -593,10 +593,10 @@ def test_many_threads_load_at_once(hot: ckptstore.Store, tmp_path: Path) -> None
 def test_threads_share_the_failure_of_a_replica(tmp_path: Path) -> None:
     """Of threads that wait for a replica that cannot be opened only one tries."""
     from ckptstore.model import ReplicaInfo
-    from ckptstore.replicas.pool import OpenedReplicas
+    from ckptstore.replicas.named import Replicas
 
     with ckptstore.open(tmp_path / "hot", create=True) as hot:
-        opened = OpenedReplicas(hot.repo)
+        opened = Replicas(hot.repo)
         tries = 0
         waiting = threading.Event()
 
@@ -686,7 +686,7 @@ def test_a_forked_child_opens_its_own(hot: ckptstore.Store) -> None:
     """A child of a fork does not use the connections of its parent."""
     hot.age(["gpt@1"], "record")
     assert_same(hot.load("gpt@1"), 1)
-    opened = hot._session.replicas.pool
+    opened = hot._session.replicas
     slots = opened._slots
     opened._pid = os.getpid() + 1  # as a child sees it
     assert_same(hot.load("gpt@1"), 1)

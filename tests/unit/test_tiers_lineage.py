@@ -12,7 +12,7 @@ import torch
 import ckptstore
 from ckptstore.backends.base import Backend
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog.tier_ops import name_replica
+from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.errors import ColdObjectError, TransientStorageError, VersionNotFoundError
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
 from ckptstore.repo import create_on
@@ -154,7 +154,7 @@ def test_a_fork_from_the_next_replica(
         hot.fork("gpt@1", "ft")
     assert "try again when" in caught.value.hint
     _name(hot, "second", second)
-    hot._session.replicas.pool._given["second"] = second
+    hot._session.replicas._given["second"] = second
     assert hot.fork("gpt@1", "ft").head is not None
     assert torch.equal(hot.load("ft")["model"]["w"], _state(1)["model"]["w"])
 

@@ -17,7 +17,7 @@ import torch
 import ckptstore
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
-from ckptstore.catalog.tier_ops import name_replica
+from ckptstore.catalog.replica_ops import name_replica
 from ckptstore.errors import (
     InvalidInputError,
     NotFoundError,

@@ -11,7 +11,6 @@ import io
 import itertools
 import os
 import pickle
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,18 +24,15 @@ from ckptstore.checkpoint.assemble import RankPart
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.errors import FormatError, LimitError, ObjectNotFoundError, PolicyError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import bytes_of
-from ckptstore.format.manifest import PieceTable
-from ckptstore.format.paths import Path as Keys
 from ckptstore.format.paths import Pattern
 from ckptstore.integrations.dcp.metadata_pickle import Described, Place, read_metadata
-from ckptstore.integrations.dcp.plain_bytes import unpickled
+from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line, unpickled
 from ckptstore.model import Version
-from ckptstore.repo import Repo
 from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
 from ckptstore.tensors.tensor_bytes import dtype_text
@@ -118,52 +114,26 @@ def import_directory(
     try:
         described = read_metadata(_metadata_bytes(folder), where=str(folder / METADATA_FILE))
         paths = {name: (under, *keys) if under else keys for name, keys in described.paths.items()}
-        importing = _Importing(repo, folder, paths, looked=catalog.number, codec=request.codec)
-        parts = importing.write(_items(described), shared, progress)
+        items = _items(described)
+        total = sum(item.nbytes for item in items)
+        parts: list[RankPart] = []
+        done = 0
+        for batch in _batches(items, repo.options.host_bytes):
+            part = write_part(
+                repo,
+                [_shard(folder, item) for item in batch if item.dtype],
+                {item.name: _value(folder, item) for item in batch if not item.dtype},
+                paths=paths,
+                shared=[*shared, *(before.written.table for before in parts)],
+                looked=catalog.number,
+                codec=request.codec,
+            )
+            parts.append(part)
+            done += sum(item.nbytes for item in batch)
+            progress(Progress(stage="import", done=done, total=total))
     except OSError as error:
         raise translate(error, f"reading {error.filename or folder}") from error
     return commit_parts(repo, parts, paths, request, roles=roles or {})
-
-
-class _Importing:
-    """Writes the items of a directory in batches that fit the store's host memory."""
-
-    def __init__(
-        self, repo: Repo, folder: Path, paths: Mapping[str, Keys], *, looked: int, codec: str
-    ) -> None:
-        self._repo = repo
-        self._folder = folder
-        self._paths = paths
-        self._looked = looked
-        self._codec = codec
-
-    def write(
-        self, items: Sequence[_Item], shared: Sequence[PieceTable], progress: ProgressCallback
-    ) -> list[RankPart]:
-        """Write all items; each batch shares with `shared`, and with those before it."""
-        total = sum(item.nbytes for item in items)
-        done = 0
-        parts: list[RankPart] = []
-        for batch in _batches(items, self._repo.options.host_bytes):
-            known = [*shared, *(part.written.table for part in parts)]
-            parts.append(self._write_batch(batch, known))
-            done += sum(item.nbytes for item in batch)
-            progress(Progress(stage="import", done=done, total=total))
-        return parts
-
-    def _write_batch(self, batch: Sequence[_Item], known: Sequence[PieceTable]) -> RankPart:
-        """Read a batch and write it, like a rank that holds it."""
-        shards = [_shard(self._folder, item) for item in batch if item.dtype]
-        values = {item.name: _value(self._folder, item) for item in batch if not item.dtype}
-        return write_part(
-            self._repo,
-            shards,
-            values,
-            paths=self._paths,
-            shared=known,
-            looked=self._looked,
-            codec=self._codec,
-        )
 
 
 def _origin(folder: Path) -> dict[str, Any]:
@@ -239,22 +209,8 @@ def _read(folder: Path, item: _Item) -> bytes:
             raise FormatError(msg, hint="the directory is incomplete")
         opened.seek(place.offset)
         data = opened.read(place.length)
-    _check_archive(data, f"{item.name!r} in {file}")
+    check_archive(io.BytesIO(data), len(data), f"{item.name!r} in {file}")
     return data
-
-
-def _check_archive(data: bytes, where: str) -> None:
-    """Refuse an archive that torch.save would not write: compressed, or larger than its data."""
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
-        raise FormatError(f"{where} is not as torch.save writes it: {error}") from error
-    stored = all(
-        r.compress_type == zipfile.ZIP_STORED and r.file_size == r.compress_size for r in records
-    )
-    if not stored or sum(record.file_size for record in records) > len(data):
-        raise FormatError(f"{where} holds compressed records, which torch.save does not write")
 
 
 def _loaded(folder: Path, item: _Item) -> Any:  # noqa: ANN401 - a tensor or a plain value
@@ -262,14 +218,14 @@ def _loaded(folder: Path, item: _Item) -> Any:  # noqa: ANN401 - a tensor or a p
     try:
         return unpickled(io.BytesIO(data))
     except pickle.UnpicklingError as error:
-        text = str(error).strip().split("\n", 1)[0][:200]
+        msg = f"{item.name!r} in {item.place.file} needs more than weights_only=True allows"
         raise PolicyError(
-            f"{item.name!r} in {item.place.file} needs more than weights_only=True allows: {text}",
+            f"{msg}: {first_line(error)}",
             hint="if you trust it, load it with dcp.load and save it with CkptStoreWriter",
         ) from error
     except Exception as error:  # torch may raise any error on a hostile pickle
-        text = str(error).strip().split("\n", 1)[0][:200]
-        raise FormatError(f"{item.name!r} in {item.place.file} is not sound: {text}") from error
+        msg = f"{item.name!r} in {item.place.file} is not sound: {first_line(error)}"
+        raise FormatError(msg) from error
 
 
 def _shard(folder: Path, item: _Item) -> Shard:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -25,7 +26,6 @@ from ckptstore.errors import (
 )
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import ITEM_BYTES
-from ckptstore.integrations.dcp.pickle_instructions import check_instructions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +86,6 @@ class _Bytes(_Kept):
     pass
 
 
-class _Chunk(_Kept):
-    pass
-
-
-class _Properties(_Kept):
-    pass
-
-
 class _Index(_Kept):
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -147,14 +139,14 @@ _NAMES: Final[Mapping[tuple[str, str], Callable[..., object]]] = {
     (f"{_CHECKPOINT}.metadata", "Metadata"): _Metadata,
     (f"{_CHECKPOINT}.metadata", "TensorStorageMetadata"): _Tensor,
     (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"): _Bytes,
-    (f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata"): _Chunk,
-    (f"{_CHECKPOINT}.metadata", "TensorProperties"): _Properties,
+    (f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata"): _Kept,
+    (f"{_CHECKPOINT}.metadata", "TensorProperties"): _Kept,
     (f"{_CHECKPOINT}.metadata", "MetadataIndex"): _Index,
     (f"{_CHECKPOINT}.metadata", "StorageMeta"): _Kept,
     (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"): _Call(_nothing),
     (f"{_CHECKPOINT}.filesystem", "_StorageInfo"): _Info,
     # Names of torch before 2.3.
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Kept,
     ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): _Call(_nothing),
     ("torch", "Size"): _Call(_size),
     ("torch.serialization", "_get_layout"): _Call(_nothing),
@@ -205,7 +197,7 @@ def read_metadata(data: bytes, *, where: str) -> Described:
     if len(data) > limits.DCP_METADATA_BYTES_MAX:
         raise LimitError(f"{where} has more than {limits.DCP_METADATA_BYTES_MAX} bytes")
     try:
-        check_instructions(data)
+        _check_instructions(data)
         found = _Reader(io.BytesIO(data)).load()
     except LimitError as error:
         raise LimitError(f"{where} has {error.message}") from error
@@ -338,3 +330,95 @@ def _numbers(values: object) -> tuple[int, ...]:
         if type(value) is not int or not 0 <= value < 1 << 63:
             raise ValueError(f"a {type(value).__name__} is no size, or out of range")
     return tuple(values)
+
+
+# --- the instructions of a pickle, followed without making objects ---------------------------
+
+_FLAT: Final = 0
+_NESTED: Final = 1  # a tuple, or the result of a call: may hold others, and hashing visits all
+_MARK: Final = 2
+
+_PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
+_GETS: Final = frozenset({"GET", "BINGET", "LONG_BINGET"})
+_INTS: Final = frozenset({"INT", "LONG", "LONG1", "LONG4"})
+_VALUES: Final = _INTS | {
+    *("BININT", "BININT1", "BININT2", "FLOAT", "BINFLOAT", "NONE", "NEWTRUE", "NEWFALSE"),
+    *("STRING", "BINSTRING", "SHORT_BINSTRING"),
+    *("UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8"),
+    *("BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+    *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "GLOBAL"),
+}
+# Instruction to the number of values it takes, down to the last mark (-1), and its result.
+_EFFECTS: Final[Mapping[str, tuple[int, int | None]]] = {
+    **dict.fromkeys(_VALUES, (0, _FLAT)),
+    **dict.fromkeys(("PROTO", "FRAME", "STOP"), (0, None)),
+    "MARK": (0, _MARK),
+    "POP": (1, None),
+    "POP_MARK": (-1, None),
+    "TUPLE1": (1, _NESTED),
+    "TUPLE2": (2, _NESTED),
+    "TUPLE3": (3, _NESTED),
+    "TUPLE": (-1, _NESTED),
+    "LIST": (-1, _FLAT),
+    "DICT": (-1, _FLAT),
+    "APPEND": (1, None),
+    "APPENDS": (-1, None),
+    "SETITEM": (2, None),
+    "SETITEMS": (-1, None),
+    "STACK_GLOBAL": (2, _FLAT),
+    "NEWOBJ": (2, _FLAT),
+    "REDUCE": (2, _NESTED),
+    "BUILD": (1, None),
+}
+
+
+def _check_instructions(data: bytes) -> None:
+    """Follow the instructions of a pickle without making objects.
+
+    The unpickler reserves memory for the highest place of its memo, even if unused, and objects in
+    the memo can be named twice: some hundred bytes describe a tuple that takes years to hash.
+    Both are refused here, like any instruction that no description of a checkpoint needs.
+
+    Raises
+    ------
+    pickle.UnpicklingError, ValueError
+        It is not the pickle of a description.
+    LimitError
+        There are too many instructions.
+    """
+    stack, memo = bytearray(), bytearray()
+    for done, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        name = opcode.name
+        if done >= limits.DCP_METADATA_OPCODES_MAX:
+            raise LimitError(f"more than {limits.DCP_METADATA_OPCODES_MAX} instructions")
+        if name in _INTS and not -(1 << 64) < int(argument or 0) < 1 << 64:
+            raise pickle.UnpicklingError("a number of more than 64 bits")
+        if name == "MEMOIZE" or name in _PUTS:
+            place = len(memo) if name == "MEMOIZE" else int(argument or 0)
+            if not 0 <= place <= len(memo) or not stack or stack[-1] == _MARK:
+                raise pickle.UnpicklingError(f"a value for place {place} of the memo")
+            memo[place : place + 1] = stack[-1:]
+        elif name in _GETS:
+            place = int(argument or 0)
+            if not 0 <= place < len(memo):
+                raise pickle.UnpicklingError(f"nothing is at place {place} of the memo")
+            stack.append(memo[place])
+        else:
+            _apply(name, stack)
+
+
+def _apply(name: str, stack: bytearray) -> None:
+    """Apply an instruction's effect to the stack."""
+    effect = _EFFECTS.get(name)
+    if effect is None:
+        raise pickle.UnpicklingError(f"the instruction {name} is in no description")
+    count, left = effect
+    start = stack.rfind(_MARK) if count < 0 else len(stack) - count
+    if start < 0:
+        raise pickle.UnpicklingError(f"nothing is there for {name}")
+    taken = stack[start + (count < 0) :]
+    if name in ("SETITEM", "SETITEMS", "DICT") and any(taken[::2]):
+        raise pickle.UnpicklingError("the key of a dict is a tuple")
+    del stack[start:]
+    if left is not None:
+        stack.append(left)

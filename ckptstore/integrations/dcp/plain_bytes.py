@@ -1,14 +1,16 @@
-"""Converts values that are no tensors between torch's planners, as pickles, and the store."""
+"""Pickles of ``torch.save``: their archives checked, their plain values read and made."""
 
 from __future__ import annotations
 
 import io
 import pickle
+import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckptstore.errors import StateError
+from ckptstore.errors import FormatError, StateError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
@@ -76,3 +78,32 @@ def pickled(value: object) -> io.BytesIO:
     torch.save(value, data)
     data.seek(0)
     return data
+
+
+def check_archive(file: Path | io.BytesIO, size_bytes: int, where: str) -> None:
+    """Refuse an archive that torch.save would not write: compressed, or larger than its file.
+
+    Raises
+    ------
+    FormatError
+        It is one, or no archive.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, NotImplementedError, EOFError) as error:
+        raise FormatError(f"{where} is not a sound file of torch.save: {error}") from error
+    if any(
+        r.compress_type != zipfile.ZIP_STORED or r.file_size != r.compress_size for r in records
+    ):
+        raise FormatError(
+            f"{where} holds compressed records, which torch.save does not write",
+            hint="extract it first if it is an archive of something else",
+        )
+    if sum(record.file_size for record in records) > size_bytes:
+        raise FormatError(f"{where} claims more bytes than it has")
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's text, shortened."""
+    return str(error).strip().split("\n", 1)[0][:200]

@@ -33,13 +33,6 @@ from ckptstore.tensors.tensor_bytes import as_elements, dtype_named
 _log = logging.getLogger("ckptstore")
 
 
-@dataclass(frozen=True, slots=True)
-class _Decided:
-    """The version that the coordinator, and so every rank, loads; sent with the plan."""
-
-    version: Version
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Opened:
     """A version that is being loaded."""
@@ -164,9 +157,9 @@ class CkptStoreReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Add the version to all plans; torch calls it on the coordinator."""
-        found = self._current()
-        decided = _Decided(replace(found.version, metadata={}, metrics={}, receipt={}, roles={}))
+        """Add the version, which every rank loads, to all plans; the coordinator calls it."""
+        version = self._current().version
+        decided = replace(version, metadata={}, metrics={}, receipt={}, roles={})
         return [replace(plan, storage_data=decided) for plan in plans]
 
     def _current(self) -> _Opened:
@@ -189,8 +182,8 @@ class CkptStoreReader(StorageReader):
             The storage failed.
         """
         found = self._current()
-        if isinstance(plan.storage_data, _Decided):
-            found = self._opened = self._agreed(plan, plan.storage_data.version, found)
+        if isinstance(plan.storage_data, Version):
+            found = self._opened = self._agreed(plan, plan.storage_data, found)
         values: list[tuple[ReadItem, Entry]] = []
         tensors: list[tuple[ReadItem, Entry]] = []
         for item in plan.items:

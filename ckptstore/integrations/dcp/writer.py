@@ -21,8 +21,7 @@ from ckptstore.checkpoint.assemble import RankPart
 from ckptstore.checkpoint.commit_parts import commit_parts
 from ckptstore.checkpoint.request import WriteRequest, check_wishes
 from ckptstore.checkpoint.write import shareable
-from ckptstore.codecs.codec_table import check_choice
-from ckptstore.config import Options
+from ckptstore.config import Options, check_choice
 from ckptstore.errors import (
     CkptStoreError,
     InvalidInputError,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import msgspec
 import numpy as np
@@ -19,30 +20,14 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format import pack as packs
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
 from ckptstore.format.manifest import PieceTable
-from ckptstore.hashing import blake3_of, xxh3_64
-from ckptstore.maintenance.check.verify_state import VerifyState
-from ckptstore.maintenance.core.cold_packs import cold_packs, cold_rows
+from ckptstore.hashing import blake3_of
+from ckptstore.maintenance.check.verify_state import Sample, VerifyState
+from ckptstore.maintenance.core.live_set import cold_packs, cold_rows
 from ckptstore.model import Version
 from ckptstore.repo import Repo
 
 PieceKey = tuple[str, int, int, bytes]
 """Pack, offset of the chunk, place in the decoded chunk, id: one piece where it lies."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """One of some equal parts of all chunks.
-
-    By a digest of pack and offset: each chunk is in exactly one part, for good.
-    """
-
-    parts: int
-    part: int
-    """0 to ``parts - 1``."""
-
-    def holds(self, pack: str, offset: int) -> bool:
-        """Return whether a chunk is in this part."""
-        return xxh3_64(f"{pack} {offset}".encode()) % self.parts == self.part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +73,7 @@ def row_of_recipe(content: Content, index: int) -> range:
     return range(row, row + 1)
 
 
-@dataclass(slots=True)
+@dataclass
 class Survey:
     """The versions that were checked and the damage that was found; owned by one thread.
 
@@ -135,14 +120,11 @@ class Survey:
     total_bytes: int = 0
     """Bytes of all versions, of a sample its share; for the progress."""
     _done_bytes: int = 0
-    _sizes: dict[str, ObjectInfo] | None = None
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, ObjectInfo]:
         """Every pack that is there, by its key; listed once."""
-        if self._sizes is None:
-            self._sizes = {info.key: info for info in self.repo.backend.list(PACKS_PREFIX)}
-        return self._sizes
+        return {info.key: info for info in self.repo.backend.list(PACKS_PREFIX)}
 
     def found(self, error: CkptStoreError, version: Version | None, tensor: str = "") -> None:
         """Note a problem."""
@@ -220,7 +202,7 @@ class Survey:
     def recipes(self, content: Content, but: Collection[bytes]) -> Iterator[tuple[int, bytes]]:
         """Yield tensors that are to be made, with the keys of their recipes.
 
-        Those of which a piece is lost or cold are left out.
+        Tensors with a lost or cold piece are left out.
 
         Parameters
         ----------

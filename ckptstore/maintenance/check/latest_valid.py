@@ -1,7 +1,7 @@
-"""The newest version of a run that is sound: what ``latest-valid`` means.
+"""The newest sound version of a run: the meaning of ``latest-valid``.
 
-From the head back along the line of the run, within the run. What does not verify is skipped, with
-a warning each; what is skipped is never changed. Nothing is taken for sound that was not read.
+From the head back along the line of the run, within the run. Versions that do not verify are
+skipped with a warning each, and never changed. Only a version that was read whole is sound.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class LatestValid:
 
 
 def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -> LatestValid:
-    """Return the newest version of a run of which every byte is right; reads every byte of it.
+    """Return the newest version of a run without damage; reads every byte of it.
 
     Raises
     ------
@@ -58,13 +58,13 @@ def latest_valid(repo: Repo, run: str, *, progress: ProgressCallback = silent) -
     CorruptObjectError
         None is sound; the message has the whole list. Or the log is damaged.
     ColdObjectError
-        The newest that may be sound lies in an archive class: whether it is cannot be known.
+        The newest that may be sound lies in an archive class, so that it cannot be checked.
     StorageError
         The storage failed.
     """
 
     def attempt(version: Version) -> Version:
-        """Return a version of which every byte is right; raise what is wrong with another."""
+        """Return a version without damage; raise the damage of another."""
         survey = Survey(repo=repo, full=True, progress=progress)
         for _ in check_all(survey, [version]):
             pass
@@ -89,14 +89,14 @@ def first_sound(
     *,
     skipped: list[Skipped] | None = None,
 ) -> T:
-    """Return what `attempt` makes of the newest version for which it finds no damage.
+    """Return the result of `attempt` for the newest version in which it finds no damage.
 
     Parameters
     ----------
     attempt
         Reads a version; raises IntegrityError where that is damaged. Other errors go through.
     skipped
-        Gets what was skipped.
+        Gets the versions that were skipped.
 
     Raises
     ------

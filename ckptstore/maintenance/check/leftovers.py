@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ckptstore import limits
 from ckptstore.catalog.catalog import Catalog
@@ -40,9 +40,11 @@ from ckptstore.format.keys import (
     version_id_of,
 )
 from ckptstore.format.manifest import outline
-from ckptstore.maintenance.check.integrity_scan import Survey
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+
+if TYPE_CHECKING:
+    from ckptstore.maintenance.check.integrity_scan import Survey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,23 +1,24 @@
-"""Verify that everything the catalog names is there, and is what was written.
+"""Checks that everything the catalog names is there and was not changed.
 
 ``records`` reads the log, every manifest and the size of every pack that a version needs;
 ``full`` reads every byte besides, or a sample of it. A chunk that several versions share is read
-once. Damage to one object never stops the check of the others. Nothing is changed, but that
-``record`` writes into the log which versions were found sound.
+once. Damage to one object never stops the check of the others. Nothing is changed, except
+that ``record`` writes into the log which versions were found sound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ckptstore import limits
+from ckptstore.backends.base import Backend
 from ckptstore.catalog import content_ops, snapshots
 from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import (
+    CkptStoreError,
     CorruptObjectError,
     FormatError,
     IntegrityError,
@@ -26,9 +27,9 @@ from ckptstore.errors import (
 )
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import SNAPSHOTS_PREFIX, snapshot_number
-from ckptstore.maintenance.check.integrity_scan import Problem, Sample, Survey
+from ckptstore.maintenance.check.integrity_scan import Problem, Survey
 from ckptstore.maintenance.check.leftovers import Notice, find_leftovers, report_lost_commits
-from ckptstore.maintenance.check.verify_state import VerifyState, open_state
+from ckptstore.maintenance.check.verify_state import Sample, open_state
 from ckptstore.maintenance.check.verify_tasks import check_all
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
 from ckptstore.model import Version
@@ -43,7 +44,7 @@ _DAY_MS = 24 * 3600 * 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What was checked and what was found."""
+    """Extent and findings of a check."""
 
     level: Level
     versions_count: int
@@ -76,15 +77,15 @@ class VerifyReport:
 
 
 def sample_of(fraction: float, *, part: int | None, now_ms: int) -> Sample | None:
-    """Return the part of all chunks that is to be read; None for all of them.
+    """Return the part of all chunks to read; None for all of them.
 
     Parameters
     ----------
     fraction
         Above 0, at most 1. The chunks are split into ``round(1 / fraction)`` parts.
     part
-        Which of them, modulo their number; None for that of the day, so that a check a day reads
-        every chunk within so many days.
+        The number of the part, modulo their count; None for that of the day, so that a check a day
+        reads every chunk within so many days.
     now_ms
         The time, in milliseconds since 1970.
 
@@ -119,8 +120,8 @@ def verify(
     Parameters
     ----------
     versions
-        All that are not deleted, the log and the snapshots, if None. Versions of which only the
-        record is kept have nothing to check.
+        All that are not deleted, the log and the snapshots, if None. Versions that are kept as a
+        record only have nothing to check.
     sample
         Read only these chunks, at level ``full``.
     record
@@ -129,8 +130,8 @@ def verify(
         A file that keeps how far the check has come: if it is there, the check goes on where it
         stopped. It is removed when the check is complete.
     executor
-        Who reads; the report is the same. None, or ``threads`` without `workers`: this process,
-        without tasks.
+        The engine that reads; the report is the same. None, or ``threads`` without `workers`: this
+        process, without tasks.
     workers
         Tasks at once; None for what the engine has.
 
@@ -156,7 +157,8 @@ def verify(
     began = repo.environment.monotonic()
     repo.refresh()
     survey = Survey(repo=repo, full=level == "full", sample=sample, progress=progress)
-    with open_tasks(repo, executor, workers) as tasks, _state(survey, resume) as survey.state:
+    state = open_state(resume, store_id=repo.superblock.store_id, sample=sample)
+    with open_tasks(repo, executor, workers) as tasks, state as survey.state:
         return _verify(survey, versions, tasks, began, record=record)
 
 
@@ -188,15 +190,6 @@ def _verify(
     )
 
 
-def _state(survey: Survey, path: Path | None) -> AbstractContextManager[VerifyState | None]:
-    """Return the file in which the progress of a check is kept, if one is named."""
-    if path is None:
-        return nullcontext()
-    sample = survey.sample or Sample(parts=1, part=0)
-    store_id = survey.repo.superblock.store_id
-    return open_state(path, store_id=store_id, parts=sample.parts, part=sample.part)
-
-
 def _check_versions(
     survey: Survey, versions: Sequence[Version], tasks: Tasks, *, record: bool
 ) -> set[str]:
@@ -226,17 +219,34 @@ def _record(repo: Repo, sound: Mapping[str, str]) -> set[str]:
 
 def _check_log(survey: Survey) -> None:
     """Read every commit again, not only those since the last snapshot; and the snapshots."""
-    backend = survey.repo.backend
-    infos = backend.list(SNAPSHOTS_PREFIX)
-    numbers = {number for info in infos if (number := snapshot_number(info.key)) is not None}
-    commits = survey.repo.log.commits()
-    digests = {c.number: c.digest for c in commits if c.number in numbers}
+    repo = survey.repo
+    numbers = snapshot_numbers(repo.backend)
+    digests = {c.number: c.digest for c in repo.log.commits() if c.number in numbers}
+    for _, error in wrong_snapshots(repo.backend, numbers, digests):
+        survey.found(error, None)
+
+
+def snapshot_numbers(backend: Backend) -> set[int]:
+    """Return the numbers of the commits that a snapshot folds to."""
+    numbers = (snapshot_number(info.key) for info in backend.list(SNAPSHOTS_PREFIX))
+    return {number for number in numbers if number is not None}
+
+
+def wrong_snapshots(
+    backend: Backend, numbers: Collection[int], digests: Mapping[int, str]
+) -> Iterator[tuple[int, CkptStoreError]]:
+    """Yield the snapshots that are gone, damaged or of another log, each with its damage.
+
+    Parameters
+    ----------
+    digests
+        Of the commits that they fold to, by number.
+    """
     for number in sorted(numbers):
         try:
-            catalog = snapshots.read_one(backend, number)
-            if catalog.digest != digests.get(number):
+            if snapshots.read_one(backend, number).digest != digests.get(number):
                 what = "is not of this log" if number in digests else "is of a commit that is gone"
                 msg = f"the catalog snapshot {number} {what}"
-                raise CorruptObjectError(msg, hint="ckptstore repair writes it anew")
+                raise CorruptObjectError(msg, hint="ckptstore repair writes it again")
         except (IntegrityError, FormatError, NotFoundError) as error:
-            survey.found(error, None)
+            yield number, error

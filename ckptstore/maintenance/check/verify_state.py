@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -17,7 +18,24 @@ import msgspec
 
 from ckptstore import limits
 from ckptstore.errors import InvalidInputError, StorageError
+from ckptstore.hashing import xxh3_64
 from ckptstore.model import Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One of some equal parts of all chunks.
+
+    By a digest of pack and offset: each chunk is in exactly one part, for good.
+    """
+
+    parts: int
+    part: int
+    """0 to ``parts - 1``."""
+
+    def holds(self, pack: str, offset: int) -> bool:
+        """Return whether a chunk is in this part."""
+        return xxh3_64(f"{pack} {offset}".encode()) % self.parts == self.part
 
 
 class _Head(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,13 +85,12 @@ class VerifyState:
 
 
 @contextmanager
-def open_state(path: Path, *, store_id: str, parts: int, part: int) -> Iterator[VerifyState]:
+def open_state(
+    path: Path | None, *, store_id: str, sample: Sample | None
+) -> Iterator[VerifyState | None]:
     """Open the file of a check, new or interrupted; remove it when the block completes the check.
 
-    Parameters
-    ----------
-    parts, part
-        Parts that all chunks are split into, and the one that is read; 1 and 0 for all chunks.
+    Without a path, the check keeps no progress.
 
     Raises
     ------
@@ -82,6 +99,10 @@ def open_state(path: Path, *, store_id: str, parts: int, part: int) -> Iterator[
     StorageError
         It cannot be read or written.
     """
+    if path is None:
+        yield None
+        return
+    parts, part = (1, 0) if sample is None else (sample.parts, sample.part)
     head = _Head(verify=1, store=store_id, parts=parts, part=part)
     with ExitStack() as stack:
         with _typed_errors(path):

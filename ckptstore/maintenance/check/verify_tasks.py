@@ -1,4 +1,4 @@
-"""Reads what versions need, in tasks: some packs or pieces each, in any process.
+"""Reads the packs and pieces that versions need, some of them a task, in any process.
 
 The coordinator reads manifests ahead, decides which pieces no version before had, and cuts them
 into tasks; results are the damaged pieces, and are taken in the order of the tasks. So each version
@@ -32,6 +32,7 @@ from ckptstore.errors import (
 )
 from ckptstore.format.manifest import PieceTable
 from ckptstore.maintenance.check.integrity_scan import Survey, piece_key, row_of_recipe
+from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
@@ -83,9 +84,9 @@ class LookTask:
     table: PieceTable | None = None
     """Pieces that are read, and behind them the bases of those that are deltas."""
     count: int = 0
-    """How many of the table's rows are asked for: the first ones."""
+    """Number of rows that are read: the first ones of the table."""
     held: Held | None = None
-    """The version of which tensors are made that follow from others."""
+    """The version whose derived tensors are made."""
     indices: Sequence[int] = ()
 
 
@@ -161,7 +162,7 @@ def _unlike(task: LookTask) -> Mapping[int, str]:
 def _differences(
     content: Content, indices: Sequence[int], *, backend: Backend, options: Options
 ) -> dict[int, str]:
-    """Make some tensors; one by one, if one of them is not what its recipe says.
+    """Make some tensors; one by one, if one of them differs from its recipe.
 
     Returns
     -------
@@ -226,7 +227,7 @@ def check_all(
 
 
 def check_content(survey: Survey, version: Version, content: Content) -> None:
-    """Check the pieces that a manifest names which is not that of the version, but made for it.
+    """Check the pieces of a manifest that was rebuilt for a version, in place of its own.
 
     Raises
     ------
@@ -256,13 +257,11 @@ class _Stage:
     version: Version
     loaded: Loaded
     left: dict[range, int] = field(default_factory=dict)
-    """Rows whose findings are kept together, and how many of their tasks have no result yet."""
+    """Rows whose findings are kept together, each with the number of its unfinished tasks."""
     recipes: dict[int, bytes] = field(default_factory=dict)
     """Tensors that tasks make, with the keys of their recipes."""
     frames: dict[str, CkptStoreError] = field(default_factory=dict)
     counted_bytes: int = 0
-    resumed: bool = False
-    """An interrupted check has made tensors of it."""
 
 
 class _Scan:
@@ -279,7 +278,7 @@ class _Scan:
         """Tasks under way, each with the rows whose findings it adds to. None is the last one of
         its version, which reads nothing: all others are done when it is."""
         self._planned: set[bytes] = set()
-        """Keys of the recipes of which there are tasks."""
+        """Keys of the recipes that tasks make or have made."""
 
     def run(
         self, versions: Iterable[tuple[Version, Loaded]]
@@ -309,8 +308,8 @@ class _Scan:
         fresh = survey.check_sizes(content)
         if not survey.full:
             return
-        for start in range(0, len(fresh), limits.VERIFY_TASK_PACKS):
-            yield self._task(frames=fresh[start : start + limits.VERIFY_TASK_PACKS]), range(0)
+        for part in batches(fresh, limits.VERIFY_TASK_PACKS):
+            yield self._task(frames=part), range(0)
         for rows in _batches(table):
             chosen = survey.choose(stage.version, table, rows)
             if chosen is None:
@@ -323,8 +322,6 @@ class _Scan:
             self._planned.add(key)
             if survey.known(stage.version, row_of_recipe(content, index)) is None:
                 stage.recipes[index] = key
-            else:
-                stage.resumed = True
         indices = list(stage.recipes)
         sizes = [content.manifest.tensors[index].nbytes for index in indices]
         held = Held(stage.version, content)
@@ -359,10 +356,10 @@ class _Scan:
         del stage.left[rows]
 
     def _conclude(self, stage: _Stage) -> Content | None:
-        """Report a version of which everything was read."""
+        """Report a version whose tasks are all done."""
         survey, version, content = self._survey, stage.version, stage.loaded
         survey.seen.add(version.id)
-        # In all it counts for its share; what it has in common with others was counted before.
+        # In all it counts for its share; pieces that it has in common with others were counted.
         survey.advance(max(0, survey.share(version) - stage.counted_bytes))
         if not isinstance(content, Content):
             survey.unread[version.id] = content
@@ -374,7 +371,7 @@ class _Scan:
             survey.found(type(problem)(msg), None)
         for rows in list(stage.left):  # every piece in them was read before
             self._keep(stage, content, rows)
-        if survey.full and (survey.bad or stage.resumed):  # else its tasks have made them all
+        if survey.full and (survey.bad or survey.state):  # else its tasks have made them all
             self._follow_rest(version, content)
         whole = survey.full and survey.sample is None and version.id not in survey.cold_versions
         if survey.report(version, content) and whole:
@@ -382,7 +379,7 @@ class _Scan:
         return content
 
     def _follow_rest(self, version: Version, content: Content) -> None:
-        """Make what a version before was to make, and has lost a piece of; take what is known."""
+        """Make tensors that an earlier version could not, for a lost piece; take known results."""
         survey = self._survey
         backend, options = survey.repo.backend, survey.repo.options
         for index, key in survey.recipes(content, survey.followed):

@@ -3,7 +3,7 @@
 Stateless: where a pack lies is what the storage says, nothing of it is in the log. So a call that
 was killed is finished by the next one, a repetition finds nothing left to do, and two at once do
 each other no harm. Only packs move; ``store.json``, commits, manifests and snapshots never do, so
-that a store opens and lists as fast as ever.
+that a store opens and lists as fast as before.
 
 A pack that a version needs which is not named stays where it is, whatever else is in it. A version
 that appears while packs are moved is looked at before each batch; one that is committed in the
@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 
 from ckptstore import limits
 from ckptstore.backends.base import ObjectInfo
-from ckptstore.backends.cold import ColdStorage, cold_storage
 from ckptstore.backends.storage_classes import (
     STANDARD,
+    ColdStorage,
+    ObjectState,
     StorageClass,
     check_class,
     class_named,
@@ -37,12 +38,14 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import PACKS_PREFIX, pack_key
-from ckptstore.maintenance.core.cold_packs import states_of
-from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally
+from ckptstore.maintenance.core.live_set import Footprint, Reach, Tally, states_of
+from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.select_versions import select_versions
 from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
+
+_GONE = "it is gone; see ckptstore verify"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +69,14 @@ class SkippedPack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchiveReport:
-    """What was moved, or would be."""
+    """Result of an archiving, or of its dry run."""
 
     dry_run: bool
     storage_class: str
     versions: tuple[str, ...] = ()
-    """Ids of the versions that were named, without those of which there is a record only."""
+    """Ids of the versions that were named, without those kept as a record only."""
     moved: Tally = field(default_factory=Tally)
-    """With `dry_run`, what would be."""
+    """With `dry_run`, the packs that would be."""
     there: Tally = field(default_factory=Tally)
     """In the class already."""
     left: tuple[LeftPack, ...] = ()
@@ -81,7 +84,7 @@ class ArchiveReport:
     cooled: tuple[str, ...] = ()
     """Ids of versions that appeared meanwhile, and share a pack that has just moved."""
     warnings: tuple[str, ...] = ()
-    """What costs more than it seems, a sentence each."""
+    """Costs that are higher than they seem, a sentence each."""
     seconds: float = 0.0
 
     @property
@@ -91,14 +94,14 @@ class ArchiveReport:
 
 
 def cold_storage_of(repo: Repo) -> ColdStorage:
-    """Return what reaches the classes of a store's storage.
+    """Return the access to the classes of a store's storage.
 
     Raises
     ------
     InvalidInputError
         It has none.
     """
-    cold = cold_storage(repo.backend)
+    cold = repo.backend.cold_storage()
     if cold is None:
         msg = f"the storage of {repo.url} has no storage classes"
         raise InvalidInputError(
@@ -148,7 +151,7 @@ def archive(
 ) -> ArchiveReport:
     """Move what only these versions need to a storage class; return what was done.
 
-    With ``STANDARD`` everything that they need comes back, whoever needs it besides: what was
+    With ``STANDARD`` everything that they need comes back, also where others need it: what was
     restored for some days stays readable for good.
 
     Raises
@@ -178,7 +181,6 @@ def archive(
         progress=progress,
     )
     work.plan()
-    work.look()
     if not dry_run:
         work.move()
     return work.report(repo.environment.monotonic() - began)
@@ -203,7 +205,7 @@ class _Archiving:
     """Packs that the named versions need."""
     hot: set[str] = field(default_factory=set)
     """Packs that stay, since versions need them that are not named."""
-    infos: dict[str, ObjectInfo] = field(default_factory=dict)
+    infos: Mapping[str, ObjectInfo | ObjectState] = field(default_factory=dict)
     """Of those of `wanted` that are there."""
     moving: list[str] = field(default_factory=list)
     there: list[str] = field(default_factory=list)
@@ -212,10 +214,19 @@ class _Archiving:
     cooled: list[str] = field(default_factory=list)
 
     def plan(self) -> None:
-        """Find out what the versions of this moment need."""
+        """Find out what the versions of this moment need, and where those packs lie."""
         self._refresh()
         self.planned = self.catalog.number
         self.wanted = set(self._packs(lambda version: version in self.named))
+        self.infos = _infos(self.repo, self.cold, sorted(self.wanted))
+        for pack in sorted(self.wanted):
+            info = self.infos.get(pack)
+            if info is None:
+                self.skipped[pack] = _GONE
+            elif info.storage_class == self.target.name:
+                self.there.append(pack)
+            elif pack not in self.hot:
+                self.moving.append(pack)
 
     def _refresh(self) -> None:
         self.catalog = self.repo.refresh()
@@ -235,25 +246,12 @@ class _Archiving:
             if wanted(version):
                 yield from need.packs
 
-    def look(self) -> None:
-        """Find out where the packs lie."""
-        self.infos = _infos(self.repo, self.cold, sorted(self.wanted))
-        for pack in sorted(self.wanted):
-            info = self.infos.get(pack)
-            if info is None:
-                self.skipped[pack] = "it is gone; see ckptstore verify"
-            elif info.storage_class == self.target.name:
-                self.there.append(pack)
-            elif pack not in self.hot:
-                self.moving.append(pack)
-
     def move(self) -> None:
         """Move pack after pack, some at once; look between batches whether somebody needs one."""
         total = sum(map(self._size, self.moving))
         done = 0
-        for start in range(0, len(self.moving), limits.ARCHIVE_BATCH_PACKS):
+        for part in batches(self.moving, limits.ARCHIVE_BATCH_PACKS):
             self._look_again()
-            part = self.moving[start : start + limits.ARCHIVE_BATCH_PACKS]
             batch = [pack for pack in part if pack not in self.hot]
             results = at_once(self.repo.backend, self._move, batch)
             for pack, why in zip(batch, results, strict=True):
@@ -264,10 +262,11 @@ class _Archiving:
                 done += self._size(pack)
                 self.progress(Progress(stage="archive", done=done, total=total))
         self._look_again()
-        if self.catalog.number != self.planned:  # a collection may have deleted what nobody needs
-            needed = set(self._packs(lambda _: True))
-            self.skipped = {pack: why for pack, why in self.skipped.items() if pack in needed}
-        if self.catalog.number != self.planned and self.target.name != STANDARD:
+        if self.catalog.number == self.planned:
+            return
+        needed = set(self._packs(lambda _: True))  # the rest a collection may have deleted
+        self.skipped = {pack: why for pack, why in self.skipped.items() if pack in needed}
+        if self.target.name != STANDARD:
             moved = set(self.moved)
             self.cooled = [
                 version
@@ -285,7 +284,7 @@ class _Archiving:
         try:
             self.cold.set_class(pack_key(pack), self.target.name)
         except ObjectNotFoundError:
-            return "it is gone; see ckptstore verify"
+            return _GONE
         except (ColdObjectError, LimitError) as error:
             return str(error)
         return ""
@@ -331,11 +330,10 @@ class _Archiving:
 
     def _warnings(self, moved: Sequence[str]) -> Iterator[str]:
         """Say what costs more than it seems."""
-        infos = [self.infos[pack] for pack in moved]
-        small = [info for info in infos if info.size_bytes < self.target.min_bytes]
+        small = sum(self._size(pack) < self.target.min_bytes for pack in moved)
         if small:
             yield (
-                f"{len(small)} packs are smaller than {self.target.min_bytes} bytes, and are"
+                f"{small} packs are smaller than {self.target.min_bytes} bytes, and are"
                 f" charged in {self.target.name} as if they were not"
             )
         if moved and self.target.min_days:
@@ -343,18 +341,18 @@ class _Archiving:
                 f"what leaves {self.target.name} within {self.target.min_days} days, deleted or"
                 " moved, is charged for all of them"
             )
-        if not self.target.is_archive:
-            return
         for info in self.catalog.runs():
-            if info.head in self.named:
+            if self.target.is_archive and info.head in self.named:
                 yield (
                     f"a head is among them, that of {info.name}: what is saved after it may share"
                     " its packs, and is then cold from the beginning"
                 )
 
 
-def _infos(repo: Repo, cold: ColdStorage, packs: Sequence[str]) -> dict[str, ObjectInfo]:
-    """Return size, time and class of the packs that are there.
+def _infos(
+    repo: Repo, cold: ColdStorage, packs: Sequence[str]
+) -> dict[str, ObjectInfo | ObjectState]:
+    """Return size and class of the packs that are there.
 
     By one request each; of many, from a listing, which tells a thousand at once.
     """
@@ -362,13 +360,5 @@ def _infos(repo: Repo, cold: ColdStorage, packs: Sequence[str]) -> dict[str, Obj
         keys = {pack_key(pack): pack for pack in packs}
         listed = repo.backend.list(PACKS_PREFIX)
         return {keys[info.key]: info for info in listed if info.key in keys}
-    found = {}
-    for pack, state in states_of(repo.backend, cold, packs).items():
-        if state is not None:
-            found[pack] = ObjectInfo(
-                key=pack_key(pack),
-                size_bytes=state.size_bytes,
-                modified_at=state.modified_at,
-                storage_class=state.storage_class,
-            )
-    return found
+    states = states_of(repo.backend, cold, packs)
+    return {pack: state for pack, state in states.items() if state is not None}

@@ -7,12 +7,16 @@ A wait that was interrupted goes on with the next call, which asks for nothing t
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from ckptstore import limits
-from ckptstore.backends.cold import Access, ColdStorage, ObjectState, cold_storage
-from ckptstore.backends.storage_classes import class_named
+from ckptstore.backends.storage_classes import (
+    Access,
+    ColdStorage,
+    ObjectState,
+    class_named,
+)
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.selection import Selection, select
 from ckptstore.errors import (
@@ -23,8 +27,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
-from ckptstore.maintenance.core.cold_packs import states_of
-from ckptstore.maintenance.core.live_set import Footprint, Tally
+from ckptstore.maintenance.core.live_set import Footprint, Tally, states_of
 from ckptstore.maintenance.core.task_pool import at_once
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -34,18 +37,18 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThawRequest:
-    """What the user asks for, besides the version."""
+    """Options of a thaw, besides the version."""
 
     selection: Selection = field(default_factory=Selection)
     """The part of it that is to be loaded."""
     days: int = limits.THAW_DAYS
-    """How long it is to be readable."""
+    """Days for which it is to be readable."""
     tier: str = "Standard"
-    """How fast and how dear: what the storage calls ``Expedited``, ``Standard`` or ``Bulk``."""
+    """Speed and price by the storage's names: ``Expedited``, ``Standard`` or ``Bulk``."""
     wait: bool = False
     """Return when everything can be read."""
     poll_s: float | None = None
-    """How often to look meanwhile, in seconds; None for what fits the tier."""
+    """Seconds between two looks while waiting; None for the tier's own."""
     dry_run: bool = False
     """Ask for nothing."""
     progress: ProgressCallback = silent
@@ -54,7 +57,7 @@ class ThawRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThawReport:
-    """What a version, or the part of it that is asked for, lies in."""
+    """State of the packs of a version, or of the part of it that is asked for."""
 
     version: str
     """Its id."""
@@ -70,7 +73,7 @@ class ThawReport:
     tier: str
     days: int
     expected_s: tuple[float, float] | None = None
-    """What the tier usually takes from the request on, in seconds, from and to; None if nothing
+    """Usual duration in the tier from the request on, in seconds, from and to; None if nothing
     was asked for, or it is not known."""
     restored_until: float | None = None
     """When the first of the restored packs is cold again, in seconds since 1970."""
@@ -107,23 +110,7 @@ def thaw(repo: Repo, version: Version, request: ThawRequest) -> ThawReport:
         raise VersionNotFoundError(msg, hint=_elsewhere(repo, version))
     part = select(repo.manifests.load(version), request.selection, version=version.id)
     packs = sorted(Footprint.of(part).packs)
-    cold = cold_storage(repo.backend)
-    if cold is None:
-        sizes = (repo.backend.stat(pack_key(pack)).size_bytes for pack in packs)
-        tally = Tally(count=len(packs), size_bytes=sum(sizes))
-        nothing = Tally()
-        return ThawReport(
-            version=version.id,
-            dry_run=request.dry_run,
-            packs=tally,
-            readable=tally,
-            requested=nothing,
-            restoring=nothing,
-            tier=request.tier,
-            days=request.days,
-            seconds=repo.environment.monotonic() - began,
-        )
-    work = _Thawing(repo=repo, cold=cold, version=version, request=request)
+    work = _Thawing(repo=repo, cold=repo.backend.cold_storage(), version=version, request=request)
     work.look(packs)
     work.ask()
     if request.wait and not request.dry_run:
@@ -145,17 +132,28 @@ class _Thawing:
     """One call; owned by the calling thread."""
 
     repo: Repo
-    cold: ColdStorage
+    cold: ColdStorage | None
+    """None where everything can be read at any time."""
     version: Version
     request: ThawRequest
     states: dict[str, ObjectState] = field(default_factory=dict)
     """By pack."""
     asked: dict[str, int] = field(default_factory=dict)
-    """How often this call asked for a pack."""
+    """Number of requests of this call for a pack."""
     expected_s: tuple[float, float] | None = None
 
     def look(self, packs: Sequence[str]) -> None:
         """Find out where some packs are and whether they can be read."""
+        if self.cold is None:
+            for pack in packs:
+                info = self.repo.backend.stat(pack_key(pack))
+                self.states[pack] = ObjectState(
+                    storage_class=info.storage_class,
+                    size_bytes=info.size_bytes,
+                    modified_at=info.modified_at,
+                    access="readable",
+                )
+            return
         for pack, state in states_of(self.repo.backend, self.cold, packs).items():
             if state is None:
                 where = f"{self.version.run}@{self.version.step}"
@@ -164,7 +162,9 @@ class _Thawing:
             self.states[pack] = state
 
     def ask(self) -> None:
-        """Ask for what is cold, and for more days of what is restored for fewer than wanted."""
+        """Ask for cold packs, and for more days of those restored for fewer than wanted."""
+        if self.cold is None:
+            return
         enough = self.repo.environment.now_ms() / 1000 + (self.request.days - 1) * _DAY_S
         cold = self._packs("cold")
         short = [
@@ -191,21 +191,23 @@ class _Thawing:
             self.expected_s = (max(low, before[0]), max(high, before[1]))
 
     def _ask(self, packs: Sequence[str]) -> None:
-        """Request restores; what is not asked for when this is interrupted, the next call does."""
+        """Request restores; if this is interrupted, the next call asks for the rest."""
+        days, tier, cold = self.request.days, self.request.tier, self.cold
+        if cold is None:
+            return
 
         def request(pack: str) -> bool:
-            return self.cold.request_restore(
-                pack_key(pack), days=self.request.days, tier=self.request.tier
-            )
+            return cold.request_restore(pack_key(pack), days=days, tier=tier)
 
         for pack, _ in zip(packs, at_once(self.repo.backend, request, packs), strict=True):
-            if self.states[pack].access == "cold":
-                self.states[pack] = _restoring(self.states[pack])
+            state = self.states[pack]
+            if state.access == "cold":
+                self.states[pack] = replace(state, access="restoring", restored_until=None)
 
     def wait(self) -> None:
         """Look again and again until everything can be read, at a part of the packs each time."""
         poll_s = self.request.poll_s or self._poll_s()
-        while waiting := self._unreadable():
+        while waiting := self._packs("cold", "restoring"):
             part = waiting[: limits.THAW_POLL_PACKS]
             self.look(part)
             lapsed = [pack for pack in part if self.states[pack].access == "cold"]
@@ -226,26 +228,17 @@ class _Thawing:
     def _packs(self, *access: Access) -> list[str]:
         return [pack for pack, state in self.states.items() if state.access in access]
 
-    def _unreadable(self) -> list[str]:
-        return self._packs("cold", "restoring")
-
     def _tell(self) -> None:
-        sizes: Mapping[bool, int] = {
-            readable: sum(s.size_bytes for s in self.states.values() if s.is_readable is readable)
-            for readable in (True, False)
-        }
+        total = self._tally([*self.states]).size_bytes
+        done = self._tally(self._packs("readable", "restored")).size_bytes
         detail = ""
-        if self.expected_s and sizes[False]:
+        if self.expected_s and done < total:
             low, high = (f"{seconds / 3600:.2g}" for seconds in self.expected_s)
             detail = f"{self.request.tier} takes {low} to {high} h"
-        self.request.progress(
-            Progress(
-                stage="thaw", done=sizes[True], total=sizes[True] + sizes[False], detail=detail
-            )
-        )
+        self.request.progress(Progress(stage="thaw", done=done, total=total, detail=detail))
 
     def report(self, seconds: float) -> ThawReport:
-        """Return how far it is."""
+        """Return the state of all packs."""
         until = [s.restored_until for s in self.states.values() if s.restored_until is not None]
         return ThawReport(
             version=self.version.id,
@@ -267,19 +260,9 @@ class _Thawing:
 
 
 def _elsewhere(repo: Repo, version: Version) -> str:
-    """Return what to do about a version of which this store keeps the record alone."""
+    """Return a hint for a version that this store keeps as a record alone."""
     for replica in repo.catalog.replicas.values():
         if replica.store in version.replicas:
             return thaw_command(version.id, replica.url)
     here = shlex.join(["ckptstore", "replicate", version.id[:12], "--to", repo.backend.url])
     return f"bring it back from a store that has it: {here} --store URL"
-
-
-def _restoring(state: ObjectState) -> ObjectState:
-    """Return the state of an object that was asked for a moment ago."""
-    return ObjectState(
-        storage_class=state.storage_class,
-        size_bytes=state.size_bytes,
-        modified_at=state.modified_at,
-        access="restoring",
-    )

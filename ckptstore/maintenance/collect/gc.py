@@ -61,11 +61,11 @@ class GcReport:
     live_chunk_bytes: int
     """Size of live chunks; the rest of `live` packs is dead, for a repack to free."""
     reclaimable_now: Kinds
-    """Condemned earlier, and the grace is over; with no grace, also what is condemned now."""
+    """Condemned earlier, and the grace is over; with no grace, those condemned now too."""
     reclaimable_later: Kinds
     """Condemned earlier or now, and the grace is not over."""
     orphans: Kinds
-    """Of what is condemned now: named by no commit, and old enough."""
+    """Of those condemned now: named by no commit, and old enough."""
     orphan_age_s_max: float
     """Age of the oldest object that no commit has named, by the storage's clock."""
     young: Kinds
@@ -82,8 +82,8 @@ class GcReport:
     """Temporary files of writers that died, removed (a dry run: found)."""
     seconds: float
     again_s: float = 0.0
-    """Until a second collection deletes what is condemned now, and this one did not delete; of a
-    dry run, from the collection on that it stands for. 0 if nothing is left."""
+    """Seconds until a second collection deletes what this one left condemned; of a dry run, from
+    the collection on that it stands for. 0 if nothing is left."""
 
 
 def gc(
@@ -98,14 +98,14 @@ def gc(
     workers: int | None = None,
     progress: ProgressCallback = silent,
 ) -> GcReport:
-    """Condemn what no live version needs, rewrite what is mostly dead, delete what is due.
+    """Condemn objects that no live version needs, rewrite mostly dead packs, delete what is due.
 
     May be interrupted at any point and called again; may run in several processes at once.
 
     Parameters
     ----------
     grace_s
-        How long what is condemned stays, for its readers; in seconds by the storage's clock. 0
+        Grace of condemned objects, for their readers; in seconds by the storage's clock. 0
         deletes at once: right only where no one reads what was deleted or relocated.
     orphan_age_s
         Objects that no commit names are left alone for so long; in seconds by the storage's
@@ -204,9 +204,9 @@ class Candidates:
         return sorted(set(there) - self._condemned(now, there))
 
     def rest(self, now: Catalog, reached: set[str]) -> list[str]:
-        """Return what no version that is live in `now` reaches, and what is no upload in flight."""
+        """Return objects that no version live in `now` reaches, without uploads in flight."""
         found = (key for key in self.objects if key not in reached)
-        # The others are too young to be no upload in flight.
+        # Younger ones may be uploads in flight.
         ripe = [key for key in found if key in self.dead or self.age_s(key) >= self.orphan_age_s]
         return sorted(set(ripe) - self._condemned(now, ripe))
 
@@ -355,7 +355,7 @@ class _Collection:
         return rebased
 
     def _free(self, victims: Sequence[Victim]) -> Repacked:
-        """Condemn what is dead, rewrite packs that mostly are, delete what is due."""
+        """Condemn dead objects, rewrite packs that mostly are, delete what is due."""
         self._condemn()
         repacked = repack(self.repo, self.reach, victims, progress=self.progress, tasks=self.tasks)
         self.found.dead.update(pack_key(victim.pack) for victim in victims)
@@ -365,7 +365,7 @@ class _Collection:
         return repacked
 
     def _condemn(self) -> None:
-        """Commit what may be condemned, part by part; each part is decided on what it follows."""
+        """Condemn objects, part by part; each part is decided on the catalog that it follows."""
         part: list[str] = []
 
         def build(now: Catalog) -> Sequence[Op]:
@@ -376,7 +376,7 @@ class _Collection:
             self.condemned += part
 
     def _sweep(self) -> None:
-        """Delete what any collection condemned long enough ago, then commit that it is."""
+        """Delete objects that any collection condemned long enough ago, then commit that."""
         catalog = self.repo.refresh()
         clock = catalog.condemned and self.grace_s > 0
         now_s = _storage_now(self.repo) if clock else self.found.now_s

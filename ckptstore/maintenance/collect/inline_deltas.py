@@ -1,8 +1,8 @@
-"""Bases that nothing else needs any more: their deltas are stored by themselves where that is less.
+"""Deltas stored by themselves, where nothing else needs their bases and that takes less.
 
 When the versions go that a keyframe belongs to, it stays for the deltas to it that are still
 needed. With one of them left, keyframe and delta take more than the piece itself would: it is
-written anew without the base, the versions that hold it are relocated, and the keyframe is dead.
+rewritten without the base, the versions that hold it are relocated, and the keyframe is dead.
 With several, what they would take by themselves is estimated from what their base does. No delta
 is ever taken to another piece here, so that every delta stays one step from a piece that is stored
 by itself.
@@ -27,7 +27,7 @@ from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced
 from ckptstore.objects.index import Location
 from ckptstore.repo import Repo
 
-# Pieces are written anew only if that takes less than this share of what they and their base take.
+# Pieces are rewritten only if that takes less than this share of the size of them and their base.
 # Source: the estimate is within 3% (docs/design/0012-deltas.md), and a relocation costs a manifest.
 _WORTH = 0.95
 
@@ -39,14 +39,14 @@ _Chunk = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebased:
-    """What became of deltas whose bases nothing else needs, or would."""
+    """Result for deltas whose bases nothing else needs, or of a dry run."""
 
     pieces_count: int = 0
     """Deltas that are stored by themselves now."""
     written_bytes: int = 0
     """Bytes of the packs that they are in; in a dry run, an estimate."""
     dead_bytes: int = 0
-    """What they and their bases took, for this or the next collection to free."""
+    """Size of them and of their bases, for this or the next collection to free."""
     versions_count: int = 0
     """Versions that lie elsewhere now."""
     packs: tuple[str, ...] = ()
@@ -123,7 +123,7 @@ def rebase(
     for child in chosen.values():
         rescue.need(child.manifest, child.row)
     for manifest, rows in _by_manifest(chosen.values()):
-        with contextlib.suppress(ColdObjectError):  # what is in an archive class stays there
+        with contextlib.suppress(ColdObjectError):  # a piece in an archive class stays there
             rescue.fetch(manifest.pieces, rows, repo, "moved")
         done, total = len(rescue.rescued), len(chosen)
         progress(Progress(stage="rebase", done=done, total=total, unit="pieces"))
@@ -208,7 +208,7 @@ def _by_manifest(children: Iterable[_Child]) -> list[tuple[Manifest, list[int]]]
 def _change(
     chosen: Mapping[_Chunk, _Child], placed: Mapping[bytes, Location]
 ) -> Callable[[Manifest], PieceTable | None]:
-    """Return what makes the table of a manifest one without the deltas that were written anew."""
+    """Return a function that gives the table of a manifest without the rewritten deltas."""
 
     def change(manifest: Manifest) -> PieceTable | None:
         """Return the table of a manifest over the new places; None if none concerns it."""

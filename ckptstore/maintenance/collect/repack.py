@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self
 
@@ -102,7 +102,7 @@ class Repacked:
 def choose(
     chunks: Iterable[tuple[str, ChunkTable]], objects: Mapping[str, ObjectInfo], *, below: float
 ) -> tuple[list[Victim], int]:
-    """Return the packs of which less than the share `below` is live; those wholly dead not.
+    """Return the packs that are live to less than the share `below`; those wholly dead not.
 
     With them the bytes of all live chunks.
     """
@@ -226,64 +226,50 @@ def recopy(
     StorageError
         The storage failed; what was written is left as orphans.
     """
-    run = _Copying(task=task, tell=tell)
-    run.run()
-    return run.places, run.skipped
+    backend = task.storage.value
+    capabilities = backend.capabilities
+    each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
+    workers = max(1, min(task.workers, task.host_bytes // each, len(task.victims)))
+    size = capabilities.pack_bytes
+    plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
+    sink = PackSink(backend, task.environment, plan)
+    places: dict[str, Moved] = {}
+    skipped: list[str] = []
+    lock = threading.Lock()
+    done = 0
 
-
-@dataclass(slots=True, kw_only=True)
-class _Copying:
-    """One task while its threads run."""
-
-    task: Recopy
-    tell: Callable[[int], None]
-    done: int = 0
-    places: dict[str, Moved] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stop: threading.Event = field(default_factory=threading.Event)
-
-    def run(self) -> None:
-        """Copy; return when the new packs are durable."""
-        task = self.task
-        capabilities = task.storage.value.capabilities
-        each = capabilities.read_bytes_max + capabilities.part_bytes + limits.CHUNK_RAW_BYTES_MAX
-        room = max(1, task.host_bytes // each)
-        workers = max(1, min(task.workers, room, len(task.victims)))
-        size = capabilities.pack_bytes
-        plan = PackPlan(streams=workers, at_once=workers, first_bytes=size, most_bytes=size)
-        sink = PackSink(task.storage.value, task.environment, plan)
-
-        def begin(turn: int) -> Callable[[Victim], None]:
-            return partial(self._copy, turn, sink, Room())
-
-        try:
-            in_threads(workers, iter(task.victims), begin, self.stop, name="ckptstore-gc")
-            sink.finish()
-        except BaseException:
-            sink.abort()
-            raise
-
-    def _copy(self, turn: int, sink: PackSink, room: Room, victim: Victim) -> None:
+    def copy_pack(turn: int, room: Room, victim: Victim) -> None:
+        """Copy the live chunks of one pack."""
+        nonlocal done
         packs: list[str] = []
         offsets: list[int] = []
-        backend = self.task.storage.value
         try:
-            for part in join_chunks(_live_rows(backend, victim), backend.capabilities):
+            for part in join_chunks(_live_rows(backend, victim), capabilities):
                 for found in read_rows(backend, victim.pack, part, room):
                     placed = sink.append(turn, found.encoded, found.chunk_id, found.raw_bytes)
                     packs.append(placed.pack)
                     offsets.append(placed.offset)
-                with self.lock:
-                    self.done += sum(row.stored_bytes for row in part)
-                    self.tell(self.done)
+                with lock:
+                    done += sum(row.stored_bytes for row in part)
+                    tell(done)
         except (ColdObjectError, IntegrityError, FormatError, NotFoundError) as error:
-            with self.lock:
-                self.skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
+            with lock:
+                skipped.append(f"pack {victim.pack} stays as it is: {error.message}")
             return
         moved = Moved(old=victim.live.offset, packs=tuple(packs), new=np.array(offsets, np.uint64))
-        with self.lock:
-            self.places[victim.pack] = moved
+        with lock:
+            places[victim.pack] = moved
+
+    def begin(turn: int) -> Callable[[Victim], None]:
+        return partial(copy_pack, turn, Room())
+
+    try:
+        in_threads(workers, iter(task.victims), begin, threading.Event(), name="ckptstore-gc")
+        sink.finish()
+    except BaseException:
+        sink.abort()
+        raise
+    return places, skipped
 
 
 def _live_rows(backend: Backend, victim: Victim) -> Iterator[IndexRow]:

@@ -5,14 +5,15 @@ A listing begins as one, page after page. Most stores end there. Where it goes o
 engine; or in threads, if so far it was slow, as the pages of an object store are. A local folder,
 where listing is work and not waiting, is read by one thread as fast as by any.
 
-A version is live unless it was deleted or only its record is kept. What live versions need may
-never be condemned; so a manifest of a live version that cannot be read stops every collection.
+A version is live unless it was deleted or only its record is kept. Objects that live versions need
+may never be condemned; so a manifest of a live version that cannot be read stops every collection.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from sys import intern
 from typing import Any, Final
@@ -22,15 +23,16 @@ import numpy.typing as npt
 
 from ckptstore import limits
 from ckptstore.backends.base import Backend, ObjectInfo
+from ckptstore.backends.storage_classes import ColdStorage, ObjectState, class_named
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.config import Environment
 from ckptstore.errors import CkptStoreError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.keys import pack_key
-from ckptstore.format.manifest import Manifest
+from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, INDEX_ROW_BYTES
 from ckptstore.format.snapshot import Details
-from ckptstore.maintenance.core.task_pool import Tasks
+from ckptstore.maintenance.core.task_pool import Tasks, at_once
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
 from ckptstore.repo import Repo
@@ -61,7 +63,7 @@ class ChunkTable:
 
     @property
     def size_bytes(self) -> int:
-        """Return what the chunks take in a pack, with their headers and rows of the index."""
+        """Return the bytes of the chunks in a pack, with their headers and rows of the index."""
         each = CHUNK_HEADER_BYTES + INDEX_ROW_BYTES
         return int(self.stored.sum(dtype=np.uint64)) + each * len(self.stored)
 
@@ -80,7 +82,7 @@ class ChunkTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """What one manifest needs; one table for all its packs, since there may be thousands."""
+    """Packs and chunks that one manifest needs; one table for all, since there may be thousands."""
 
     packs: tuple[str, ...]
     """Ids of the packs that hold a chunk of it."""
@@ -89,7 +91,7 @@ class Footprint:
     table: ChunkTable
     """Chunks of all packs, each once, by pack and offset."""
     deltas: bool = False
-    """Whether it names pieces that are differences to others, which it needs too."""
+    """Whether it names deltas, whose bases it needs too."""
 
     @classmethod
     def of(cls, manifest: Manifest) -> Footprint:
@@ -130,7 +132,7 @@ def chunk_keys(packs: npt.NDArray[Any], offsets: npt.NDArray[np.uint64]) -> npt.
 
 
 class Reach:
-    """Reads what live versions need, each manifest once. Owned by one thread.
+    """Reads the needs of live versions, each manifest once. Owned by one thread.
 
     Memory: 16 bytes for each chunk of each manifest, and 100 for each pack, as long as it is held.
     """
@@ -150,7 +152,7 @@ class Reach:
         self._details: dict[bytes, Details] = {}
 
     def of(self, catalog: Catalog) -> dict[str, Footprint]:
-        """Return what each version needs that is live in `catalog`: version id to footprint.
+        """Return the footprint of each version that is live in `catalog`, by its id.
 
         Reads the manifests that were not read before. A version that changed while they were
         read, so that its manifest is gone, is left out: then `catalog` is not the newest, and
@@ -184,20 +186,14 @@ class Reach:
         Of packs that several manifests name, which come last, the chunks are put together.
         """
         needs = list(self.of(catalog).values())
-        seen: set[str] = set()
-        several: set[str] = set()
-        for need in needs:
-            several.update(seen.intersection(need.packs))
-            seen.update(need.packs)
+        names = Counter(pack for need in needs for pack in need.packs)
         joined: dict[str, ChunkTable] = {}
         for need in needs:
             for pack, chunks in zip(need.packs, need.chunks, strict=True):
-                if pack not in several:
+                if names[pack] == 1:
                     yield pack, chunks
-                elif pack in joined:
-                    joined[pack] = joined[pack].joined(chunks)
                 else:
-                    joined[pack] = chunks
+                    joined[pack] = joined[pack].joined(chunks) if pack in joined else chunks
         yield from joined.items()
 
     def note(self, digest: str, manifest: Manifest) -> None:
@@ -217,13 +213,13 @@ class Reach:
                 need = replace(need, packs=tuple(map(intern, need.packs)))
                 self._known[bytes.fromhex(version.manifest_digest)] = need
             else:
-                self._explain(version, need)
+                self._refuse(version, need)
             self._progress(
                 Progress(stage="manifests", done=done, total=len(versions), unit="versions")
             )
 
-    def _explain(self, version: Version, error: CkptStoreError) -> None:
-        """Return if the version changed meanwhile; raise what stops the collection if not."""
+    def _refuse(self, version: Version, error: CkptStoreError) -> None:
+        """Return if the version changed since it was read; else raise the error that stops all."""
         if changed(self._repo, version):
             return
         why = f"it is not known what {version.label} needs: {error.message}"
@@ -233,7 +229,7 @@ class Reach:
 
 
 def _footprint(backend: Backend, version: Version) -> Footprint | CkptStoreError:
-    """Return what a version needs, or why its manifest cannot be had."""
+    """Return the footprint of a version, or why its manifest cannot be read."""
     try:
         return Footprint.of(read_manifest(backend, version))
     except (IntegrityError, FormatError, NotFoundError) as error:
@@ -241,9 +237,9 @@ def _footprint(backend: Backend, version: Version) -> Footprint | CkptStoreError
 
 
 def changed(repo: Repo, version: Version) -> bool:
-    """Say whether a version was deleted, or lies elsewhere, by now.
+    """Return whether a version was deleted or relocated since it was read.
 
-    By the key of its manifest: one that was written anew may have the same bytes as before.
+    By the key of its manifest: one that was written again may have the same bytes as before.
 
     Raises
     ------
@@ -309,3 +305,59 @@ def _folders(prefix: str, last: str) -> Iterator[tuple[str, str]]:
             yield part, ""
         elif last.startswith(part):
             yield part, last
+
+
+# --- archive classes ------------------------------------------------------------------------------
+
+
+def cold_packs(backend: Backend, packs: Iterable[tuple[str, ObjectInfo]]) -> set[str]:
+    """Return the ids of packs that cannot be read unless they are restored.
+
+    Parameters
+    ----------
+    packs
+        Ids, and what a listing told of each.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+    asked = [pack for pack, info in packs if class_named(info.storage_class).may_be_cold]
+    cold = backend.cold_storage() if asked else None
+    if cold is None:
+        return set()
+    found = states_of(backend, cold, asked)
+    return {pack for pack, state in found.items() if state is not None and not state.is_readable}
+
+
+def cold_rows(table: PieceTable, cold: Collection[str]) -> list[int]:
+    """Return the rows of pieces that lie in some packs, or refer to what does."""
+    if not cold or not any(pack in cold for pack in table.packs):
+        return []
+    lies = np.array([pack in cold for pack in table.packs])[table.pack]
+    if table.base is not None:
+        deltas = np.flatnonzero(table.base < len(table))
+        lies[deltas] |= lies[table.base[deltas]]
+    return [int(row) for row in np.flatnonzero(lies)]
+
+
+def states_of(
+    backend: Backend, cold: ColdStorage, packs: Sequence[str]
+) -> Mapping[str, ObjectState | None]:
+    """Return class and state of packs, by one request each; None for one that is gone.
+
+    Raises
+    ------
+    StorageError
+        The storage failed.
+    """
+
+    def ask(pack: str) -> ObjectState | None:
+        """Return the state of one pack; None if it is gone."""
+        try:
+            return cold.restore_state(pack_key(pack))
+        except NotFoundError:
+            return None
+
+    return dict(zip(packs, at_once(backend, ask, packs), strict=True))

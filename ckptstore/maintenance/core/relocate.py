@@ -36,7 +36,7 @@ def write_move(
     Parameters
     ----------
     level
-        How much of the version it keeps; None where its pieces only lie elsewhere.
+        The level of the version from then on; None where its pieces only lie elsewhere.
     roles
         Bytes by role that are then stored; None for those of the version.
 

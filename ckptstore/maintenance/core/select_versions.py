@@ -1,4 +1,4 @@
-"""Which versions a job is about: refs, whole runs, or what rules choose."""
+"""Versions that an operation concerns: refs, whole runs, or those that rules choose."""
 
 from __future__ import annotations
 

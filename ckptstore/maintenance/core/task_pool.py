@@ -38,8 +38,8 @@ def at_once(
 ) -> Generator[T, None, None]:
     """Yield ``work(item)`` for each item, in their order; `work` is called from several threads.
 
-    What `work` raises comes in its turn; then, and when the caller stops taking, nothing more is
-    begun, and what is under way is waited for.
+    An error of `work` is raised in its turn; then, and when the caller stops taking results, no
+    further item is begun, and those under way are waited for.
 
     Parameters
     ----------
@@ -130,9 +130,7 @@ class Tasks:
             return
         sizes = [bytes_of(item) for item in items]
         groups = grouped(items, sizes, size=bytes_max, count=count)
-        parts = (
-            _Part(storage=self.storage, function=function, items=tuple(group)) for group in groups
-        )
+        parts = ((self.storage, function, group) for group in groups)
         for results in self.engine.map(_part_results, parts):
             yield from results
 
@@ -152,23 +150,18 @@ class Tasks:
         return self.engine.map(step, tasks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """Items that one task of an engine works on."""
-
-    storage: Shared[Backend]
-    function: Callable[[Backend, Any], Any]
-    items: tuple[Any, ...]
+_Part = tuple[Shared[Backend], Callable[[Backend, Any], Any], Sequence[Any]]
+"""The storage, and the items that one task of an engine calls a function with."""
 
 
 def _part_results(part: _Part) -> list[Any]:
-    backend = part.storage.value
-    return list(at_once(backend, partial(part.function, backend), part.items))
+    storage, function, items = part
+    return list(at_once(storage.value, partial(function, storage.value), items))
 
 
 @contextmanager
 def open_tasks(repo: Repo, executor: EngineSpec | None, workers: int | None) -> Iterator[Tasks]:
-    """Have the tasks of an operation on a store run somewhere, for the length of a block.
+    """Open the engine of an operation on a store for the length of a block.
 
     Parameters
     ----------

@@ -1,9 +1,9 @@
-"""Records of keys that nobody who has the key has written: found, and taken away.
+"""Finds and removes records of keys that no holder of the key has written.
 
-Whoever can write to the storage can put a record below ``keys/``, whose number is higher than that
-of the one that counts. It opens nothing: a record has a seal, which follows from the data key and
-the record's number. But it stands in the way, of opening and of the next rotation. Only someone
-who knows that nobody has rotated the key meanwhile can say that it is to go.
+An intruder who can write to the storage can put a record below ``keys/``, whose number is higher
+than that of the one that counts. It opens nothing: a record has a seal, which follows from the data
+key and the record's number. But it stands in the way, of opening and of the next rotation. Only a
+user who knows that nobody is rotating the key can say that it is to go.
 """
 
 from __future__ import annotations
@@ -32,20 +32,14 @@ from ckptstore.errors import (
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import KEYS_PREFIX, key_record_key
 from ckptstore.format.superblock import Superblock
-from ckptstore.keyring import (
-    check_written,
-    delete_records,
-    put_record,
-    read_record,
-    record_numbers,
-)
+from ckptstore.keyring import KeyRecords, check_written, read_record, record_numbers
 from ckptstore.repo import unsafe
 from ckptstore.superblocks import read_superblock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeysMended:
-    """What became of the records of keys, or would."""
+    """Result of mending the records of keys; in a dry run, the foreseen one."""
 
     dry_run: bool
     record: int
@@ -69,14 +63,15 @@ def mend_keys(
 
     The newest record that the key opens, and that has a seal, stays as it is if its number can
     count. If none has a seal (a store from before there were seals), or its number is the last that
-    there is, one is written anew, which the given key alone opens.
+    there is, a new one is written, which the given key alone opens.
 
     Parameters
     ----------
     backend
         As it is, without encryption.
     single_writer
-        Nobody else writes meanwhile; needed on storage that cannot create an object conditionally.
+        Nobody else writes at the same time; needed on storage that cannot create an object
+        conditionally.
 
     Raises
     ------
@@ -99,25 +94,19 @@ def mend_keys(
     numbers = _numbers(backend)
     good = _opened(backend, superblock, user_key, numbers)
     sound = [record for record, _ in good if record.seal]
-    if sound and sound[-1].number < limits.COMMIT_NUMBER_MAX:
-        kept, number = True, sound[-1].number
-    else:
-        taken = set(numbers)
-        kept, number = False, next(number for number in count(1) if number not in taken)
+    kept = bool(sound) and sound[-1].number < limits.COMMIT_NUMBER_MAX
+    taken = set(numbers)
+    number = sound[-1].number if kept else next(free for free in count(1) if free not in taken)
     gone = [other for other in numbers if other != number]
     if not dry_run:
         verdict = PutIfAbsent(superblock.put_if_absent)
         conditional = verdict is PutIfAbsent.ATOMIC
-        if kept:
-            record = sound[-1]
-        elif conditional or single_writer:
-            record = _write(
-                backend, good[0], user_key, number, environment, conditional=conditional
-            )
-        else:
+        if not (kept or conditional or single_writer):
             raise unsafe(backend.url, verdict)
+        records = KeyRecords(backend=backend, environment=environment, conditional=conditional)
+        record = sound[-1] if kept else _write(records, good[0], user_key, number)
         # The highest first: until then it counts, wrong as it is.
-        delete_records(backend, record, gone[::-1], environment, conditional=conditional)
+        records.delete(record, gone[::-1])
     return KeysMended(
         dry_run=dry_run, record=number, kept=kept, deleted=tuple(map(key_record_key, gone))
     )
@@ -173,25 +162,19 @@ def _opened(
 
 
 def _write(
-    backend: Backend,
-    opened: tuple[KeyRecord, DataKey],
-    user_key: UserKey,
-    number: int,
-    environment: Environment,
-    *,
-    conditional: bool,
+    records: KeyRecords, opened: tuple[KeyRecord, DataKey], user_key: UserKey, number: int
 ) -> KeyRecord:
     record, data_key = opened
     fresh = msgspec.structs.replace(
         record,
         number=number,
         slots=(),
-        at_ms=environment.now_ms(),
+        at_ms=records.environment.now_ms(),
         by=writer_identity()[: limits.BY_CHARS_MAX],
     )
-    written = put_record(backend, fresh, data_key, user_key, environment, conditional=conditional)
+    written = records.put(fresh, data_key, user_key)
     if written is None:
-        msg = f"another process has written {key_record_key(number)} at {backend.url}"
+        msg = f"another process has written {key_record_key(number)} at {records.backend.url}"
         raise AmbiguousWriteError(msg, hint="see who does, and do it again")
-    check_written(backend, written, user_key)
+    check_written(records.backend, written, user_key)
     return written

@@ -2,8 +2,8 @@
 
 Little in it is needed to read a store, and most of that can be found again: the log says that there
 is a store and since when, manifests of versions that were saved here say the size of chunks, and
-the storage is probed anew. A copy of the same log in a second store brings all of it back, with the
-store's own id.
+the storage is probed again. A copy of the same log in a second store brings all of it back, with
+the store's own id.
 
 A ``store.json`` that is missing is put if absent. A damaged one occupies its name: as a damaged
 commit, it is only replaced for a caller who vouches that no one else writes.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final, Literal
 
@@ -32,7 +32,6 @@ from ckptstore.errors import (
     FormatError,
     IntegrityError,
     NotFoundError,
-    ObjectExistsError,
     ObjectNotFoundError,
     ReadOnlyError,
     StoreNotFoundError,
@@ -41,11 +40,11 @@ from ckptstore.errors import (
 from ckptstore.format.encryption import KeyRecord
 from ckptstore.format.keys import COMMITS_PREFIX, OBJECT_PREFIXES, STORE_KEY, commit_number
 from ckptstore.format.segments import MAGIC
-from ckptstore.format.superblock import Superblock, decode_superblock, encode_superblock
+from ckptstore.format.superblock import Superblock
 from ckptstore.keyring import missing_key, open_keys
 from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY
-from ckptstore.repo import Finding, Prober, Repo, probe_backend, unsafe
-from ckptstore.superblocks import encrypted_superblock
+from ckptstore.repo import Prober, Repo, probe_backend, unsafe
+from ckptstore.superblocks import encrypted_superblock, read_superblock, write_superblock
 
 _LOOKED_AT: Final = 20
 """Commits, from either end, and manifests of the newest versions. Source: one that is sound is
@@ -54,20 +53,20 @@ enough, and damage comes in stretches."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuperblockFinding:
-    """What was wrong with ``store.json``."""
+    """Damage of ``store.json``, and the result of mending it."""
 
     key: str
     what: Literal["missing", "damaged"]
     mended: bool
     """It is right again; in a dry run, it can be made so."""
     why: str
-    """What is wrong, and what stands in the way of mending it."""
+    """The damage, and the obstacle to mending it."""
     source: Literal["copy", "rebuilt", "keys"]
-    """From a copy of the same log, from what this store's objects say, or, of an encrypted store,
-    from its record of keys."""
+    """A copy of the same log, the objects of this store, or, of an encrypted store, its record of
+    keys."""
     new: tuple[str, ...] = ()
     """Fields that could not be had, and are new: ``store_id``, say. ``chunk_bytes`` is one of
-    them if no version was saved here or those that were disagree; `why` says what they say."""
+    them if no version was saved here or those that were disagree; `why` has their sizes."""
 
 
 def mend_superblock(
@@ -87,16 +86,16 @@ def mend_superblock(
     source
         A second store; used if it has the same log.
     dry_run
-        Say what would be done; write nothing, and do not probe.
+        Report the damage; write nothing, and do not probe.
     key
-        Of an encrypted store: the newest record of keys says all that must be known.
+        Of an encrypted store: the newest record of keys holds all that is needed.
 
     Raises
     ------
     StoreNotFoundError
         It is missing, and no commit says that there is a store.
     CorruptObjectError
-        It is damaged, and no commit says what it was of.
+        It is damaged, and no commit can be read.
     UnsupportedFeatureError
         A newer ckptstore made the store.
     ReadOnlyError, UnsafeBackendError, StorageError
@@ -119,48 +118,37 @@ def mend_superblock(
     found, new, doubt = (copied, (), "") if copied else _rebuilt(reading, commits, environment)
     if keys is not None:
         found, new, doubt = encrypted_superblock(found, keys[0]), ("by",), ""
-    finding = SuperblockFinding(
+    why = (damage or f"{STORE_KEY} is missing") + doubt
+    taken = bool(damage) and not options.single_writer
+    if taken:
+        why += (
+            ": its name is taken by the damaged object: open the store as a single writer "
+            "(ckptstore repair --single-writer) to have it replaced, or move it away"
+        )
+    elif not dry_run:
+        _write(backend, found, options, prober, environment, replaces=bool(damage))
+    return SuperblockFinding(
         key=STORE_KEY,
         what="damaged" if damage else "missing",
-        mended=True,
-        why=(damage or f"{STORE_KEY} is missing") + doubt,
+        mended=not taken,
+        why=why,
         source="keys" if keys else "copy" if copied else "rebuilt",
         new=new,
     )
-    if damage and not options.single_writer:
-        why = (
-            f"{damage}{doubt}: its name is taken by the damaged object: open the store as a "
-            "single writer (ckptstore repair --single-writer) to have it replaced, or move it away"
-        )
-        return replace(finding, mended=False, why=why)
-    if not dry_run:
-        probed = _probed(backend, options, prober, environment)
-        _put(backend, _with(found, backend, probed), anew=bool(damage))
-    return finding
 
 
 def _damage(backend: Backend) -> str | None:
-    """Return what is wrong with the superblock: nothing (None), that it is missing (""), or what.
-
-    Listed, not probed: on NFS a failed lookup is remembered.
-    """
-    if not any(info.key == STORE_KEY for info in backend.list(STORE_KEY)):
-        return ""
+    """Return the damage of the superblock: None for none, an empty text if it is missing."""
     try:
-        decode_superblock(
-            backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX), where=STORE_KEY
-        )
+        return "" if read_superblock(backend) is None else None
     except UnsupportedFeatureError:
         raise
-    except ObjectNotFoundError:
-        return ""
     except (IntegrityError, FormatError) as error:
         return error.message
-    return None
 
 
 def _keys(backend: Backend, key: UserKey | None) -> tuple[KeyRecord, DataKey] | None:
-    """Return what opens the objects of a store, None if they are not encrypted.
+    """Return the record and key that open the objects of a store; None without encryption.
 
     Its first commit decides: a record of keys may be left from a creator that did not get far.
     """
@@ -223,7 +211,7 @@ def _copy(source: Repo, commits: list[Commit], environment: Environment) -> Supe
 def _rebuilt(
     backend: Backend, commits: list[Commit], environment: Environment
 ) -> tuple[Superblock, tuple[str, ...], str]:
-    """Return a superblock from what the store's objects say, the fields that are new, a doubt."""
+    """Return a superblock made from the store's objects, the fields that are new, a doubt."""
     new = ["store_id", "by"]
     first = commits[0]
     if first.number != 1:
@@ -253,10 +241,10 @@ def _rebuilt(
 
 
 def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
-    """Return which sizes of chunks the newest manifests name, and how many each, newest first.
+    """Count the sizes of chunks in the newest manifests, newest first.
 
-    Those of versions that were saved here, and of those that came from other stores: a fork keeps
-    the size that its own store had.
+    Of versions that were saved here, and of those that came from other stores: a fork keeps the
+    size that its own store had.
     """
     try:
         catalog = repo.refresh()
@@ -277,37 +265,30 @@ def _chunk_bytes(repo: Repo) -> tuple[Counter[int], Counter[int]]:
     return own, foreign
 
 
-def _probed(
-    backend: Backend, options: Options, prober: Prober, environment: Environment
-) -> Finding:
-    """Return what the probe finds; refuse to write where that is not wished, or not safe."""
+def _write(
+    backend: Backend,
+    found: Superblock,
+    options: Options,
+    prober: Prober,
+    environment: Environment,
+    *,
+    replaces: bool,
+) -> None:
+    """Probe the storage, and write a superblock with the result, if that is wished and safe."""
     if options.read_only:
         msg = f"{backend.url} was opened read-only"
         raise ReadOnlyError(msg)
     probed = prober(backend, environment)
-    if probed.put_if_absent is not PutIfAbsent.ATOMIC and not options.single_writer:
+    conditional = probed.put_if_absent is PutIfAbsent.ATOMIC
+    if not conditional and not options.single_writer:
         raise unsafe(backend.url, probed.put_if_absent)
-    return probed
-
-
-def _with(found: Superblock, backend: Backend, probed: Finding) -> Superblock:
-    """Return a superblock that says what the probe found here and now."""
-    return msgspec.structs.replace(
+    superblock = msgspec.structs.replace(
         found,
         backend=backend.name,
         put_if_absent=probed.put_if_absent.value,
-        single_writer=probed.put_if_absent is not PutIfAbsent.ATOMIC,
+        single_writer=not conditional,
         probe=dict(probed.report),
     )
-
-
-def _put(backend: Backend, superblock: Superblock, *, anew: bool) -> None:
-    data = encode_superblock(superblock)
-    if anew:
+    if replaces:
         backend.delete(STORE_KEY)
-    try:
-        (backend.put if superblock.single_writer else backend.put_if_absent)(STORE_KEY, data)
-    except ObjectExistsError:
-        # Another repair was faster; what it wrote must be one that opens.
-        found = backend.get(STORE_KEY, bytes_max=limits.SUPERBLOCK_BYTES_MAX)
-        decode_superblock(found, where=STORE_KEY)
+    write_superblock(backend, superblock, environment)  # another repair may be faster

@@ -21,8 +21,9 @@ import numpy.typing as npt
 from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.codecs.codec import CodecError
-from ckptstore.codecs.codec_table import CODECS, DELTAS, BaseData, check_choice, decode
+from ckptstore.codecs.codec_table import CODECS, DELTAS, BaseData, decode
 from ckptstore.codecs.plane_layout import Layout
+from ckptstore.config import check_choice
 from ckptstore.errors import ColdObjectError, CorruptObjectError, IntegrityError, NotFoundError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -90,7 +91,7 @@ class Rescue:
     """Where pieces lie that were brought back."""
     rescued: set[bytes] = field(default_factory=set)
     origins: Counter[str] = field(default_factory=Counter)
-    """How many came from where: ``elsewhere`` and ``moved`` (sound in this store), ``salvaged``,
+    """Number of pieces by origin: ``elsewhere`` and ``moved`` (sound in this store), ``salvaged``,
     ``scanned``, ``source``, ``rebased`` (their bases are back)."""
     written_bytes: int = 0
     """Bytes of new packs."""
@@ -187,7 +188,7 @@ class Rescue:
             self.placed[piece_id] = place
 
     def forget(self, packs: AbstractSet[str]) -> None:
-        """Drop places in packs that were condemned meanwhile: those pieces are needed again."""
+        """Drop places in packs that a collection condemned: those pieces are needed again."""
         gone = [key for key, place in self.placed.items() if not packs.isdisjoint(place.packs)]
         for piece_id in gone:
             del self.placed[piece_id]
@@ -273,7 +274,7 @@ class Rescue:
                 stored = memoryview(chunk.stored)
                 self._take(wanted, [way], stored, header.raw_bytes, "scanned")
         except (CorruptObjectError, NotFoundError):
-            return  # it was cut or removed meanwhile: it has no more to offer
+            return  # it was cut or removed since: it has no more to offer
 
     def _take(
         self,

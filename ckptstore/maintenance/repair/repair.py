@@ -1,4 +1,4 @@
-"""Repair: bring back what is damaged, from the store itself or from other ones.
+"""Repair: brings back damaged objects, from the store itself or from other ones.
 
 Nothing is deleted, and no object is changed (catalog snapshots, which are caches, are written
 again). Pieces that are brought back go into new packs and new manifests under new names, and a
@@ -14,14 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain
 
 import numpy as np
 
 from ckptstore import limits
 from ckptstore.catalog import content_ops
-from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move
 from ckptstore.checkpoint.cold_reads import thaw_command
 from ckptstore.checkpoint.content import Content, content_digest, read_content
@@ -35,7 +33,7 @@ from ckptstore.maintenance.check.leftovers import find_leftovers, report_lost_co
 from ckptstore.maintenance.check.verify import Level
 from ckptstore.maintenance.check.verify_tasks import check_all, check_content
 from ckptstore.maintenance.core.live_set import live_versions
-from ckptstore.maintenance.core.relocate import relocate, still, write_move
+from ckptstore.maintenance.core.relocate import batches, relocate, still, write_move
 from ckptstore.maintenance.repair.fix_log import mend_log, mend_snapshots
 from ckptstore.maintenance.repair.recover_pieces import Rescue, replaced, rows_of
 from ckptstore.maintenance.repair.repair_report import (
@@ -58,7 +56,7 @@ def repair(
     dry_run: bool = False,
     progress: ProgressCallback = silent,
 ) -> RepairReport:
-    """Bring back what is damaged as far as it can be had, and say exactly what is lost.
+    """Bring back damaged objects as far as possible, and report exactly the lost tensors.
 
     Parameters
     ----------
@@ -70,7 +68,7 @@ def repair(
         ``full`` reads every byte of this store to find the damage; ``records`` finds objects that
         are missing, short, or damaged records.
     dry_run
-        Find out what would be done; write nothing.
+        Find out the result of a repair; write nothing.
 
     Raises
     ------
@@ -79,13 +77,19 @@ def repair(
     CorruptObjectError
         The log of one of the other stores is damaged.
     StorageError
-        One of the storages failed; what was committed before stands.
+        One of the storages failed; earlier commits stand.
     """
     if not dry_run:
         repo.check_writable()
     commits = _mend_log(repo, sources, dry_run=dry_run)
     if not _log_is_whole(repo, commits, dry_run=dry_run):
-        return _unreadable(repo, commits, dry_run=dry_run)
+        catalog = repo.log.catalog  # as far as the log can be read
+        return RepairReport(
+            dry_run=dry_run,
+            commits=commits,
+            commits_readable=catalog.number,
+            versions_readable=catalog.versions_count,
+        )
     snapshots = mend_snapshots(repo, dry_run=dry_run)
     survey = Survey(repo=repo, full=level == "full", progress=progress)
     rescue = Rescue(repo=repo, dry_run=dry_run, progress=progress)
@@ -124,31 +128,14 @@ def _mend_log(repo: Repo, sources: Sequence[Repo], *, dry_run: bool) -> tuple[Co
 
 
 def _log_is_whole(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> bool:
-    """Say whether the log can be read to its end: that its last commits are gone is no gap."""
-    if not commits:
-        repo.refresh()
-        return True
-    if dry_run and any(commit.mended for commit in commits):
-        return False
+    """Return whether the log can be read to its end: lost commits at the end are no gap."""
     try:
         repo.refresh()
     except (IntegrityError, FormatError):
+        if not commits:
+            raise
         return False
-    return True
-
-
-def _unreadable(repo: Repo, commits: tuple[CommitFinding, ...], *, dry_run: bool) -> RepairReport:
-    """Report a log that stays damaged: nothing can be committed after that."""
-    try:
-        catalog = repo.refresh()
-    except (IntegrityError, FormatError):
-        catalog = repo.log.catalog
-    return RepairReport(
-        dry_run=dry_run,
-        commits=commits,
-        commits_readable=catalog.number,
-        versions_readable=catalog.versions_count,
-    )
+    return not (dry_run and any(commit.mended for commit in commits))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -339,7 +326,7 @@ class _Repair:
     def mend(self) -> None:
         """Bring back the missing pieces and relocate the versions.
 
-        Pieces in packs that a collection condemns meanwhile are written again, as a save does.
+        Pieces in packs that a collection condemns are written again, as a save does.
         """
         commit_retrying(self._try)
         for item in self.items:
@@ -354,17 +341,15 @@ class _Repair:
             for row in self._needed(item.content):
                 self.rescue.need(item.content.manifest, row)
         self._obtain()
-        if not self.rescue.dry_run:
-            self._relocate([item for item in self.items if item.version.id not in self.relocated])
+        left = [item for item in self.items if item.version.id not in self.relocated]
+        for part in () if self.rescue.dry_run else batches(left, limits.RELOCATES_PER_COMMIT):
+            self._relocate(part)
 
-    def _relocate(self, items: list[_Item]) -> None:
-        """Write new manifests and commit them, some versions at a time."""
-        for start in range(0, len(items), limits.RELOCATES_PER_COMMIT):
-            part = items[start : start + limits.RELOCATES_PER_COMMIT]
-            moves = [move for item in part if (move := self._move(item)) is not None]
-            if moves:  # a version that changed since the survey is left as it is now
-                done = relocate(self.repo, partial(_standing, moves))
-                self.relocated += [move.version for move in done]
+    def _relocate(self, items: Sequence[_Item]) -> None:
+        """Write and commit new manifests; versions that changed since the survey stay as is."""
+        moves = [move for item in items if (move := self._move(item)) is not None]
+        done = relocate(self.repo, lambda now: [move for move in moves if still(now, move)])
+        self.relocated += [move.version for move in done]
 
     def _move(self, item: _Item) -> Move | None:
         """Write the new manifest of a version; None where nothing changes."""
@@ -450,8 +435,3 @@ def _manifests(repo: Repo, first: Sequence[Version] = ()) -> Iterator[tuple[Vers
             except (IntegrityError, FormatError):
                 continue  # it holds nothing; of this store it is reported already
             yield version, manifest
-
-
-def _standing(moves: Sequence[Move], now: Catalog) -> list[Move]:
-    """Return the moves of versions that are still as they were at the survey."""
-    return [move for move in moves if still(now, move)]

@@ -1,4 +1,4 @@
-"""What a repair found, what it mended, and what is lost."""
+"""Findings of a repair, and its results."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class CommitFinding:
     mended: bool
     """It is right again; in a dry run, it can be made so."""
     why: str
-    """What is wrong, and what stands in the way of mending it."""
+    """The damage, and the obstacle to mending it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mended:
-    """A version that was brought back, wholly or in part; in a dry run, that can be."""
+    """A version that was brought back, wholly or in part; in a dry run, one that can be."""
 
     version: str
     run: str
@@ -38,7 +38,7 @@ class Mended:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A version of which something is lost."""
+    """A version that lost some of its tensors, or all."""
 
     version: str
     run: str
@@ -50,7 +50,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColdSource:
-    """A version of another store that has what is missing here, in an archive class."""
+    """A version of another store that holds missing pieces in an archive class."""
 
     version: str
     run: str
@@ -58,13 +58,13 @@ class ColdSource:
     url: str
     """Where the other store is, without credentials."""
     command: str
-    """What makes it readable there; the repair is then to be run again."""
+    """Command that makes it readable there; the repair is then to be run again."""
     pieces_count: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """What was found, what was mended, and what is lost."""
+    """Findings of a repair, and its results."""
 
     dry_run: bool
     commits: tuple[CommitFinding, ...] = ()
@@ -72,14 +72,14 @@ class RepairReport:
     commits_readable: int
     """Number of the last commit up to which the log can be read now."""
     versions_readable: int
-    """How many versions the log has up to there."""
+    """Number of versions that the log has up to there."""
     commits_lost: str = ""
-    """What says that the log lost its last commits, or all, and what to do; empty if nothing does.
+    """Evidence that the log lost its last commits, or all, and the way out; empty without any.
     Nothing can bring them back from within the store, or from a store with another log."""
     snapshots: tuple[str, ...] = ()
-    """Keys of catalog snapshots that were damaged; one was folded anew."""
+    """Keys of catalog snapshots that were damaged; a new one was folded."""
     problems: tuple[Problem, ...] = ()
-    """What a verification finds before the repair."""
+    """Findings of a verification before the repair."""
     mended: tuple[Mended, ...] = ()
     lost: tuple[Lost, ...] = ()
     quarantined: tuple[str, ...] = ()
@@ -87,12 +87,12 @@ class RepairReport:
     relocated: tuple[str, ...] = ()
     """Ids of versions that lie elsewhere now, some only to leave a pack with a damaged index."""
     pieces: dict[str, int] = field(default_factory=dict)
-    """How many pieces came from where: ``elsewhere``, ``moved``, ``salvaged``, ``scanned``,
+    """Number of pieces by origin: ``elsewhere``, ``moved``, ``salvaged``, ``scanned``,
     ``source``."""
     written_bytes: int = 0
     """Bytes of new packs."""
     cold: tuple[ColdSource, ...] = ()
-    """What of the lost can be had from other stores once it is thawed there."""
+    """Other stores that have lost pieces, once they are thawed there."""
 
     @property
     def ok(self) -> bool:

@@ -4,12 +4,18 @@ Which chunks the other store has is looked up in the manifests of its versions: 
 came from the same version or from its run, then of the heads of runs, then of all others, newest
 first, until everything is found or ``TRANSPLANT_PIECES_MAX`` pieces have been looked at. A chunk
 that is missed costs its bytes, nothing else.
+
+An interrupted copy leaves chunks in packs that no commit names. A copy that goes on shares them
+instead of sending them again. They are chunks like any others: the commit checks that a collection
+has not condemned their packs, and they are read back before it. The listing and the indexes cost a
+small part of the copy that they may save. Why this is safe beside collections:
+docs/design/0021-replication.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Final
 
@@ -17,19 +23,21 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptstore import limits
+from ckptstore.backends.base import Backend, ObjectInfo
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.checkpoint.content import logical_bytes, read_content
 from ckptstore.engine.calls import Shared
-from ckptstore.errors import IntegrityError
+from ckptstore.errors import ColdObjectError, FormatError, IntegrityError, NotFoundError
 from ckptstore.events import ProgressCallback
-from ckptstore.format.keys import pack_key
+from ckptstore.format.keys import PACKS_PREFIX, pack_id, pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
-from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.maintenance.replicas.orphan_packs import Orphans
+from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow
+from ckptstore.maintenance.core.live_set import list_objects
+from ckptstore.maintenance.core.task_pool import Tasks, at_once
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.objects.index import Base, KnownPieces, Location, remap
-from ckptstore.objects.packs import Placed
+from ckptstore.objects.packs import Placed, read_index
 from ckptstore.objects.piece_reader import Want
 from ckptstore.repo import Repo
 
@@ -41,6 +49,10 @@ ORIGIN_KEY: Final = "forked_from"
 _NEIGHBOURS = 8
 # Heads of other runs that are asked too. Source: each is one manifest in memory.
 _HEADS = 4
+
+
+Alike = tuple[bytes, int, int]
+"""Id, stored and raw bytes of a chunk: a copy has the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +93,9 @@ def transplant(
     *,
     source: Repo,
     target: Repo,
-    source_id: str,
+    candidates: Sequence[Version],
     without: Collection[str],
     progress: ProgressCallback,
-    only: Sequence[str] | None = None,
     copies: ChunkCopies | None = None,
     orphans: Orphans | None = None,
 ) -> Landed:
@@ -92,12 +103,10 @@ def transplant(
 
     Parameters
     ----------
-    source_id
-        The version that it is taken from: its other descendants in `target` are looked at first.
+    candidates
+        Versions of `target` whose chunks may be shared, the likeliest first.
     without
         Packs of `target` that may not be shared.
-    only
-        Versions of `target` that are looked at, in this order; None for all, the likeliest first.
     copies
         Copies the chunks; None for threads of this process, from one backend to the other.
     orphans
@@ -113,7 +122,7 @@ def transplant(
     began = target.environment.monotonic()
     own = manifest.first[-1]
     named: set[str] = set()
-    found, bases = _located(manifest, target, source_id, without, only, named)
+    found, bases = _located(manifest, target, candidates, without, named)
     missing = [row for row, place in found.items() if place is None]
     resumed: dict[tuple[str, int], Placed] = {}
     if orphans is not None:
@@ -168,8 +177,7 @@ def foresee(
     manifest: Manifest,
     *,
     target: Repo,
-    source_id: str,
-    only: Sequence[str],
+    candidates: Sequence[Version],
     planned: set[bytes],
 ) -> tuple[int, int]:
     """Return how many chunks :func:`transplant` would copy, and their stored bytes with headers.
@@ -182,7 +190,7 @@ def foresee(
         Ids of pieces that travel before, for versions that are copied earlier; is added to.
     """
     table = manifest.pieces
-    found, _ = _located(manifest, target, source_id, (), only, set())
+    found, _ = _located(manifest, target, candidates, (), set())
     chunks: dict[tuple[int, int], int] = {}
     for row, place in found.items():
         piece = table.ids[row].tobytes()
@@ -196,9 +204,8 @@ def foresee(
 def _located(
     manifest: Manifest,
     target: Repo,
-    source_id: str,
+    candidates: Sequence[Version],
     without: Collection[str],
-    only: Sequence[str] | None,
     named: set[str],
 ) -> tuple[dict[int, Location | None], dict[int, int]]:
     """Return where each piece lies in the target already, or None, by row.
@@ -208,52 +215,36 @@ def _located(
     looked at are added to `named`.
     """
     table = manifest.pieces
-    catalog = target.catalog
-    if only is None:
-        candidates = list(_candidates(catalog, source_id))
-    else:
-        candidates = [version for version in map(catalog.version, only) if _is_at_hand(version)]
+
+    def find(rows: Collection[int], *, deltas: bool) -> dict[int, Location | None]:
+        """Return where some pieces lie."""
+        found: dict[int, Location | None] = dict.fromkeys(rows)
+        left = list(rows)
+        looked = 0
+        for version in candidates:
+            if not left or looked > limits.TRANSPLANT_PIECES_MAX:
+                break
+            try:
+                there = target.manifests.load(version).pieces
+            except IntegrityError:  # a damaged manifest: nothing can be shared with that one
+                continue
+            looked += len(there)
+            named.update(there.packs)
+            gone = target.catalog.gone(map(pack_key, there.packs))
+            avoid = {pack for pack in there.packs if pack_key(pack) in gone}.union(without)
+            known = KnownPieces([there], without=avoid, deltas=deltas)
+            for row in left:
+                found[row] = known.find(table.ids[row].tobytes(), int(table.raw[row]))
+            left = [row for row in left if found[row] is None]
+        return found
+
     rows = range(manifest.first[-1])
-    found = _find(table, rows, target, candidates, without, named, deltas=True)
+    found = find(rows, deltas=True)
     bases: dict[int, int] = {}
     for row in rows:
         if found[row] is None and (base := table.base_of(row)) is not None:
             bases.setdefault(base, row)
-    more = _find(table, bases, target, candidates, without, named, deltas=False)
-    return found | more, bases
-
-
-def _find(
-    table: PieceTable,
-    rows: Collection[int],
-    target: Repo,
-    candidates: Sequence[Version],
-    without: Collection[str],
-    named: set[str],
-    *,
-    deltas: bool,
-) -> dict[int, Location | None]:
-    """Return where some pieces lie in the target already, or None."""
-    found: dict[int, Location | None] = dict.fromkeys(rows)
-    left = list(rows)
-    catalog = target.catalog
-    looked = 0
-    for version in candidates:
-        if not left or looked > limits.TRANSPLANT_PIECES_MAX:
-            break
-        try:
-            there = target.manifests.load(version).pieces
-        except IntegrityError:  # a damaged manifest: nothing can be shared with that one
-            continue
-        looked += len(there)
-        named.update(there.packs)
-        gone = catalog.gone(map(pack_key, there.packs))
-        avoid = {pack for pack in there.packs if pack_key(pack) in gone}.union(without)
-        known = KnownPieces([there], without=avoid, deltas=deltas)
-        for row in left:
-            found[row] = known.find(table.ids[row].tobytes(), int(table.raw[row]))
-        left = [row for row in left if found[row] is None]
-    return found
+    return found | find(bases, deltas=False), bases
 
 
 def near_versions(
@@ -265,8 +256,8 @@ def near_versions(
     heads: Sequence[str],
     wanted: Callable[[str], bool],
     last: str = "",
-) -> list[str]:
-    """Return ids of versions that are likely to share chunks with one, the likeliest first.
+) -> list[Version]:
+    """Return versions that are likely to share chunks with one, the likeliest first.
 
     Itself, the nearest before and after it in its run, its parent, and heads.
 
@@ -285,7 +276,8 @@ def near_versions(
     after = ids[place + 1 : place + 1 + _NEIGHBOURS]
     near = [one for part in (before, after) for one in islice(filter(wanted, part), 1)]
     others = (version.parent, last, catalog.head_id(version.run), *heads)
-    return list(dict.fromkeys(filter(wanted, (version.id, *near, *others))))
+    likely = dict.fromkeys(filter(wanted, (version.id, *near, *others)))
+    return [catalog.version(one) for one in likely]
 
 
 def newest_heads(catalog: Catalog) -> list[str]:
@@ -294,23 +286,26 @@ def newest_heads(catalog: Catalog) -> list[str]:
     return [head.id for head in sorted(heads, key=lambda head: head.commit)[-_HEADS:]]
 
 
-def _is_at_hand(version: Version) -> bool:
-    return version.level != "record" and not version.damaged and not version.deleted
+def likely_versions(catalog: Catalog, source_id: str) -> list[Version]:
+    """Return all versions whose pieces are at hand, those likely to share chunks with one first.
 
-
-def _candidates(catalog: Catalog, source_id: str) -> Iterator[Version]:
-    """Yield live versions whose pieces are at hand, the likeliest first."""
-    live = list(filter(_is_at_hand, catalog.versions(newest_first=True)))
+    Parameters
+    ----------
+    source_id
+        A version of another store: first come its descendants, then others that came from
+        elsewhere, then heads.
+    """
     heads = {info.head for info in catalog.runs()}
 
     def rank(version: Version) -> tuple[bool, bool, bool]:
-        """Put descendants of the source first, then others that came from elsewhere, then heads."""
         origin = version.metadata.get(ORIGIN_KEY)
         lineage = isinstance(origin, Mapping)
         same = isinstance(origin, Mapping) and origin.get("version") == source_id
         return (not same, not lineage, version.id not in heads)
 
-    yield from sorted(live, key=rank)
+    newest = catalog.versions(newest_first=True)
+    live = (one for one in newest if one.level != "record" and not (one.damaged or one.deleted))
+    return sorted(live, key=rank)
 
 
 def _placed(
@@ -370,3 +365,109 @@ def _role_bytes(
         role: RoleBytes(logical=logical, new=new, stored=stored)
         for role, (logical, new, stored) in sorted(sums.items())
     }
+
+
+# --- chunks of an interrupted copy --------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Orphans:
+    """Finds chunks in packs of a store that no manifest at hand names. Owned by one copy.
+
+    The store is listed once, by the first search that is worth it.
+    """
+
+    target: Repo
+    _places: dict[Alike, Placed] | None = field(default=None, init=False)
+
+    def forget(self) -> None:
+        """Have the next search list the store again: packs came, or were condemned."""
+        self._places = None
+
+    def find(
+        self,
+        source: Backend,
+        table: PieceTable,
+        rows: Sequence[int],
+        *,
+        named: Collection[str],
+        without: Collection[str],
+    ) -> dict[tuple[str, int], Placed]:
+        """Return where chunks of `source` lie in the target, by their pack and offset there.
+
+        Nothing below ``RESUME_BYTES_MIN``. The content of what is returned was not read.
+
+        Parameters
+        ----------
+        rows
+            Pieces of `table` whose chunks are looked for.
+        named
+            Packs of the target that were searched already.
+        without
+            Packs of the target that may not be shared.
+
+        Raises
+        ------
+        StorageError
+            One of the storages failed.
+        """
+        wanted = {chunk_of(table, row): int(table.stored[row]) for row in rows}
+        total = sum(wanted.values())
+        if total < limits.RESUME_BYTES_MIN:
+            return {}
+        if self._places is None:
+            self._places = self._look({*named, *without}, total)
+        if not self._places:
+            return {}
+        found: dict[tuple[str, int], Placed] = {}
+        for pack, index in _indexes(source, [(pack, 0) for pack in {pack for pack, _ in wanted}]):
+            for row in index:
+                place = self._places.get(_alike(row))
+                if place is not None and (pack, row.offset) in wanted:
+                    found[pack, row.offset] = place
+        packs = {place.pack for place in found.values()}
+        gone = self.target.catalog.gone(map(pack_key, packs))
+        bad = {pack for pack in packs if pack_key(pack) in gone}.union(without)
+        return {key: place for key, place in found.items() if place.pack not in bad}
+
+    def _look(self, known: Collection[str], total: int) -> dict[Alike, Placed]:
+        """Read the indexes of the newest packs that are not known, so many as `total` may fill."""
+        target = self.target
+        listed: list[ObjectInfo] = []
+        tasks = Tasks.of(target)
+        for info in list_objects(tasks, PACKS_PREFIX, environment=target.environment):
+            pack = pack_id(info.key)
+            if pack and pack not in known and info.key not in target.catalog.gone([info.key]):
+                listed.append(info)
+        listed.sort(key=lambda info: info.modified_at, reverse=True)
+        most = limits.RESUME_PACKS_MIN + limits.RESUME_PACKS_SHARE * (
+            total // target.backend.capabilities.pack_bytes
+        )
+        newest = [(pack_id(info.key) or "", info.size_bytes) for info in listed[:most]]
+        places: dict[Alike, Placed] = {}
+        for pack, index in _indexes(target.backend, newest):
+            for row in index:
+                place = Placed(pack=pack, offset=row.offset, stored_bytes=row.stored_bytes)
+                places.setdefault(_alike(row), place)
+        return places
+
+
+def _indexes(
+    backend: Backend, packs: Sequence[tuple[str, int]]
+) -> Iterator[tuple[str, list[IndexRow]]]:
+    """Yield packs with their indexes, given their sizes or 0; empty where one cannot be read."""
+
+    def one(item: tuple[str, int]) -> tuple[str, list[IndexRow]]:
+        """Read one index."""
+        pack, size = item
+        try:
+            size = size or backend.stat(pack_key(pack)).size_bytes
+            return pack, read_index(backend, pack, size)
+        except (IntegrityError, FormatError, NotFoundError, ColdObjectError):
+            return pack, []  # its chunks are copied
+
+    return at_once(backend, one, packs)
+
+
+def _alike(row: IndexRow) -> Alike:
+    return row.chunk_id, row.stored_bytes, row.raw_bytes

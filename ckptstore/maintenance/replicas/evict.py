@@ -28,7 +28,7 @@ from ckptstore.catalog import replica_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.content_ops import Move, Quarantine
 from ckptstore.catalog.levels import LEVELS
-from ckptstore.catalog.pin_ops import Pin, pin_for, unpin_for
+from ckptstore.catalog.lifecycle_ops import Pin, pin_for, unpin_for
 from ckptstore.catalog.replica_ops import Arrival
 from ckptstore.catalog.state import Op
 from ckptstore.errors import CkptStoreError, ReadOnlyError, UnsafeBackendError
@@ -49,7 +49,7 @@ Missing = Callable[[Sequence[Version]], Collection[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvictReport:
-    """What an eviction did, or would do."""
+    """Result of an eviction, or of its dry run."""
 
     evicted: tuple[Version, ...] = ()
     """As they were: of these only the record is here now."""
@@ -97,7 +97,7 @@ def evict(
     coming
         With `dry_run`: ids of versions that it does not have, and would have before the eviction.
     pin
-        Pin there what is let go here, and take the pins away of what was deleted here since.
+        Pin versions there that are let go here; unpin those that were deleted here since.
 
     Raises
     ------
@@ -133,9 +133,9 @@ class SecondLook:
     here: Repo
     there: Repo
     holds: Callable[[Version], bool]
-    """Says whether the other store holds a version, by its log as it was last read."""
+    """Returns whether the other store holds a version, by its log as it was last read."""
     done: str
-    """What was done to versions here, such as ``evicted``; for messages."""
+    """Past participle of the operation here, such as ``evicted``; for messages."""
     returned: list[str] = field(default_factory=list)
     """Ids of versions that were taken back."""
     lost: list[Failure] = field(default_factory=list)
@@ -190,7 +190,7 @@ class SecondLook:
             self.returned.append(version.id)
 
     def _take_back(self, version: Version) -> None:
-        """Make a version of which less is here be here as it was: its chunks still are.
+        """Restore a version that was reduced here: its chunks are still here.
 
         Raises
         ------
@@ -215,7 +215,7 @@ class SecondLook:
             ops = replica_ops.arrive(
                 now, now, [version], store=store, arrivals={version.id: arrival}, again=again
             )
-            if ops and version.damaged:  # what is lost of it is lost still: none may share with it
+            if ops and version.damaged:  # its lost parts stay lost: none may share with it
                 ops.append(Quarantine(versions=[version.id]))
             return ops
 
@@ -252,7 +252,7 @@ class Pins:
             raise type(error)(msg, hint=hint) from error
 
     def has(self, version_id: str) -> bool:
-        """Say whether a version is pinned there, by its log as it was last read."""
+        """Return whether a version is pinned there, by its log as it was last read."""
         catalog = self.there.catalog
         return (
             catalog.has_version(version_id) and self.store in catalog.version(version_id).pinned_for
@@ -263,7 +263,7 @@ class Pins:
         fresh: set[str] = set()
 
         def build(now: Catalog) -> list[Op]:
-            """Pin what is not pinned yet, and note which versions that are."""
+            """Pin versions that are not pinned yet, and note their ids."""
             ops = pin_for(now, [one.id for one in versions], self.store)
             fresh.clear()
             fresh.update(op.version for op in ops if isinstance(op, Pin))
@@ -371,7 +371,7 @@ class _Evicting:
         )
 
     def _let_go_before(self, versions: Sequence[Version], pins: Pins) -> list[Version]:
-        """Return those of which only the record is here, and which are there, not pinned."""
+        """Return those whose record alone is here, and which are there, not pinned."""
         now = self.here.catalog
         records = [now.version(one.id) for one in versions]
         records = [one for one in records if one.level == "record" and not one.deleted]
@@ -393,7 +393,7 @@ class _Evicting:
         return found
 
     def _still_holds(self, version: Version) -> bool:
-        """Say after the commit whether the other store has a version; pin it if that was undone."""
+        """Return whether the other store still has a version; pin it if its pin is gone."""
         if not self._holds(version):
             return False
         if self.pins is not None and not self.pins.has(version.id):
@@ -402,7 +402,7 @@ class _Evicting:
         return True
 
     def _holds(self, version: Version) -> bool:
-        """Say whether the other store has as much of a version, by its log as it was last read."""
+        """Return whether the other store has as much of a version, by its log as last read."""
         there = self.there.catalog
         if not there.has_version(version.id):
             return False

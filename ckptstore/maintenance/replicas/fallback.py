@@ -1,4 +1,4 @@
-"""Loads that fall through: what a store does not have (any more) is read from its replicas.
+"""Loads that fall through: content that a store does not have is read from its replicas.
 
 Two ways lead here. A version's content is not here: only its record is, or a part, or its manifest
 is damaged; then the manifest comes from a replica, and of its pieces those that other versions of
@@ -77,12 +77,12 @@ class Found:
 
 @dataclass(slots=True, kw_only=True)
 class FallThrough:
-    """What a load of one version turns to. Any thread may use it.
+    """Replicas that a load of one version turns to. Any thread may use it.
 
     Parameters
     ----------
     why
-        What is wrong here.
+        The error here.
     """
 
     repo: Repo
@@ -102,7 +102,7 @@ class FallThrough:
         Raises
         ------
         CkptStoreError
-            Of the kind of what is wrong here: no replica can help either; has all reasons.
+            Of the kind of the error here: no replica can help either; has all reasons.
         """
         for found in self.candidates():
             reading = _Split(owner=self, found=found)
@@ -120,7 +120,7 @@ class FallThrough:
                 yield found
 
     def note(self, tier: Tier, error: CkptStoreError) -> None:
-        """Note why a replica does not help; what another store in its place is, loudly."""
+        """Note why a replica does not help; loudly if another store is in its place."""
         if isinstance(error, ReplicaChangedError):
             _log.warning("%s is left out: %s", tier, error)
         self.reasons.append((tier, error))
@@ -273,23 +273,61 @@ class FallThrough:
         yield from replace(self, tiers=rest).candidates()
 
 
-def read_lost(
-    owner: FallThrough,
+def read_falling(
+    fall_through: Callable[..., FallThrough],
     table: PieceTable,
     wants: Sequence[Want],
-    failed: Sequence[Want],
     *,
+    backend: Backend,
     options: Options,
     progress: ProgressCallback,
 ) -> None:
-    """Read the pieces that this store has lost, after all others of `wants` were read here."""
+    """Read pieces of a version that is here; those that are lost or cold, from its replicas.
+
+    As :func:`ckptstore.objects.piece_reader.read_pieces`.
+
+    Parameters
+    ----------
+    fall_through
+        Given an error and, as `told`, the damage, gives the replicas to turn to.
+    """
+    failed = _read_here(table, wants, backend, options, progress)
+    if not failed:
+        return
+    why = failed[0][1]
+    what = f"{len(failed)} pieces are lost here, the first: {why.message}"
+    owner = fall_through(why, told="" if isinstance(why, ColdObjectError) else what)
+    lost = [want for want, _ in failed]
     meter = _Meter(table, wants, progress)
-    meter.done = meter.total - meter.size_of(failed)
-    owner.read(failed, first=None, options=options, progress=meter.part(), stop=[])
+    meter.done = meter.total - meter.size_of(lost)
+    owner.read(lost, first=None, options=options, progress=meter.part(), stop=[])
+
+
+def _read_here(
+    table: PieceTable,
+    wants: Sequence[Want],
+    backend: Backend,
+    options: Options,
+    progress: ProgressCallback,
+) -> list[tuple[Want, CkptStoreError]]:
+    """Read pieces from this store; return those that it cannot give, all if any is cold."""
+    failed: list[tuple[Want, CkptStoreError]] = []
+    try:
+        read_pieces(
+            table,
+            wants,
+            backend=backend,
+            options=options,
+            progress=progress,
+            on_failure=lambda want, error: failed.append((want, error)),
+        )
+    except ColdObjectError as cold:  # here, and maybe not in a replica
+        return [(want, cold) for want in wants]
+    return failed
 
 
 class _Meter:
-    """Adds up what several readings tell; any thread."""
+    """Adds up the progress of several readings; any thread."""
 
     def __init__(
         self, table: PieceTable, wants: Iterable[Want], progress: ProgressCallback
@@ -305,11 +343,11 @@ class _Meter:
         return int(sum(int(self._table.raw[want.row]) for want in wants))
 
     def part(self) -> ProgressCallback:
-        """Return what one reading tells; it counts from 0."""
+        """Return the callback of one reading; it counts from 0."""
         last = 0
 
         def tell(step: Progress) -> None:
-            """Add what is new of this reading to what all have done."""
+            """Add the progress of this reading to that of all."""
             nonlocal last
             with self._lock:
                 self.done += step.done - last
@@ -340,7 +378,6 @@ class _Split:
         """Read from both at once; as :func:`ckptstore.objects.piece_reader.read_pieces`."""
         near, mapped, away = self._split(table, wants)
         meter = _Meter(table, wants, progress)
-        failed: list[Want] = []
         stop: list[StoppableBackend] = []
 
         def from_replicas(part: Sequence[Want], share: Options) -> None:
@@ -354,23 +391,15 @@ class _Split:
         with ThreadPoolExecutor(1, "ckptstore-replica") as pool:
             there = pool.submit(from_replicas, away, share) if away else None
             try:
-                try:
-                    read_pieces(
-                        near,
-                        [new for new, _ in mapped],
-                        backend=backend,
-                        options=share,
-                        progress=meter.part(),
-                        on_failure=lambda want, _: failed.append(back[id(want)]),
-                    )
-                except ColdObjectError:  # here, and maybe not there
-                    failed[:] = [old for _, old in mapped]
+                wanted = [new for new, _ in mapped]
+                lost = _read_here(near, wanted, backend, share, meter.part())
                 if there is not None:
                     there.result()
             except BaseException:  # the other ends after its piece
                 for each in stop:
                     each.stop()
                 raise
+        failed = [back[id(new)] for new, _ in lost]
         if failed:
             meter.done -= meter.size_of(failed)
             from_replicas(failed, options)
@@ -401,7 +430,7 @@ def _known_here(repo: Repo, version: Version) -> KnownPieces:
     ids = catalog.ids(version.run)
 
     def is_at_hand(version_id: str) -> bool:
-        """Say whether a version is here with some of its content."""
+        """Return whether a version is here with some of its content."""
         if not catalog.has_version(version_id):
             return False
         found = catalog.version(version_id)
@@ -418,7 +447,7 @@ def _known_here(repo: Repo, version: Version) -> KnownPieces:
     tables: list[PieceTable] = []
     for one in near:
         try:
-            tables.append(read_manifest(repo.backend, catalog.version(one)).pieces)
+            tables.append(read_manifest(repo.backend, one).pieces)
         except IntegrityError:  # that one is damaged: nothing is known of it
             continue
     gone = {pack for table in tables for pack in table.packs if catalog.gone([pack_key(pack)])}

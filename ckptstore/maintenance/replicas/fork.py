@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ckptstore.catalog import lifecycle_ops, run_ops
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.state import Op
@@ -22,7 +24,13 @@ from ckptstore.errors import ConflictError, CorruptObjectError, InvalidInputErro
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.manifest import Manifest
-from ckptstore.maintenance.replicas.copy_manifest import ORIGIN_KEY, Landed, transplant
+from ckptstore.format.names import encode_metadata
+from ckptstore.maintenance.replicas.copy_manifest import (
+    ORIGIN_KEY,
+    Landed,
+    likely_versions,
+    transplant,
+)
 from ckptstore.maintenance.replicas.fallback import Found
 from ckptstore.manifests import relied_on
 from ckptstore.model import RoleBytes, Version
@@ -67,8 +75,8 @@ def fork(
     repo
         The store that has the version; `target` itself for a fork within it.
     lender
-        A replica that has the content where `repo` does not: what is missing in `target` travels
-        from there, as far as the request takes it over.
+        A replica that has the content where `repo` does not: chunks that `target` lacks travel
+        from there, as far as the request takes them over.
 
     Raises
     ------
@@ -104,20 +112,17 @@ def fork(
     def build(now: Catalog, first: _First) -> list[Op]:
         """Return the operations of the fork on a catalog."""
         if not is_foreign:
-            return lifecycle_ops.fork(
-                now,
-                run=request.run,
-                source=source.id,
+            save = run_ops.Save(
                 version=version,
+                run=request.run,
                 step=source.step,
+                parent=source.id,
                 manifest=first.pointer,
                 content=first.content,
-                roles=first.roles,
-                metrics={},
-                metadata=metadata,
-                directions=directions,
-                relies_on=first.relies_on,
+                metadata=msgspec.Raw(encode_metadata(metadata)),
+                roles=run_ops.sizes(first.roles),
             )
+            return lifecycle_ops.fork(now, save, directions=directions, relies_on=first.relies_on)
         if now.has_run(request.run):
             msg = f"there is a run {request.run!r} already"
             raise ConflictError(msg, hint="fork to another name")
@@ -179,14 +184,14 @@ def _bring(
     without: Collection[str],
     progress: ProgressCallback,
 ) -> Landed:
-    """Bring what a fork needs, and `target` does not have, from where it is."""
+    """Bring the chunks of a fork that `target` does not have."""
     there, source = place
     with naming_cold(source.id, there.url, shown=f"{source.run}@{source.step}"):
         return transplant(
             wanted,
             source=there,
             target=target,
-            source_id=source.id,
+            candidates=likely_versions(target.catalog, source.id),
             without=without,
             progress=progress,
         )

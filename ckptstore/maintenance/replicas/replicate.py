@@ -4,13 +4,13 @@ Chunks that the other store has are shared with it (see
 :mod:`ckptstore.maintenance.replicas.copy_manifest`), the others travel as they are stored, each
 checked on the way and read back there. Then the manifest is written, then one commit makes the
 version visible: at any moment the target shows whole versions and no others; the next run finishes
-an interrupted one, within its version too (:mod:`ckptstore.maintenance.replicas.orphan_packs`).
+an interrupted one, within its version too (:mod:`ckptstore.maintenance.replicas.copy_manifest`).
 Ancestors that are not copied come along as records, so that lineage and the
 history of metrics are whole.
 
-Nothing is ever taken away from the target: what is deleted in the source, or aged, stays there as
-long as the target's own policy keeps it; and what the target itself deleted or reduced is not
-brought back, unless it is asked for again.
+Nothing is ever taken away from the target: a version that the source deletes, or ages, stays there
+as long as the target's own policy keeps it; and one that the target itself deleted or reduced is
+not brought back, unless it is asked for again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,13 @@ from ckptstore.engine.engine import EngineSpec
 from ckptstore.errors import CkptStoreError, ColdObjectError, ConflictError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback
 from ckptstore.maintenance.core.task_pool import Tasks, open_tasks
-from ckptstore.maintenance.replicas.copy_manifest import foresee, near_versions, newest_heads
+from ckptstore.maintenance.replicas.copy_manifest import (
+    Orphans,
+    foresee,
+    near_versions,
+    newest_heads,
+)
 from ckptstore.maintenance.replicas.evict import Pins
-from ckptstore.maintenance.replicas.orphan_packs import Orphans
 from ckptstore.maintenance.replicas.replicate_version import (
     Failure,
     ReplicateRequest,
@@ -239,10 +243,10 @@ class _Replication:
         left = LeftOut(version=version.id, run=version.run, step=version.step, why=why)
         self.left.append(left)
 
-    def _near(self, version: Version) -> list[str]:
-        """Return ids of the target's versions that are likely to have chunks of one.
+    def _near(self, version: Version) -> list[Version]:
+        """Return the target's versions that are likely to have chunks of one.
 
-        With what is to be checked, none that was not: what they hold may be anything.
+        A checked replication shares with none that was not read back: its chunks may be anything.
         """
         ids = self.sides.source.catalog.ids(version.run)
         if version.id not in self.places:
@@ -250,7 +254,7 @@ class _Replication:
         here = self.sides.target.catalog
 
         def shares(version_id: str) -> bool:
-            """Say whether chunks of a version of the target may be shared."""
+            """Return whether chunks of a version of the target may be shared."""
             if not here.has_version(version_id):
                 return False
             found = here.version(version_id)
@@ -280,8 +284,7 @@ class _Replication:
             count, size = foresee(
                 manifest,
                 target=self.sides.target,
-                source_id=version.id,
-                only=self._near(version),
+                candidates=self._near(version),
                 planned=planned,
             )
             self.chunks_count += count
@@ -416,8 +419,8 @@ class _Replication:
     def note(self) -> None:
         """Say in the source's catalog what the target has, if that can be written.
 
-        Of what was there already only what is known to have been read back there, or was first
-        saved there, is not damaged, and of which the target keeps as much.
+        Of versions that were there already only those that were read back there, or first saved
+        there, are not damaged, and of which the target keeps as much.
         """
         if not self.sides.request.check:
             return

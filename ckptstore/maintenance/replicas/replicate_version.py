@@ -7,7 +7,7 @@ crash at any moment leaves objects that nobody names, or the whole version.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,8 +28,7 @@ from ckptstore.errors import (
 )
 from ckptstore.events import ProgressCallback, silent
 from ckptstore.format.keys import pack_key
-from ckptstore.maintenance.replicas.copy_manifest import Landed, transplant
-from ckptstore.maintenance.replicas.orphan_packs import Orphans
+from ckptstore.maintenance.replicas.copy_manifest import Landed, Orphans, transplant
 from ckptstore.maintenance.retention.remove import undelete
 from ckptstore.manifests import relied_on
 from ckptstore.model import Version
@@ -91,7 +90,7 @@ class Sides:
 def bring(
     sides: Sides,
     version: Version,
-    near: Callable[[Version], list[str]],
+    near: Callable[[Version], list[Version]],
     progress: ProgressCallback,
 ) -> tuple[Fate | IntegrityError | ColdObjectError, Landed | None]:
     """Copy a version and commit it; return its fate, or why it failed, and the copy.
@@ -169,7 +168,7 @@ def take_back_deletion(sides: Sides, version: Version) -> bool:
 def _land(
     sides: Sides,
     version: Version,
-    near: list[str],
+    near: Sequence[Version],
     without: set[str],
     progress: ProgressCallback,
 ) -> Landed:
@@ -192,8 +191,7 @@ def _land(
                 source=sides.source,
                 target=sides.target,
                 copies=sides.copies,
-                source_id=version.id,
-                only=near,
+                candidates=near,
                 without=without,
                 progress=progress,
                 orphans=sides.orphans,
@@ -211,7 +209,7 @@ def _land(
         return unread
     try:
         _read_deltas(sides, landed)
-    except ColdObjectError:  # it refers to what is cold there: it came, and does not count as read
+    except ColdObjectError:  # its base is cold there: it came, and does not count as read
         return unread
     seconds = landed.read_back_s + sides.target.environment.monotonic() - began
     return replace(landed, receipt={**landed.receipt, CHECKED_KEY: seconds})

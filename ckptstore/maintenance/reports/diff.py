@@ -1,4 +1,4 @@
-"""What differs between two versions: by digest from their manifests alone, then by value.
+"""Differences of two versions: by digest from their manifests alone, then by value.
 
 The first needs no tensor: equal ids of pieces are equal bytes. The second reads the tensors that
 changed, a window at a time, when it is asked for.
@@ -6,11 +6,14 @@ changed, a window at a time, when it is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from functools import cache
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from ckptstore.checkpoint.content import Content
 from ckptstore.errors import InvalidInputError
@@ -42,7 +45,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorChange:
-    """What became of one leaf."""
+    """One leaf in both versions, and how it changed."""
 
     status: Status
     before: Side | None
@@ -85,7 +88,10 @@ class DiffReport:
     changes: tuple[TensorChange, ...]
     """Every leaf of both versions, in the order of the second; removed ones at the end."""
     values: tuple[ValueChange, ...]
-    _source: _Source = field(repr=False, compare=False)
+    _repo: Repo = field(repr=False, compare=False)
+    _contents: tuple[Content, Content] = field(repr=False, compare=False)
+    _pairs: dict[str, tuple[Leaf, Leaf]] = field(repr=False, compare=False)
+    """Leaves that both versions have, by path."""
 
     def of(self, status: Status) -> tuple[TensorChange, ...]:
         """Return the leaves of one status."""
@@ -136,7 +142,7 @@ class DiffReport:
 
         Returns
         -------
-        By path. None for what has no values to subtract: bytes, generators.
+        By path. None for leaves without values to subtract: bytes, generators.
 
         Raises
         ------
@@ -147,33 +153,19 @@ class DiffReport:
         CorruptTensorError, StorageError
             A tensor cannot be read.
         """
-        chosen = {c.path: c for c in self.changes if c.is_comparable}
+        from ckptstore.states.compare import Pair, compare
+
+        comparable = [change.path for change in self.changes if change.is_comparable]
         for path in paths:
-            if path not in chosen:
+            if path not in comparable:
                 find_path([(c.path,) for c in self.changes], path)
                 msg = f"{path!r} is not a changed tensor of one shape"
                 raise InvalidInputError(msg)
-        return self._source.errors(paths or tuple(chosen), progress)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
-    """What a report needs to look closer."""
-
-    repo: Repo
-    first: tuple[Version, Content]
-    second: tuple[Version, Content]
-    leaves: dict[str, tuple[Leaf, Leaf]]
-
-    def errors(
-        self, paths: Sequence[str], progress: ProgressCallback
-    ) -> dict[str, TensorError | None]:
-        """Read the tensors at some paths, and return how far apart each pair is."""
-        from ckptstore.states.compare import Pair, compare
-
-        chosen = [Pair(first=self.leaves[p][0], second=self.leaves[p][1]) for p in paths]
-        found = compare(self.repo, self.first, self.second, chosen, progress=progress)
-        return dict(zip(paths, found, strict=True))
+        chosen = dict.fromkeys(paths or comparable)
+        pairs = [Pair(first=self._pairs[path][0], second=self._pairs[path][1]) for path in chosen]
+        one, two = zip((self.first, self.second), self._contents, strict=True)
+        found = compare(self._repo, one, two, pairs, progress=progress)
+        return dict(zip(chosen, found, strict=True))
 
 
 def diff(
@@ -188,7 +180,7 @@ def diff(
     Parameters
     ----------
     content_of
-        Gives what a version holds, from wherever it is.
+        Gives the content of a version, here or in a replica.
 
     Raises
     ------
@@ -199,91 +191,89 @@ def diff(
     """
     contents = (content_of(first), content_of(second))
     before, after = ({leaf.path: leaf for leaf in content.leaves} for content in contents)
-    prints = tuple(_Prints(content) for content in contents)
-    changes: list[TensorChange] = []
+    old, new = map(_digests, contents)
     gone = {path: leaf for path, leaf in before.items() if path not in after}
-    by_print: dict[bytes, list[Path]] = {}
+    by_digest: dict[bytes, list[Path]] = {}
     for path, leaf in gone.items():
-        by_print.setdefault(prints[0].of(leaf), []).append(path)
-    shared: dict[str, tuple[Leaf, Leaf]] = {}
+        by_digest.setdefault(old(leaf), []).append(path)
+    changes: list[TensorChange] = []
+    pairs: dict[str, tuple[Leaf, Leaf]] = {}
     for path, leaf in after.items():
         there = before.get(path)
-        if there is None:
-            candidates = by_print.get(prints[1].of(leaf), [])
-            if candidates:
-                there = gone.pop(candidates.pop(0))
-                changes.append(_change("moved", contents, there, leaf))
-            else:
-                changes.append(_change("added", contents, None, leaf))
-            continue
-        same = prints[0].of(there) == prints[1].of(leaf)
-        changes.append(_change("same" if same else "changed", contents, there, leaf))
-        shared[path_text(path)] = (there, leaf)
+        if there is not None:
+            status: Status = "same" if old(there) == new(leaf) else "changed"
+            pairs[path_text(path)] = (there, leaf)
+        elif candidates := by_digest.get(new(leaf)):
+            status, there = "moved", gone.pop(candidates.pop(0))
+        else:
+            status = "added"
+        changes.append(_change(status, contents, there, leaf))
     changes += [_change("removed", contents, leaf, None) for leaf in gone.values()]
     return DiffReport(
         first=first,
         second=second,
         changes=tuple(changes),
         values=tuple(_values(contents[0].node, contents[1].node)),
-        _source=_Source(
-            repo=repo, first=(first, contents[0]), second=(second, contents[1]), leaves=shared
-        ),
+        _repo=repo,
+        _contents=contents,
+        _pairs=pairs,
     )
 
 
-class _Prints:
-    """Digests of what leaves hold: what they are, and the ids of their pieces."""
+def _digests(content: Content) -> Callable[[Leaf], bytes]:
+    """Return a function that gives the digest of a leaf's content: its kind, its pieces' ids."""
 
-    def __init__(self, content: Content) -> None:
-        self._content = content
-        self._records: dict[int, bytes] = {}
+    @cache
+    def of_record(index: int) -> bytes:
+        record = content.manifest.tensors[index]
+        ids = _ids(content, index).tobytes()
+        recipe = record.recipe
+        if recipe is not None:  # the same recipe counts, wherever its sources are
+            record, ids = replace(record, recipe=None), b"made" + recipe.digest
+        return blake3_of([msgspec.msgpack.encode(record.identity), ids])
 
-    def of(self, leaf: Leaf) -> bytes:
-        return blake3_of([self._record(leaf.index), msgspec.msgpack.encode(_plain(leaf.node))])
+    return lambda leaf: blake3_of(
+        [of_record(leaf.index), msgspec.msgpack.encode(_plain(leaf.node))]
+    )
 
-    def _record(self, index: int) -> bytes:
-        if index not in self._records:
-            manifest = self._content.manifest
-            record = manifest.tensors[index]
-            ids = manifest.pieces.ids[manifest.first[index] : manifest.first[index + 1]].tobytes()
-            recipe = record.recipe
-            if recipe is not None:  # whatever it follows from, wherever that is
-                record, ids = replace(record, recipe=None), b"made" + recipe.digest
-            what = msgspec.msgpack.encode(record.identity)
-            self._records[index] = blake3_of([what, ids])
-        return self._records[index]
+
+def _ids(content: Content, index: int) -> npt.NDArray[np.uint8]:
+    """Return the ids of a tensor's own pieces."""
+    first = content.manifest.first
+    return content.manifest.pieces.ids[first[index] : first[index + 1]]
+
+
+_CONTENT: Final = {"T": slice(0), "V": slice(2, 6), "N": slice(2, None), "B": slice(2, None)}
+"""Parts of a leaf's node, by its tag, that say more of its content than its tensor does."""
 
 
 def _plain(node: Node) -> Node:
-    """Return a leaf's node without what says where and as which object it is loaded."""
+    """Return a leaf's node without the place and the object that it is loaded to."""
     if not isinstance(node, list):
         return node
-    tag = node[0]
-    if tag == "T":
-        return ["T"]
-    if tag == "V":
-        return ["V", *node[2:6]]
-    if tag in ("N", "B"):
-        return [tag, *node[2:]]
-    if tag in ("Q", "G"):
-        return [tag, *(_plain(item) for item in node[1:])]
-    return node
+    tag = str(node[0])
+    if tag in _CONTENT:
+        return [tag, *node[_CONTENT[tag]]]
+    return [tag, *map(_plain, node[1:])] if tag in ("Q", "G") else node
 
 
 def _change(
     status: Status, contents: tuple[Content, Content], before: Leaf | None, after: Leaf | None
 ) -> TensorChange:
-    sides = [
-        None if leaf is None else _side(content, leaf)
-        for content, leaf in zip(contents, (before, after), strict=True)
-    ]
     same = 0
     if before is not None and after is not None:
         same = _same_bytes(contents, before.index, after.index)
-    return TensorChange(status=status, before=sides[0], after=sides[1], same_bytes=same)
+    return TensorChange(
+        status=status,
+        before=_side(contents[0], before),
+        after=_side(contents[1], after),
+        same_bytes=same,
+    )
 
 
-def _side(content: Content, leaf: Leaf) -> Side:
+def _side(content: Content, leaf: Leaf | None) -> Side | None:
+    if leaf is None:
+        return None
     record = content.manifest.tensors[leaf.index]
     return Side(
         path=path_text(leaf.path),
@@ -295,15 +285,13 @@ def _side(content: Content, leaf: Leaf) -> Side:
 
 
 def _same_bytes(contents: tuple[Content, Content], one: int, two: int) -> int:
-    records = (contents[0].manifest.tensors[one], contents[1].manifest.tensors[two])
-    recipes = [record.recipe for record in records if record.recipe is not None]
-    if recipes:  # all of it, or none that could be told
-        same = len(recipes) == 2 and recipes[0].digest == recipes[1].digest
-        return records[1].nbytes if same else 0
-    first, second = (
-        content.manifest.pieces.ids[content.manifest.first[i] : content.manifest.first[i + 1]]
-        for content, i in zip(contents, (one, two), strict=True)
-    )
+    """Return the bytes of pieces that two tensors have at the same place."""
+    record = contents[1].manifest.tensors[two]
+    recipes = (contents[0].manifest.tensors[one].recipe, record.recipe)
+    digests = {None if recipe is None else recipe.digest for recipe in recipes}
+    if digests != {None}:  # all of it, or none that could be told
+        return record.nbytes if len(digests) == 1 else 0
+    first, second = _ids(contents[0], one), _ids(contents[1], two)
     count = min(len(first), len(second))
     equal = (first[:count] == second[:count]).all(axis=1)
     start = contents[1].manifest.first[two]
@@ -316,6 +304,7 @@ _TENSORS = frozenset({"T", "V", "N", "B", "Q", "G"})
 
 
 def _values(first: Node, second: Node) -> Iterator[ValueChange]:
+    """Yield the values that differ, in the order of the first version."""
     before, after = dict(_plain_leaves(first, ())), dict(_plain_leaves(second, ()))
     for path in dict.fromkeys((*before, *after)):
         if path not in before or path not in after or before[path] != after[path]:

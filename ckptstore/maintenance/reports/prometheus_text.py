@@ -5,23 +5,29 @@ Source of the format: https://prometheus.io/docs/instrumenting/exposition_format
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.model import Receipt, Version
+from ckptstore.model import Receipt
 
 _STAGES = ("blocked", "staging", "hashing", "encoding", "writing", "committing")
 _KINDS = ("logical", "new", "shared", "stored")
+_RECEIPT = (
+    ("seconds", "s", "What it took, by stage.", "stage", _STAGES),
+    ("bytes", "bytes", "Its bytes: in memory, new, shared, stored.", "kind", _KINDS),
+)
+"""Metrics of a receipt: name, suffix of its fields, text, label, and the values of that."""
 _Row = tuple[Mapping[str, str], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFigures:
-    """What one process knows of its own saves."""
+    """Figures of the saves of one process."""
 
     outcomes: Mapping[str, int]
-    """How often each event occurred: ``durable``, ``failed``, ``skipped``, ``cancelled``."""
+    """Number of occurrences of each event: ``durable``, ``failed``, ``skipped``, ``cancelled``."""
     in_flight: int
     """Saves in the background that are not over."""
     staging_bytes: int
@@ -41,12 +47,9 @@ def exposition(catalog: Catalog, process: ProcessFigures | None = None) -> str:
 
 
 def _of_store(catalog: Catalog) -> Iterator[str]:
-    heads: dict[str, Version] = {}
-    states: dict[tuple[str, str], int] = {}
-    for version in catalog.versions():
-        heads[version.run] = version
-        key = (version.run, version.state)
-        states[key] = states.get(key, 0) + 1
+    versions = list(catalog.versions())
+    heads = {version.run: version for version in versions}
+    states = Counter((version.run, version.state) for version in versions)
     yield metric("commits", "gauge", "Commits in the log.", [({}, catalog.number)])
     rows: list[_Row] = [({"run": run, "state": one}, n) for (run, one), n in states.items()]
     yield metric("versions", "gauge", "Versions that can be loaded.", rows)
@@ -55,18 +58,13 @@ def _of_store(catalog: Catalog) -> Iterator[str]:
     rows = [({"run": run}, version.created_at.timestamp()) for run, version in heads.items()]
     yield metric("last_save_timestamp_seconds", "gauge", "When it was committed.", rows)
     receipts = {run: Receipt.of(one.receipt, one.state) for run, one in heads.items()}
-    rows = [
-        ({"run": run, "stage": stage}, getattr(receipt, f"{stage}_s"))
-        for run, receipt in receipts.items()
-        for stage in _STAGES
-    ]
-    yield metric("last_save_seconds", "gauge", "What it took, by stage.", rows)
-    rows = [
-        ({"run": run, "kind": kind}, getattr(receipt, f"{kind}_bytes"))
-        for run, receipt in receipts.items()
-        for kind in _KINDS
-    ]
-    yield metric("last_save_bytes", "gauge", "Its bytes: in memory, new, shared, stored.", rows)
+    for name, suffix, text, label, values in _RECEIPT:
+        rows = [
+            ({"run": run, label: value}, getattr(receipt, f"{value}_{suffix}"))
+            for run, receipt in receipts.items()
+            for value in values
+        ]
+        yield metric(f"last_save_{name}", "gauge", text, rows)
 
 
 def _of_process(process: ProcessFigures) -> Iterator[str]:

@@ -1,19 +1,18 @@
-"""Who holds which bytes: distinct chunks of live versions, and what versions and runs share.
+"""Bytes that versions and runs hold, alone and together: distinct chunks of live versions.
 
 Computed from the manifests of live versions, one after another. A chunk counts with its header and
-its row in the pack's index. Packs are freed when nothing in them is live, or by a repack: what a
-version holds alone is what deleting it makes free for these, not what vanishes at once.
+its row in the pack's index. Packs are freed when nothing in them is live, or by a repack: bytes
+that a version holds alone are dead when it is deleted, and do not vanish at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptstore.catalog.catalog import Catalog
 from ckptstore.errors import FormatError, IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import Manifest
@@ -26,6 +25,9 @@ from ckptstore.repo import Repo
 __all__ = ["HeldBytes", "Share", "SharedUsage", "VersionSharing", "shared_usage", "version_sharing"]
 
 _EACH = CHUNK_HEADER_BYTES + INDEX_ROW_BYTES
+
+_Holders = tuple[str | None, frozenset[str]]
+"""The version that holds a chunk, None if there are several; and the runs that do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedUsage:
-    """What live versions hold, together and each."""
+    """Bytes that live versions hold, together and each."""
 
     versions_count: int
     chunks_count: int
@@ -65,9 +67,9 @@ class SharedUsage:
     roles: dict[str, int] = field(default_factory=dict)
     """Stored bytes of distinct chunks by role; one that holds several counts for the first."""
     runs: dict[str, HeldBytes] = field(default_factory=dict)
-    """By run; exclusive is what no other run needs."""
+    """By run; exclusive are bytes that no other run needs."""
     versions: dict[str, HeldBytes] = field(default_factory=dict)
-    """By version id; exclusive is what no other version needs."""
+    """By version id; exclusive are bytes that no other version needs."""
     shares: tuple[Share, ...] = ()
     """By set of runs, the largest first; those of one run alone are left out."""
     skipped: tuple[str, ...] = ()
@@ -76,7 +78,7 @@ class SharedUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSharing:
-    """What one version holds, and with whom."""
+    """Bytes that one version holds, and the others that need them too."""
 
     version: Version
     bytes: HeldBytes
@@ -89,96 +91,86 @@ class VersionSharing:
     """Why other versions were left out; see :class:`SharedUsage`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Distinct chunks of one manifest, in the order of their keys."""
+    """Distinct chunks, in the order of their keys."""
 
     keys: npt.NDArray[np.uint64]
-    size: npt.NDArray[np.int64]
-    raw: npt.NDArray[np.int64]
-    role: npt.NDArray[np.int64]
+    facts: npt.NDArray[np.int64]
+    """Three rows: stored bytes, decoded bytes, number of the role."""
+
+    @classmethod
+    def of(cls, manifest: Manifest, packs: dict[str, int], roles: dict[str, int]) -> _Chunks:
+        """Return the chunks of a manifest; new packs and roles get the next numbers."""
+        table = manifest.pieces
+        places = np.array([_number(packs, pack) for pack in table.packs], np.uint64)
+        keys = chunk_keys(places[table.pack], table.offset) if len(table) else table.offset
+        unique, rows = np.unique(keys, return_index=True)
+        by_tensor = np.array([_number(roles, one.role) for one in manifest.tensors], np.int64)
+        by_row = np.repeat(by_tensor, np.diff(manifest.first))
+        if more := len(table) - len(by_row):  # bases of deltas
+            base = np.full(more, _number(roles, BASE_ROLE), np.int64)
+            by_row = np.concatenate((by_row, base))
+        size = table.stored[rows].astype(np.int64) + _EACH
+        return cls(unique, np.stack((size, table.slab[rows].astype(np.int64), by_row[rows])))
+
+    @property
+    def size(self) -> npt.NDArray[np.int64]:
+        """Stored bytes of each chunk."""
+        sizes: npt.NDArray[np.int64] = self.facts[0]
+        return sizes
+
+    def by_role(self, roles: dict[str, int]) -> npt.NDArray[np.int64]:
+        """Return the stored bytes of each role."""
+        return _sums(self.facts[2], self.size, len(roles))
 
 
-class _Names:
-    """Numbers for names, in the order of their first use."""
-
-    def __init__(self) -> None:
-        self.places: dict[str, int] = {}
-
-    def of(self, name: str) -> int:
-        return self.places.setdefault(name, len(self.places))
-
-
-def _chunks(manifest: Manifest, packs: _Names, roles: _Names) -> _Chunks:
-    table = manifest.pieces
-    places = np.array([packs.of(pack) for pack in table.packs], np.uint64)
-    keys = chunk_keys(places[table.pack], table.offset) if len(table) else table.offset
-    unique, rows = np.unique(keys, return_index=True)
-    by_tensor = np.array([roles.of(record.role) for record in manifest.tensors], np.int64)
-    by_row = np.repeat(by_tensor, np.diff(manifest.first))
-    if more := len(table) - len(by_row):  # what deltas refer to
-        by_row = np.concatenate((by_row, np.full(more, roles.of(BASE_ROLE), np.int64)))
-    return _Chunks(
-        keys=unique,
-        size=table.stored[rows].astype(np.int64) + _EACH,
-        raw=table.slab[rows].astype(np.int64),
-        role=by_row[rows],
-    )
+def _number(numbers: dict[str, int], name: str) -> int:
+    """Return the number of a name, in the order of first uses."""
+    return numbers.setdefault(name, len(numbers))
 
 
 class _Ledger:
-    """All chunks met so far: how many versions and which runs hold each.
+    """All chunks met so far, each with its holders: 40 bytes a distinct chunk.
 
-    40 bytes a distinct chunk. New ones are sorted in when they are as many as the old, so that the
-    work grows with n log n.
+    New ones are sorted in when they are as many as the old, so that the work grows with n log n.
     """
 
     def __init__(self) -> None:
-        self.keys = np.zeros(0, np.uint64)
-        self.size = np.zeros(0, np.int64)
-        self.raw = np.zeros(0, np.int64)
-        self.role = np.zeros(0, np.int64)
-        self.owner = np.zeros(0, np.int64)
-        """Number of the only version that holds it; -1 if there are several."""
-        self.runs = np.zeros(0, np.int64)
-        """Number of the set of runs that hold it."""
-        self.sets: list[frozenset[int]] = []
-        self._places: dict[frozenset[int], int] = {}
-        self._waiting: list[tuple[_Chunks, int, int]] = []
+        self.chunks = _Chunks(np.zeros(0, np.uint64), np.zeros((3, 0), np.int64))
+        self.holders = np.zeros(0, np.int64)
+        """Place in `sets` of the holders of each chunk."""
+        self.sets: list[_Holders] = [(None, frozenset())]
+        self._places: dict[_Holders, int] = {}
+        self._waiting: list[tuple[_Chunks, str, str]] = []
         self._waiting_count = 0
 
-    def add(self, chunks: _Chunks, version: int, run: int) -> None:
+    def add(self, chunks: _Chunks, version: str, run: str) -> None:
         """Take in the chunks of a version; they are sorted in with others, many at once."""
         self._waiting.append((chunks, version, run))
         self._waiting_count += len(chunks.keys)
-        if self._waiting_count > max(len(self.keys), 1 << 16):
+        if self._waiting_count > max(len(self.holders), 1 << 16):
             self.settle()
 
     def settle(self) -> None:
-        """Sort in what waits."""
-        if not self._waiting:
-            return
-        parts = [part for part, _, _ in self._waiting]
-        keys = np.concatenate([self.keys, *(part.keys for part in parts)])
-        unique, first = np.unique(keys, return_index=True)
-        old = self.keys
-        for name in ("size", "raw", "role"):
-            columns = [getattr(self, name), *(getattr(part, name) for part in parts)]
-            setattr(self, name, np.concatenate(columns)[first])
-        at = np.searchsorted(unique, old)
-        owner, runs = (np.full(len(unique), fill, np.int64) for fill in (-2, self._set(())))
-        owner[at], runs[at] = self.owner, self.runs
+        """Sort in the chunks that wait."""
+        parts = [self.chunks, *(part for part, _, _ in self._waiting)]
+        keys, first = np.unique(np.concatenate([part.keys for part in parts]), return_index=True)
+        facts = np.concatenate([part.facts for part in parts], axis=1)[:, first]
+        holders = np.zeros(len(keys), np.int64)
+        holders[np.searchsorted(keys, self.chunks.keys)] = self.holders
         for part, version, run in self._waiting:
-            at = np.searchsorted(unique, part.keys)
-            owner[at] = np.where(owner[at] == -2, version, -1)
-            before, inverse = np.unique(runs[at], return_inverse=True)
-            after = [self._set(self.sets[int(place)] | {run}) for place in before]
-            runs[at] = np.array(after, np.int64)[inverse]
-        self.keys, self.owner, self.runs = unique, owner, runs
+            at = np.searchsorted(keys, part.keys)
+            before, inverse = np.unique(holders[at], return_inverse=True)
+            after = [self._with(int(place), version, run) for place in before]
+            holders[at] = np.array(after, np.int64)[inverse]
+        self.chunks, self.holders = _Chunks(keys, facts), holders
         self._waiting, self._waiting_count = [], 0
 
-    def _set(self, runs: Sequence[int] | frozenset[int]) -> int:
-        wanted = frozenset(runs)
+    def _with(self, place: int, version: str, run: str) -> int:
+        """Return the place of some holders and one more."""
+        _, runs = self.sets[place]
+        wanted = (None if runs else version, runs | {run})
         if wanted not in self._places:
             self._places[wanted] = len(self.sets)
             self.sets.append(wanted)
@@ -186,7 +178,7 @@ class _Ledger:
 
 
 def shared_usage(repo: Repo, *, progress: ProgressCallback = silent) -> SharedUsage:
-    """Return what the live versions of a store hold; reads each of their manifests once.
+    """Return the bytes that the live versions of a store hold; reads each of their manifests once.
 
     A version whose manifest cannot be read is left out, and the report says so. Memory: 40 bytes a
     distinct chunk, and one manifest.
@@ -196,71 +188,79 @@ def shared_usage(repo: Repo, *, progress: ProgressCallback = silent) -> SharedUs
     StorageError
         The storage failed.
     """
-    versions = _Live.of(repo.refresh())
-    packs, roles, runs = _Names(), _Names(), _Names()
+    packs: dict[str, int] = {}
+    roles: dict[str, int] = {}
     ledger = _Ledger()
-    held = np.zeros(len(versions.ids), np.int64)
+    held: dict[str, int] = {}
+    runs: dict[str, None] = {}
     skipped: dict[str, str] = {}
-    for place, version in enumerate(versions.all):
-        manifest = _manifest(repo, version, skipped)
-        if manifest is not None:
-            chunks = _chunks(manifest, packs, roles)
-            held[place] = chunks.size.sum()
-            ledger.add(chunks, place, runs.of(version.run))
-        _tell(progress, place + 1, len(versions.ids))
+    for version, manifest in _manifests(repo, skipped, progress):
+        chunks = _Chunks.of(manifest, packs, roles)
+        held[version.id] = int(chunks.size.sum())
+        runs[version.run] = None
+        ledger.add(chunks, version.id, version.run)
     ledger.settle()
-    alone = ledger.owner >= 0
-    exclusive = _sums(ledger.owner[alone], ledger.size[alone], len(versions.ids))
-    by_role = _sums(ledger.role, ledger.size, len(roles.places))
-    by_set = _sums(ledger.runs, ledger.size, len(ledger.sets))
-    names = list(runs.places)
+    found = ledger.chunks
+    exclusive: dict[str | None, int] = {}
+    by_runs: dict[frozenset[str], int] = {}
+    sizes = _sums(ledger.holders, found.size, len(ledger.sets)).tolist()
+    for (only, together), size in zip(ledger.sets, sizes, strict=True):
+        exclusive[only] = size
+        by_runs[together] = by_runs.get(together, 0) + size
     return SharedUsage(
-        versions_count=len(versions.ids) - len(skipped),
-        chunks_count=len(ledger.keys),
-        stored_bytes=int(ledger.size.sum()),
-        raw_bytes=int(ledger.raw.sum()),
-        roles={role: int(size) for role, size in sorted(zip(roles.places, by_role, strict=True))},
-        runs={name: _of_run(ledger, by_set, place) for place, name in enumerate(names)},
-        versions={
-            version_id: HeldBytes(held=int(all_of_it), exclusive=int(own))
-            for version_id, all_of_it, own in zip(versions.ids, held, exclusive, strict=True)
-            if version_id not in skipped
+        versions_count=len(held),
+        chunks_count=len(found.keys),
+        stored_bytes=int(found.size.sum()),
+        raw_bytes=int(found.facts[1].sum()),
+        roles=dict(sorted(zip(roles, found.by_role(roles).tolist(), strict=True))),
+        runs={
+            run: HeldBytes(
+                held=sum(size for together, size in by_runs.items() if run in together),
+                exclusive=by_runs.get(frozenset({run}), 0),
+            )
+            for run in runs
         },
-        shares=_shares(ledger, by_set, names),
+        versions={
+            version: HeldBytes(held=size, exclusive=exclusive.get(version, 0))
+            for version, size in held.items()
+        },
+        shares=_shares(by_runs),
         skipped=tuple(skipped.values()),
     )
 
 
-def _manifest(repo: Repo, version: Version, skipped: dict[str, str]) -> Manifest | None:
-    """Return the manifest of a version; None, and why in `skipped`, if it is gone or damaged."""
-    try:
-        return repo.manifests.load(version)
-    except (IntegrityError, FormatError) as error:
-        skipped[version.id] = error.message
-        return None
-
-
-def _of_run(ledger: _Ledger, by_set: npt.NDArray[np.int64], run: int) -> HeldBytes:
-    held = sum(int(by_set[at]) for at, runs in enumerate(ledger.sets) if run in runs)
-    own = sum(int(by_set[at]) for at, runs in enumerate(ledger.sets) if runs == {run})
-    return HeldBytes(held=held, exclusive=own)
-
-
-def _shares(
-    ledger: _Ledger, by_set: npt.NDArray[np.int64], names: Sequence[str]
-) -> tuple[Share, ...]:
-    found = [
-        Share(runs=tuple(sorted(names[run] for run in runs)), size_bytes=int(by_set[at]))
-        for at, runs in enumerate(ledger.sets)
-        if len(runs) > 1 and by_set[at]
-    ]
+def _shares(by_runs: dict[frozenset[str], int]) -> tuple[Share, ...]:
+    found = (
+        Share(runs=tuple(sorted(together)), size_bytes=size)
+        for together, size in by_runs.items()
+        if len(together) > 1 and size
+    )
     return tuple(sorted(found, key=lambda share: (-share.size_bytes, share.runs)))
+
+
+def _manifests(
+    repo: Repo, skipped: dict[str, str], progress: ProgressCallback, but: str = ""
+) -> Iterator[tuple[Version, Manifest]]:
+    """Yield the live versions but one with their manifests.
+
+    Those whose manifest is gone or damaged are left out, and `skipped` says why by their ids.
+    """
+    versions = list(live_versions(repo.refresh()))
+    for done, version in enumerate(versions, 1):
+        if version.id != but:
+            try:
+                manifest = repo.manifests.load(version)
+            except (IntegrityError, FormatError) as error:
+                skipped[version.id] = error.message
+            else:
+                yield version, manifest
+        progress(Progress(stage="manifests", done=done, total=len(versions), unit="versions"))
 
 
 def version_sharing(
     repo: Repo, version: Version, *, progress: ProgressCallback = silent
 ) -> VersionSharing:
-    """Return what one version holds and with whom; reads the manifest of each live version once.
+    """Return the bytes of one version and their holders; reads each live manifest once.
 
     Memory: two manifests.
 
@@ -273,52 +273,32 @@ def version_sharing(
     StorageError
         The storage failed.
     """
-    packs, roles = _Names(), _Names()
-    mine = _chunks(repo.manifests.load(version), packs, roles)
-    shared = np.zeros(len(mine.keys), np.bool_)
-    own_packs = len(packs.places)
+    packs: dict[str, int] = {}
+    roles: dict[str, int] = {}
+    mine = _Chunks.of(repo.manifests.load(version), packs, roles)
+    size = mine.size
+    shared = np.zeros(len(size), np.bool_)
     by_run: dict[str, npt.NDArray[np.bool_]] = {}
     by_version: dict[str, int] = {}
-    versions = _Live.of(repo.refresh())
     skipped: dict[str, str] = {}
-    for place, other in enumerate(versions.all):
-        manifest = None if other.id == version.id else _manifest(repo, other, skipped)
-        if manifest is not None:
-            others = _chunks(manifest, packs, _Names())
-            common = np.isin(mine.keys, others.keys, assume_unique=True)
-            if common.any():
-                shared |= common
-                by_run[other.run] = by_run.get(other.run, common) | common
-                by_version[other.id] = int(mine.size[common].sum())
-            # What only others hold is never asked for again.
-            for pack in list(packs.places)[own_packs:]:
-                del packs.places[pack]
-        _tell(progress, place + 1, len(versions.ids))
-    held = _sums(mine.role, mine.size, len(roles.places))
-    own = _sums(mine.role[~shared], mine.size[~shared], len(roles.places))
-    most = {run: int(mine.size[common].sum()) for run, common in by_run.items()}
+    for other, manifest in _manifests(repo, skipped, progress, but=version.id):
+        others = _Chunks.of(manifest, dict(packs), {})  # its own packs are not asked for again
+        common = np.isin(mine.keys, others.keys, assume_unique=True)
+        if common.any():
+            shared |= common
+            by_run[other.run] = by_run.get(other.run, common) | common
+            by_version[other.id] = int(size[common].sum())
+    alone = _Chunks(mine.keys[~shared], mine.facts[:, ~shared])
+    by_role = zip(roles, mine.by_role(roles).tolist(), alone.by_role(roles).tolist(), strict=True)
+    most = {run: int(size[common].sum()) for run, common in by_run.items()}
     return VersionSharing(
         version=version,
-        bytes=HeldBytes(held=int(mine.size.sum()), exclusive=int(mine.size[~shared].sum())),
-        roles={
-            role: HeldBytes(held=int(all_of_it), exclusive=int(alone))
-            for role, all_of_it, alone in sorted(zip(roles.places, held, own, strict=True))
-        },
+        bytes=HeldBytes(held=int(size.sum()), exclusive=int(alone.size.sum())),
+        roles={role: HeldBytes(held=held, exclusive=own) for role, held, own in sorted(by_role)},
         runs=dict(sorted(most.items(), key=lambda item: (-item[1], item[0]))),
         versions=by_version,
         skipped=tuple(skipped.values()),
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Live:
-    all: Sequence[Version]
-    ids: Sequence[str]
-
-    @classmethod
-    def of(cls, catalog: Catalog) -> _Live:
-        found = list(live_versions(catalog))
-        return cls(all=found, ids=[version.id for version in found])
 
 
 def _sums(
@@ -328,7 +308,3 @@ def _sums(
     found = np.zeros(count, np.int64)
     np.add.at(found, places, sizes)
     return found
-
-
-def _tell(progress: ProgressCallback, done: int, total: int) -> None:
-    progress(Progress(stage="manifests", done=done, total=total, unit="versions"))

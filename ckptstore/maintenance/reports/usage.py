@@ -1,4 +1,4 @@
-"""How many bytes a store takes, and what for: by run, version and role."""
+"""Bytes that a store takes, by run, version and role."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["ObjectTotals", "StoreStats", "VersionUsage", "store_stats", "sum_rol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionUsage:
-    """What one version took when it was saved."""
+    """Bytes that one version took when it was saved."""
 
     version: Version
     total: RoleBytes
@@ -38,7 +38,7 @@ class StoreStats:
     versions_count: int
     commits_count: int
     total: RoleBytes
-    """Over all versions: what they hold, what was new, what that took."""
+    """Over all versions: bytes in memory, new ones, and these as stored."""
     roles: dict[str, RoleBytes] = field(default_factory=dict)
     objects: dict[str, ObjectTotals] = field(default_factory=dict)
     """By kind (``packs``, ``manifests``, ``commits``, ``snapshots``, ``store.json``), as listed."""
@@ -57,8 +57,17 @@ def sum_roles(parts: Iterable[RoleBytes]) -> RoleBytes:
     return RoleBytes(logical=logical, new=new, stored=stored)
 
 
+def by_role(versions: Iterable[Version]) -> dict[str, RoleBytes]:
+    """Return the sum of the byte counts of each role over some versions."""
+    found: dict[str, list[RoleBytes]] = {}
+    for version in versions:
+        for role, part in version.roles.items():
+            found.setdefault(role, []).append(part)
+    return {role: sum_roles(parts) for role, parts in found.items()}
+
+
 def usage(catalog: Catalog, run: str | None = None) -> list[VersionUsage]:
-    """Return what each version took, oldest first; reads nothing but the catalog."""
+    """Return the bytes of each version, oldest first; reads nothing but the catalog."""
     return [
         VersionUsage(version=version, total=sum_roles(version.roles.values()))
         for version in catalog.versions(run)
@@ -75,10 +84,7 @@ def store_stats(repo: Repo) -> StoreStats:
     """
     catalog = repo.refresh()
     versions = list(catalog.versions())
-    roles: dict[str, list[RoleBytes]] = {}
-    for version in versions:
-        for role, part in version.roles.items():
-            roles.setdefault(role, []).append(part)
+    roles = by_role(versions)
     objects = {}
     keys = () if repo.superblock.encryption is None else (KEYS_PREFIX,)
     for prefix in (STORE_KEY, *OBJECT_PREFIXES, *keys):
@@ -88,7 +94,7 @@ def store_stats(repo: Repo) -> StoreStats:
         runs_count=len(catalog.runs()),
         versions_count=len(versions),
         commits_count=catalog.number,
-        total=sum_roles(part for version in versions for part in version.roles.values()),
-        roles={role: sum_roles(parts) for role, parts in roles.items()},
+        total=sum_roles(roles.values()),
+        roles=roles,
         objects=objects,
     )

@@ -6,8 +6,8 @@ plain values, but those of a part of the state whose tensors all go, or which th
 the weights share with another part of the state stays with the weights.
 
 Tensors stay where they lie wherever they can. Two kinds must be written: those that the level
-rounds, and those that follow from a tensor that goes, such as bfloat16 weights of which only the
-float32 masters were stored; to keep the masters hidden would cost twice what the weights take.
+rounds, and those that follow from a tensor that goes, such as bfloat16 weights stored as
+their float32 masters alone; to keep the masters hidden would cost twice the size of the weights.
 New pieces are shared with versions that were aged before, and with what stays: frozen weights that
 many versions have in common are rounded once for all of them. They are no deltas; those that stay
 keep their bases. Torch-free.
@@ -15,6 +15,7 @@ keep their bases. Torch-free.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,10 +27,10 @@ from ckptstore.backends.wrapper import WrapperBackend
 from ckptstore.catalog.levels import Level
 from ckptstore.checkpoint.content import Content, logical_bytes, read_content
 from ckptstore.checkpoint.encoded_sources import source_of
+from ckptstore.checkpoint.selection import part_of
 from ckptstore.checkpoint.stored_sources import StoredBytes
-from ckptstore.checkpoint.subset_manifest import part_of
 from ckptstore.checkpoint.write import shareable
-from ckptstore.codecs.codec_table import check_choice
+from ckptstore.config import check_choice
 from ckptstore.encodings.encoding import Encoding
 from ckptstore.events import silent
 from ckptstore.format.dtypes import ITEM_BYTES
@@ -50,7 +51,7 @@ from ckptstore.repo import Repo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """How much of a version is to be kept, and how."""
+    """Part of a version that is to be kept, and its form."""
 
     level: Level
     encodings: tuple[Encoding, ...] = ()
@@ -68,7 +69,7 @@ class Lowered:
     """The result for its tensors; None if none had to be written."""
     reclaimable_bytes: int
     """Stored bytes that no longer have to be kept for it, less what was written. Below 0 where
-    other versions go on to need what is replaced."""
+    other versions go on to need the replaced pieces."""
 
 
 def lower(
@@ -102,7 +103,7 @@ def lower(
     """
     held = repo.manifests.load(version)
     part = weights_part(held) if version.level == "full" else held
-    rewritten = None
+    manifest, work = part, None
     if target.encodings or (part.sources and _orphans(read_content(part))):
         content = read_content(part)
         shared = [*recent, *_alike(repo, version, target.level)]
@@ -115,19 +116,19 @@ def lower(
             without=[keys[key] for key in repo.catalog.gone(keys)],
             backend=backend or repo.backend,
         )
-        rewritten = work.run(target.encodings)
-        recent.append(rewritten.manifest.pieces)
-    manifest = part if rewritten is None else rewritten.manifest
+        manifest = work.run(target.encodings)
+        recent.append(manifest.pieces)
+    rounding = None if work is None else work.rounding
     return Lowered(
         manifest=manifest,
-        roles=_roles(manifest, version, rewritten),
-        rounding=None if rewritten is None else rewritten.rounding,
-        reclaimable_bytes=_reclaimable(version, rewritten),
+        roles=_roles(manifest, version, work),
+        rounding=rounding,
+        reclaimable_bytes=_reclaimable(version, rounding),
     )
 
 
 def weigh(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Lowered:
-    """Return what :func:`lower` would, and keep nothing: all is read and encoded, nothing stored.
+    """Return the result of :func:`lower`, and keep nothing: all is read and encoded, none stored.
 
     Raises
     ------
@@ -151,33 +152,29 @@ def _alike(repo: Repo, version: Version, level: Level) -> list[PieceTable]:
     return [table for one in (before, after) if one is not None for table in shareable(repo, one)]
 
 
-def _roles(
-    manifest: Manifest, version: Version, rewritten: _Rewritten | None
-) -> dict[str, RoleBytes]:
-    """Return the bytes of what stays; what was new, and what that took, is as it was at most."""
+def _roles(manifest: Manifest, version: Version, work: _Rewriting | None) -> dict[str, RoleBytes]:
+    """Return the bytes that stay by role; those that were new are at most as before."""
     none = RoleBytes(logical=0, new=0, stored=0)
-    share = 1.0 if rewritten is None else rewritten.rounding.kept_share
+    share = 1.0 if work is None else work.rounding.kept_share
     found = {}
     for role, size in logical_bytes(manifest).items():
         before = version.roles.get(role, none)
-        more = none if rewritten is None else rewritten.new.get(role, none)
+        new, stored = (0, 0) if work is None else (work.new_bytes[role], work.stored_bytes[role])
         found[role] = RoleBytes(
             logical=size,
-            new=min(int(before.new * share) + more.new, size),
-            stored=int(before.stored * share) + more.stored,
+            new=min(int(before.new * share) + new, size),
+            stored=int(before.stored * share) + stored,
         )
     return found
 
 
-def _reclaimable(version: Version, rewritten: _Rewritten | None) -> int:
-    """Return what goes of what the version had brought, less what was written."""
+def _reclaimable(version: Version, rounding: Rounding | None) -> int:
+    """Return the bytes that the version had brought and that go, less those that were written."""
     weights = sum(part.stored for role, part in version.roles.items() if role == "weights")
     rest = sum(part.stored for part in version.roles.values()) - weights
-    if rewritten is None:
+    if rounding is None:
         return rest
-    return (
-        rest + int(weights * (1 - rewritten.rounding.kept_share)) - rewritten.rounding.written_bytes
-    )
+    return rest + int(weights * (1 - rounding.kept_share)) - rounding.written_bytes
 
 
 class _Scales(WrapperBackend):
@@ -246,16 +243,6 @@ def _prefixes(paths: Sequence[Path] | set[Path]) -> set[Path]:
 # --- tensors that are written ------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Rewritten:
-    """A manifest of which some tensors were rewritten."""
-
-    manifest: Manifest
-    rounding: Rounding
-    new: Mapping[str, RoleBytes]
-    """Per role: bytes that were written, as they are and encoded; ``logical`` is 0."""
-
-
 def _orphans(content: Content) -> frozenset[int]:
     """Return the visible tensors that keep a hidden one alive which is larger than they are."""
     records = content.manifest.tensors
@@ -294,16 +281,19 @@ class _Rewriting:
     backend: Backend
     """Where packs go."""
     report: dict[int, RoundedTensor] = field(default_factory=dict)
-    coded: dict[int, tuple[Coding, list[_Placed]]] = field(default_factory=dict)
-    plain: dict[int, _Placed] = field(default_factory=dict)
+    written: dict[int, tuple[Coding | None, list[_Placed]]] = field(default_factory=dict)
+    """Tensors that were, in fewer bits or as they are."""
     waiting: list[tuple[int, Coding | None, tuple[Source, ...]]] = field(default_factory=list)
     held_bytes: int = 0
     """Memory of tensors that wait for being written."""
-    new: dict[str, RoleBytes] = field(default_factory=dict)
-    """Per role: bytes that were stored; ``logical`` is 0."""
+    new_bytes: Counter[str] = field(default_factory=Counter)
+    """By role: bytes of new pieces, as they are in memory."""
+    stored_bytes: Counter[str] = field(default_factory=Counter)
+    """By role: bytes that were stored for them."""
+    rounding: Rounding = field(init=False)
 
-    def run(self, encodings: Sequence[Encoding]) -> _Rewritten:
-        """Write what must be, and what is rounded; packs are durable on return.
+    def run(self, encodings: Sequence[Encoding]) -> Manifest:
+        """Write what must be, and what is rounded, durably; return the manifest over it.
 
         Parameters
         ----------
@@ -320,24 +310,28 @@ class _Rewriting:
     # --- one tensor -----------------------------------------------------------------------------
 
     def _take(self, index: int, path: Path, encodings: Sequence[Encoding]) -> None:
-        """Decide what becomes of a tensor; queue what is to be written."""
-        record, orphan = self.content.manifest.tensors[index], index in self.orphans
+        """Queue a tensor if it must be written, or is rounded."""
+        record = self.content.manifest.tensors[index]
         tried = wanted(record, self._item_bytes(record), path, encodings)
-        if not tried and not orphan and not self._source_may_change(record, encodings):
+        must = index in self.orphans or (bool(encodings) and self._follows_visible(record))
+        if not tried and not must:
             return
-        source = self._source(index)
-        name = self.content.labels[index]
-        coding, problems = None, list[str]()
+        window = max(1, self.repo.options.host_bytes // 8)
+        source = source_of(record, StoredBytes(self.repo, self.content, index, window_bytes=window))
+        coding = None
         if tried:
-            chunk_bytes = self.repo.superblock.chunk_bytes
+            name, chunk_bytes = self.content.labels[index], self.repo.superblock.chunk_bytes
             coding, problems = round_tensor(
                 record, source, tried, name=name, chunk_bytes=chunk_bytes
             )
             self.report[index] = _reported(name, record, coding, problems)
-        if coding is not None:
-            self._queue(index, coding, coding.sources, source)
-        elif orphan or self._source_may_change(record, encodings):
-            self._queue(index, None, (source,), source)
+        if coding is not None or must:
+            room = self.repo.options.host_bytes // 4
+            size = min(source.nbytes, room)
+            if self.waiting and self.held_bytes + size > room:
+                self._flush()
+            self.waiting.append((index, coding, (source,) if coding is None else coding.sources))
+            self.held_bytes += size
 
     def _item_bytes(self, record: TensorRecord) -> int:
         """Return what an element of a tensor takes as it is stored now."""
@@ -347,27 +341,10 @@ class _Rewriting:
         stored = ITEM_BYTES[self.content.manifest.tensors[recipe.sources[0]].dtype]
         return min(stored, ITEM_BYTES[record.dtype])
 
-    def _source_may_change(self, record: TensorRecord, encodings: Sequence[Encoding]) -> bool:
-        """Say whether a tensor follows from a visible one that may be rounded itself."""
-        recipe = record.recipe
-        if recipe is None or not encodings:
-            return False
-        return any(source not in self.content.hidden for source in recipe.sources)
-
-    def _source(self, index: int) -> Source:
-        record = self.content.manifest.tensors[index]
-        window = max(1, self.repo.options.host_bytes // 8)
-        return source_of(record, StoredBytes(self.repo, self.content, index, window_bytes=window))
-
-    def _queue(
-        self, index: int, coding: Coding | None, sources: tuple[Source, ...], read: Source
-    ) -> None:
-        room = self.repo.options.host_bytes // 4
-        size = min(read.nbytes, room)
-        if self.waiting and self.held_bytes + size > room:
-            self._flush()
-        self.waiting.append((index, coding, sources))
-        self.held_bytes += size
+    def _follows_visible(self, record: TensorRecord) -> bool:
+        """Return whether a tensor follows from a visible one, which may be rounded itself."""
+        sources = () if record.recipe is None else record.recipe.sources
+        return any(source not in self.content.hidden for source in sources)
 
     def _flush(self) -> None:
         """Write what waits."""
@@ -398,34 +375,22 @@ class _Rewriting:
             for one, _ in zip(records, sources, strict=True):
                 first, last = written.first[at], written.first[at + 1]
                 placed.append(_Placed(record=one, table=written.table, first=first, last=last))
-                self._count(record.role, written, first, last)
+                raw = written.table.raw[first:last].astype(np.int64)
+                self.new_bytes[record.role] += int(raw[written.is_new[first:last]].sum())
+                self.stored_bytes[record.role] += int(written.stored_new[first:last].sum())
                 at += 1
-            if coding is None:
-                self.plain[index] = placed[0]
-            else:
-                self.coded[index] = (coding, placed)
-
-    def _count(self, role: str, written: Written, first: int, last: int) -> None:
-        rows = slice(first, last)
-        before = self.new.get(role, RoleBytes(logical=0, new=0, stored=0))
-        raw = written.table.raw[first:last].astype(np.int64)
-        self.new[role] = RoleBytes(
-            logical=0,
-            new=before.new + int(raw[written.is_new[rows]].sum()),
-            stored=before.stored + int(written.stored_new[rows].sum()),
-        )
+            self.written[index] = (coding, placed)
 
     # --- all of them ----------------------------------------------------------------------------
 
-    def _result(self) -> _Rewritten:
+    def _result(self) -> Manifest:
         """Put everything together: visible tensors, then those that are hidden."""
         old = self.content.manifest
         visible = [n for n in range(len(old.tensors)) if n not in self.content.hidden]
-        changed = {*self.coded, *self.plain}
         kept_hidden = sorted(
             source
             for n in visible
-            if n not in changed and (recipe := old.tensors[n].recipe) is not None
+            if n not in self.written and (recipe := old.tensors[n].recipe) is not None
             for source in recipe.sources
             if source in self.content.hidden
         )
@@ -434,30 +399,25 @@ class _Rewriting:
         hidden = [self._old(n) for n in kept_hidden]
         placed: list[_Placed] = []
         for n in visible:
-            if n in self.coded:
-                coding, codes = self.coded[n]
+            coding, made = self.written.get(n, (None, []))
+            if coding is not None:
                 start = len(visible) + len(hidden)
-                recipe = replace(coding.recipe, sources=tuple(range(start, start + len(codes))))
-                hidden += codes
+                recipe = replace(coding.recipe, sources=tuple(range(start, start + len(made))))
+                hidden += made
                 record = replace(old.tensors[n], recipe=recipe)
                 placed.append(_Placed(record=record, table=old.pieces, first=0, last=0))
-            elif n in self.plain:
-                placed.append(self.plain[n])
             else:
-                placed.append(self._moved(n, places))
+                placed += made or [self._moved(n, places)]
         manifest = _assembled(old, [*placed, *hidden])
         kept_bytes = self._kept_bytes(visible, kept_hidden)
         read_content(manifest)  # what would not load is never written
-        return _Rewritten(
-            manifest=manifest,
-            rounding=Rounding(
-                tensors=tuple(self.report[n] for n in sorted(self.report)),
-                written_bytes=sum(part.stored for part in self.new.values()),
-                replaced_bytes=_bytes_of(old) - kept_bytes,
-                kept_bytes=kept_bytes,
-            ),
-            new=self.new,
+        self.rounding = Rounding(
+            tensors=tuple(self.report[n] for n in sorted(self.report)),
+            written_bytes=self.stored_bytes.total(),
+            replaced_bytes=_bytes_of(old) - kept_bytes,
+            kept_bytes=kept_bytes,
         )
+        return manifest
 
     def _old(self, index: int) -> _Placed:
         old = self.content.manifest
@@ -474,7 +434,7 @@ class _Rewriting:
 
     def _kept_bytes(self, visible: Sequence[int], hidden: Sequence[int]) -> int:
         old = self.content.manifest
-        stay = [n for n in visible if n not in self.coded and n not in self.plain]
+        stay = [n for n in visible if n not in self.written]
         rows = [np.arange(old.first[n], old.first[n + 1]) for n in (*stay, *hidden)]
         return _bytes_of(old, np.concatenate([np.zeros(0, np.int64), *rows]))
 
@@ -515,7 +475,7 @@ def _assembled(old: Manifest, placed: Sequence[_Placed]) -> Manifest:
 
 
 def _bytes_of(manifest: Manifest, rows: npt.NDArray[np.int64] | None = None) -> int:
-    """Return what pieces take in packs, each its share of its chunk; those of one id once."""
+    """Return the size of pieces in packs, each its share of its chunk; those of one id once."""
     table = manifest.pieces
     chosen = np.arange(manifest.first[-1]) if rows is None else rows
     if not len(chosen):

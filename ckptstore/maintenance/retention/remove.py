@@ -41,7 +41,7 @@ class Removal:
     """Stored bytes that no longer have to be kept for it; a collection frees that much at most,
     since other versions may share a part of them."""
     rounding: Rounding | None = None
-    """What rounding its weights makes of them, where that was measured."""
+    """Result of rounding its weights, where that was measured."""
 
 
 def remove(
@@ -154,7 +154,7 @@ def find_deleted(catalog: Catalog, ref: Ref) -> str:
 
 
 def _refuse_reduced(catalog: Catalog, ref: Ref) -> None:
-    """Raise if ``RUN@STEP`` names a version of which a part was deleted: there is no way back."""
+    """Raise if ``RUN@STEP`` names a version that lost a part: there is no way back."""
     for version in catalog.versions(ref.run):
         if version.step == ref.number and version.level != "full":
             msg = f"{ref.text!r} was reduced to {version.level}, which is for good"
@@ -191,7 +191,7 @@ def undelete(repo: Repo, versions: Sequence[str]) -> list[Version]:
 
 
 def _needs(repo: Repo, catalog: Catalog, version: Version) -> list[str]:
-    """Return the keys of what a version is made of, all of which are there."""
+    """Return the keys of the objects of a version, if all are there."""
     if version.level == "record" or not version.deleted:
         return []
     check_not_condemned(catalog, [version.manifest_key])

@@ -24,8 +24,7 @@ from ckptstore.catalog.catalog import Catalog
 from ckptstore.catalog.commits import Commit
 from ckptstore.catalog.content_ops import Move
 from ckptstore.catalog.levels import LEVELS, Level
-from ckptstore.catalog.lifecycle_ops import SetPolicy
-from ckptstore.catalog.pin_ops import pinned_error
+from ckptstore.catalog.lifecycle_ops import SetPolicy, pinned_error
 from ckptstore.catalog.policy import Policy
 from ckptstore.catalog.retention import Decision, RunPlan, reclaimable
 from ckptstore.catalog.state import Op
@@ -150,7 +149,7 @@ def retain(
     free: Collection[str] | None = None,
     after: AfterCommit | None = None,
 ) -> RetainReport:
-    """Plan what becomes of versions, and carry it out unless `dry_run`.
+    """Plan the fate of versions by a policy, and carry it out unless `dry_run`.
 
     Parameters
     ----------
@@ -208,7 +207,7 @@ def retain(
 
 
 def _measured(plan: RunPlan, lowered: Mapping[str, Lowered]) -> RunPlan:
-    """Return a plan with what was found to be freed in place of what was estimated."""
+    """Return a plan with freed bytes as measured in place of estimates."""
     decisions = tuple(
         replace(one, reclaimable_bytes=lowered[one.version.id].reclaimable_bytes)
         if one.changes and one.version.id in lowered
@@ -219,7 +218,7 @@ def _measured(plan: RunPlan, lowered: Mapping[str, Lowered]) -> RunPlan:
 
 
 def target_of(plan: RunPlan, decision: Decision) -> Target:
-    """Return what a decision of a plan, which is not ``gone``, does to its version."""
+    """Return the target of a decision of a plan, which is not ``gone``."""
     assert decision.fate != "gone"  # noqa: S101 - for the type checker
     encodings = plan.policy.rounding(decision.fate) if plan.policy else ()
     return Target(level=decision.fate, encodings=encodings)
@@ -280,7 +279,7 @@ class _Retaining:
         return self._prepare(self.repo.refresh()), self.repo.log.append_any(self._build)
 
     def _todo(self, catalog: Catalog) -> tuple[list[str], dict[_Key, Target]]:
-        """Return what is to be deleted and what is to be aged, by what it is now."""
+        """Return the versions to be deleted, and those to be aged by their present state."""
         gone: list[str] = []
         aged: dict[_Key, Target] = {}
         for plan in self.plans(catalog):
@@ -394,8 +393,8 @@ def foresee(
     Parameters
     ----------
     measure
-        Read and round what the level rounds, and say what comes of it; else what is freed is an
-        estimate from the catalog.
+        Read and round the tensors that the level rounds, and report the result; else the freed
+        bytes are an estimate from the catalog.
     """
     catalog = repo.refresh()
     recent: list[PieceTable] = []
@@ -417,7 +416,7 @@ def foresee(
 
 
 def _concerned(versions: Sequence[Version], level: Level) -> list[Version]:
-    """Return those of which more than this is kept, each once."""
+    """Return those that are kept to more than this level, each once."""
     each = {version.id: version for version in versions}.values()
     return [version for version in each if LEVELS.index(level) < LEVELS.index(version.level)]
 
@@ -439,7 +438,7 @@ def _check(catalog: Catalog, version: Version, level: Level, *, force: bool) -> 
 
 
 def prepare(repo: Repo, version: Version, target: Target, recent: list[PieceTable]) -> Prepared:
-    """Write what is to stay of a version, and its manifest; return the move to it.
+    """Write the part of a version that stays, and its manifest; return the move to it.
 
     Parameters
     ----------

@@ -14,10 +14,10 @@ from ckptstore.repo import Repo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rolled:
-    """What a rollback did."""
+    """Result of a rollback."""
 
     target: Version
-    """The head from now on: what the next save continues."""
+    """The head from now on: the next save continues it."""
     head_before: str
     """Id of the head before; rolling back to it undoes this. Equal to the target's: no change."""
     abandoned: tuple[Version, ...] = ()

@@ -1,4 +1,4 @@
-"""Rounding: what one tensor of a version becomes in fewer bits, and how far that is from it.
+"""Rounding: one tensor of a version in fewer bits, and how far that is from what was saved.
 
 Errors add up over the steps of ageing. What is recorded is a bound of the distance to what was
 *saved*: by the triangle inequality the largest difference is at most the sum of those of the steps,
@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptstore import limits
-from ckptstore.checkpoint.encoded_sources import CodedSource, Elements, coded_sources, grid_of
-from ckptstore.checkpoint.encoding_trial import TensorFacts, look, measure
+from ckptstore.checkpoint.encoded_sources import Elements, coded_sources, grid_of
+from ckptstore.checkpoint.encoding_trial import look, measure, over, recipe_of
 from ckptstore.encodings.casts import FLOATS
 from ckptstore.encodings.coding import Form
 from ckptstore.encodings.encoding import Encoding
@@ -28,7 +28,7 @@ from ckptstore.objects.sources import Source
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Coding:
-    """A tensor in fewer bits: what is to be written, and what the manifest is to say."""
+    """A tensor in fewer bits: its sources to be written, and its records in the manifest."""
 
     recipe: Recipe
     """Its sources are not placed yet: they are those of `records`, in this order."""
@@ -93,66 +93,49 @@ def round_tensor(
         problem = form.problem(looked.seen)
         if not problem:
             coded = coded_sources(record, elements, form)
-            grids = [grid_of(one.source.nbytes, one.source.row_bytes, one.source.itemsize,
-                             chunk_bytes) for one in coded]  # fmt: skip
+            made = [one.source for one in coded]
+            grids = [grid_of(one.nbytes, one.row_bytes, one.itemsize, chunk_bytes) for one in made]
             measured = measure(elements, form, looked, (grids[0], grids[-1]), name)
-            recipe = _recipe(record.recipe, form, looked, encoding, measured.digest,
-                             measured.difference.max_abs, measured.difference.rel_l2)  # fmt: skip
+            recipe = recipe_of(encoding, form, looked, measured)
+            if record.recipe is not None and not record.recipe.exact:
+                recipe = _since_saved(record.recipe, recipe, encoding)
             problem = measured.difference.problem or _over(recipe, encoding)
             if not problem:
-                return _coding(form, coded, recipe, encoding), problems
+                blocks = f", blocks of {form.block}" if form.block else ""
+                coding = Coding(
+                    recipe=recipe,
+                    records=tuple(one.record for one in coded),
+                    sources=tuple(made),
+                    form=encoding.name + blocks,
+                )
+                return coding, problems
         problems.append(f"{encoding.name}: {problem}")
     return None, problems
 
 
-def _recipe(
-    before: Recipe | None,
-    form: Form,
-    looked: TensorFacts,
-    encoding: Encoding,
-    digest: bytes,
-    max_abs: float,
-    rel_l2: float,
-) -> Recipe:
-    """Return the recipe with errors against what was saved: those of the steps, added up."""
-    given = looked.given
-    if before is not None and not before.exact:
-        given = before.given
-        max_abs = math.nextafter(before.max_abs + max_abs, math.inf)
-        rel_l2 = math.nextafter(before.rel_l2 + rel_l2 + before.rel_l2 * rel_l2, math.inf)
-    exact = digest == given
-    return Recipe(
-        kind=form.kind,
-        sources=(),
-        code=form.code,
-        block=form.block,
+def _since_saved(before: Recipe, step: Recipe, encoding: Encoding) -> Recipe:
+    """Return the recipe of a step with errors against what was saved: those of the steps, added up.
+
+    Parameters
+    ----------
+    before
+        Of the steps up to now, which is not exact.
+    """
+    rel_l2 = before.rel_l2 + step.rel_l2 + before.rel_l2 * step.rel_l2
+    exact = step.digest == before.given
+    return replace(
+        step,
         exact=exact,
-        digest=digest,
-        given=given,
-        max_abs=0.0 if exact else max_abs,
-        rel_l2=0.0 if exact else rel_l2,
+        given=before.given,
+        max_abs=0.0 if exact else math.nextafter(before.max_abs + step.max_abs, math.inf),
+        rel_l2=0.0 if exact else math.nextafter(rel_l2, math.inf),
         max_abs_bound=None if exact else encoding.max_abs,
         rel_l2_bound=None if exact else encoding.rel_l2,
     )
 
 
 def _over(recipe: Recipe, encoding: Encoding) -> str:
-    """Return which bound is passed; empty if none is."""
-    rel_l2 = limits.ENCODING_REL_L2_MAX if encoding.rel_l2 is None else encoding.rel_l2
-    if recipe.rel_l2 > rel_l2:
-        return f"rel_l2 {recipe.rel_l2:g} is over {rel_l2:g}"
-    if encoding.max_abs is not None and recipe.max_abs > encoding.max_abs:
-        return f"max_abs {recipe.max_abs:g} is over {encoding.max_abs:g}"
+    """Return why errors against what was saved are too large; empty if they are not."""
     if not (math.isfinite(recipe.max_abs) and math.isfinite(recipe.rel_l2)):
         return "its error is not finite"
-    return ""
-
-
-def _coding(form: Form, coded: Sequence[CodedSource], recipe: Recipe, encoding: Encoding) -> Coding:
-    blocks = f", blocks of {form.block}" if form.block else ""
-    return Coding(
-        recipe=recipe,
-        records=tuple(one.record for one in coded),
-        sources=tuple(one.source for one in coded),
-        form=encoding.name + blocks,
-    )
+    return over(encoding, recipe.max_abs, recipe.rel_l2)

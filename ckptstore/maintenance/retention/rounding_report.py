@@ -1,4 +1,4 @@
-"""What rounding made of the weights of a version, or would: the errors and the bytes."""
+"""Errors and bytes of rounding the weights of a version, done or measured."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["RoundedTensor", "Rounding"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedTensor:
-    """What became of one tensor, or would."""
+    """Result for one tensor, done or measured."""
 
     path: str
     dtype: str
-    """Of what a load gives back: torch's name."""
+    """Of the tensor that a load gives back: torch's name."""
     form: str
-    """What its elements are stored as from now on, such as ``bf16``; ``unchanged`` if as before."""
+    """Form of its stored elements from now on, such as ``bf16``; ``unchanged`` if as before."""
     nbytes: int
-    """What a load gives back."""
+    """Size of the tensor that a load gives back."""
     max_abs: float = 0.0
     """Largest difference of an element to what was saved, at most."""
     rel_l2: float = 0.0
@@ -28,16 +28,16 @@ class RoundedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """What became of the weights of one version, or would."""
+    """Result for the weights of one version, done or measured."""
 
     tensors: tuple[RoundedTensor, ...]
     """Those that the level rounds, or would have; in the order of the state."""
     written_bytes: int
-    """What was stored for them, encoded, headers included."""
+    """Bytes stored for them, encoded, headers included."""
     replaced_bytes: int
-    """What the pieces take that they had before, as far as nothing that stays needs them."""
+    """Size of the pieces that they had before, as far as nothing that stays needs them."""
     kept_bytes: int
-    """What the pieces take that stay where they lie."""
+    """Size of the pieces that stay where they lie."""
 
     @property
     def kept_share(self) -> float:

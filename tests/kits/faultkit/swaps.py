@@ -14,10 +14,11 @@ from unittest import mock
 
 import torch
 
-from ckptstore.codecs.codec_table import BaseData, CodecChoice, encode, encode_delta
+from ckptstore.codecs.codec_table import BaseData, encode, encode_delta
 from ckptstore.codecs.delta import Sampled, sampled
 from ckptstore.codecs.differences import PLAIN, DeltaForm
 from ckptstore.codecs.plane_layout import Layout
+from ckptstore.config import CodecChoice
 from ckptstore.format.pack import (
     CHUNK_HEADER_BYTES,
     TRAILER_BYTES,

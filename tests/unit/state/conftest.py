@@ -12,25 +12,19 @@ import numpy as np
 import pytest
 import torch
 
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton import Node, decode, encode, prune
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.restore import Restorer
-from ckptstore.tensors.source import SourceTensor
-from ckptstore.tensors.tensor_bytes import as_integers
+from ckptstore.tensors.tensor_bytes import SourceTensor, as_integers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Kept(TensorRecord):
     """A tensor's record and its bytes."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...] | None
-    nbytes: int
     data: bytes
-    role: str = "extra"
-    blocks: None = None
 
 
 class Shelf:
@@ -62,15 +56,16 @@ class Shelf:
 def _keep(source: SourceTensor, step: int = 7) -> Kept:
     """Read a tensor whole and in odd pieces; both must give the same bytes."""
     whole = bytearray(source.nbytes)
-    source.copy_into(0, memoryview(whole))
-    view = source.view()
+    source.payload.copy_into(0, memoryview(whole))
+    view = source.payload.view()
     assert view is None or bytes(view) == bytes(whole)
     pieces = bytearray(source.nbytes)
     size = max(step, source.nbytes // 11)
     for start in range(0, source.nbytes, size):
-        source.copy_into(start, memoryview(pieces)[start : start + size])
+        source.payload.copy_into(start, memoryview(pieces)[start : start + size])
     assert pieces == whole
     return Kept(
+        role="extra",
         dtype=source.dtype,
         shape=source.shape,
         order=source.order,

@@ -95,7 +95,7 @@ def test_permuted_memory_is_kept_without_a_copy(
     """A dense tensor in any order of dims is read from its own memory and keeps its strides."""
     tensor = _noise(torch.float32, (2, 3, 4)).permute(order)
     kept = shelf(tensor)
-    view = kept.sources[0].view()
+    view = kept.sources[0].payload.view()
     assert view is not None
     assert np.frombuffer(view, np.uint8).ctypes.data == tensor.data_ptr()
     assert_same(tensor, kept.load())

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shortening import examples
 
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.tensors.flatten import flatten
 from ckptstore.tensors.restore import Restorer
+from ckptstore.tensors.tensor_bytes import SourceTensor
 
 Same = Callable[[object, object], None]
 Make = Callable[..., Any]
@@ -134,7 +136,7 @@ def test_gaps_are_left_out(shelf: Make) -> None:
     """A slice with gaps is stored densely: its own bytes, in the memory order of its dims."""
     part = torch.randn(64, 64)[:, :3].t()
     kept = shelf(part)
-    assert kept.sources[0].view() is None
+    assert kept.sources[0].payload.view() is None
     assert (_bytes(kept), kept.records[0].order) == (64 * 3 * 4, (1, 0))
     back = kept.load()
     assert torch.equal(part, back)
@@ -179,11 +181,11 @@ def test_random_views_of_one_storage(data: st.DataObject) -> None:
         offset = data.draw(st.integers(0, 15))
         views.append(base.as_strided((rows, columns), strides, offset))
     flat = flatten(views)
-    records = [_Record(source) for source in flat.tensors]
+    records = [_record(source) for source in flat.tensors]
     restorer = Restorer(flat.skeleton, records)
     for index in restorer.needed:
         view = restorer.destination(index).view
-        flat.tensors[index].copy_into(0, view)
+        flat.tensors[index].payload.copy_into(0, view)
     back = restorer.build()
     for mine, theirs in zip(views, back, strict=True):
         assert torch.equal(mine, theirs)
@@ -196,9 +198,12 @@ def test_random_views_of_one_storage(data: st.DataObject) -> None:
         assert torch.equal(mine, theirs)
 
 
-class _Record:
-    """A source as its own record."""
-
-    def __init__(self, source: Any) -> None:  # noqa: ANN401
-        self.dtype, self.shape, self.order = source.dtype, source.shape, source.order
-        self.role, self.nbytes, self.blocks = "weights", source.nbytes, None
+def _record(source: SourceTensor) -> TensorRecord:
+    """Return a source as its own record."""
+    return TensorRecord(
+        dtype=source.dtype,
+        shape=source.shape,
+        order=source.order,
+        role="weights",
+        nbytes=source.nbytes,
+    )

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ckptstore.errors import CkptStoreError, CorruptObjectError, LimitError, StateError
+from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.skeleton import decode, encode
 from ckptstore.format.skeleton_check import validate
 from ckptstore.tensors.destination import Destination
@@ -142,22 +143,22 @@ def test_pickles_are_only_bytes() -> None:
     validate(decode(encode(["l", data])), [])
 
 
-class _Record:
-    def __init__(self, dtype: str, shape: Any, nbytes: int, order: Any = None) -> None:  # noqa: ANN401
-        self.dtype, self.shape, self.order, self.nbytes = dtype, shape, order, nbytes
-        self.role, self.blocks = "weights", None
+def _record(
+    dtype: str, shape: tuple[int, ...], nbytes: int, order: tuple[int, ...] | None = None
+) -> TensorRecord:
+    return TensorRecord(dtype=dtype, shape=shape, order=order, role="weights", nbytes=nbytes)
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        _Record("float32", (4,), 15),
-        _Record("float99", (4,), 16),
-        _Record("qint8", (4,), 4),
-        _Record("float32", (-4,), -16),
-        _Record("float32", (2, 2), 16, (0, 0)),
-        _Record("float32", (2, 2), 16, (0,)),
-        _Record("float32", (2, 2), 16, (2, 1)),
+        _record("float32", (4,), 15),
+        _record("float99", (4,), 16),
+        _record("qint8", (4,), 4),
+        _record("float32", (-4,), -16),
+        _record("float32", (2, 2), 16, (0, 0)),
+        _record("float32", (2, 2), 16, (0,)),
+        _record("float32", (2, 2), 16, (2, 1)),
     ],
     ids=map(str, range(7)),
 )
@@ -172,10 +173,10 @@ def test_damaged_records(record: Any) -> None:  # noqa: ANN401
 def test_records_beyond_memory() -> None:
     """A record of more bytes than there are is a typed error."""
     with pytest.raises(LimitError, match="no memory"):
-        Destination(_Record("uint8", (1 << 60,), 1 << 60))
+        Destination(_record("uint8", (1 << 60,), 1 << 60))
 
 
-def _load(node: Any, *records: _Record) -> Any:  # noqa: ANN401
+def _load(node: Any, *records: TensorRecord) -> Any:  # noqa: ANN401
     validate(node, [record.nbytes for record in records])
     restorer = Restorer(node, records)
     for index in restorer.needed:
@@ -184,7 +185,7 @@ def _load(node: Any, *records: _Record) -> Any:  # noqa: ANN401
     return restorer.build()
 
 
-U8 = _Record("uint8", (8,), 8)
+U8 = _record("uint8", (8,), 8)
 MISFITS: list[Any] = [
     ["da", "not a date"], ["dm", "2020-13-01", 0], ["dm", "2020-01-01", 7], ["td", 10**12, 0, 0],
     ["dv", "nowhere"], ["nd", "O"], ["nd", "f4,O"], ["nd", "|O8"], ["nd", "<M8[what]"],
@@ -276,7 +277,7 @@ COMPOSED: dict[str, Any] = {
 def test_objects_of_built_in_adapters_that_cannot_be_made(name: str) -> None:
     """A typed error: of a class that is not listed, and of parts that make no such object."""
     with pytest.raises(CkptStoreError):
-        _load(["d", "key", COMPOSED[name]], U8, _Record("uint8", (1,), 1))
+        _load(["d", "key", COMPOSED[name]], U8, _record("uint8", (1,), 1))
 
 
 def test_names_from_a_store_are_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +298,7 @@ def test_random_damage() -> None:
     state["e"] = [dt.timedelta(1), torch.device("cpu"), torch.float16, deque([1], maxlen=2)]
     taken = flatten(state)
     good = encode(taken.skeleton)
-    records = [_Record(t.dtype, t.shape, t.nbytes, t.order) for t in taken.tensors]
+    records = [_record(t.dtype, t.shape, t.nbytes, t.order) for t in taken.tensors]
     chance = random.Random(5)
     refused = 0
     for _ in range(3000):
