@@ -130,7 +130,7 @@ Stored = tuple[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How the bytes of one tensor follow from others of the same manifest."""
+    """Derivation of the bytes of one tensor from others of the same manifest."""
 
     kind: str
     """``cast`` or ``scaled``."""
@@ -224,7 +224,7 @@ class TensorRecord:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What tells, with the ids of its pieces, whether two tensors are equal; for digests.
+        """The fields that, with the ids of its pieces, make two tensors equal; for digests.
 
         That of a tensor with a recipe holds places of its sources: it tells within one manifest,
         or between manifests of the same tensors.

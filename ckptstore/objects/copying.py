@@ -40,7 +40,7 @@ from ckptstore.objects.threads import in_threads
 
 @dataclass(slots=True, kw_only=True)
 class Copied:
-    """What was copied and where it lies now."""
+    """Result of a copy: the new places of chunks, and its cost."""
 
     places: dict[tuple[str, int], Placed] = field(default_factory=dict)
     """By pack and offset where it lay."""

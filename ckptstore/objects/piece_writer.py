@@ -1,4 +1,4 @@
-"""The way of a tensor's bytes into packs: stage, digest, known?, codec, pack.
+"""Writing of tensors into packs: stage, digest, look up, encode, append.
 
 A plan of jobs is cut first, without touching a byte; worker threads then take one job after
 another, so that the memory in use is one chunk a worker and the packs that are open, whatever the
@@ -119,7 +119,7 @@ def _batch(members: Iterable[tuple[Source, int]], layout: Layout) -> PieceJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a save wrote."""
+    """Result of a write: the table of all pieces, and its cost."""
 
     table: PieceTable
     """From row ``first[-1]`` on: what deltas refer to, which earlier saves wrote."""
