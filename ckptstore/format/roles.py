@@ -141,10 +141,3 @@ class RoleRules:
             named = _by_words(str(path[0])) if str(path[0]).replace("_", "").isalpha() else None
             return named if named == "rng" else "weights"
         return _by_convention(path) or "extra"
-
-
-def role_of(
-    path: Path, overrides: Mapping[Pattern, str] | None = None, *, flat: bool = False
-) -> str:
-    """Return the role of one tensor; for many, make one :class:`RoleRules`."""
-    return RoleRules(overrides, flat=flat)(path)
