@@ -37,8 +37,7 @@ from ckptstore.maintenance.core.task_pool import Tasks, at_once
 from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.objects.index import Base, KnownPieces, Location, remap
-from ckptstore.objects.pack_index import read_index
-from ckptstore.objects.packs import Placed
+from ckptstore.objects.packs import Placed, read_index
 from ckptstore.objects.piece_reader import Want
 from ckptstore.repo import Repo
 

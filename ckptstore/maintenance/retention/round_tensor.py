@@ -22,7 +22,7 @@ from ckptstore.encodings.encoding_rules import is_second_moment, loses_small
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 from ckptstore.objects.sources import Source
 
 
