@@ -25,9 +25,7 @@ _KEPT = 4
 
 
 class Manifests:
-    """The manifests of one store; keeps the last few in memory.
-
-    Any thread may use it; the manifests that it returns are immutable.
+    """The manifests of one store, which are immutable; any thread may use it.
 
     Parameters
     ----------

@@ -116,13 +116,7 @@ def run_packed(data: bytes, number: str = "") -> bytes:
 
 
 def _taken(body: bytes) -> tuple[Callable[[Any], Any], Any]:
-    """Return function and task.
-
-    Raises
-    ------
-    StorageError
-        A module that they need is not installed here.
-    """
+    """Return function and task; raise StorageError if a module that they need is missing here."""
     try:
         function, task = pickle.loads(body)  # noqa: S301 - see the module
     except Exception as error:

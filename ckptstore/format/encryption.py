@@ -137,17 +137,9 @@ def sealed_text(record: KeyRecord) -> bytes:
         f"{slot.key} {slot.salt} {slot.wrapped} {'sealed' if slot.sealed else 'open'}"
         for slot in record.slots
     )
-    return "\n".join(
-        (
-            "ckptstore key record v2",
-            str(record.number),
-            *_store_lines(record),
-            str(record.at_ms),
-            str(len(record.slots)),
-            *slots,
-            record.by,
-        )
-    ).encode()
+    first = ("ckptstore key record v2", str(record.number), *_store_lines(record))
+    rest = (str(record.at_ms), str(len(record.slots)), *slots, record.by)
+    return "\n".join((*first, *rest)).encode()
 
 
 def _store_lines(record: KeyRecord) -> tuple[str, ...]:

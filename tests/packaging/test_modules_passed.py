@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 import ckptstore
@@ -65,6 +66,7 @@ def _state(step: int) -> dict[str, Any]:
     return {"model": {"weight": weight}, "step": step}
 
 
+@pytest.mark.slow
 def test_a_save_and_a_collection_pass_through_few_modules(tmp_path: Path) -> None:
     """At most 20 for a save that shares with earlier ones, and 15 for a gc that condemns."""
     with ckptstore.open(tmp_path / uuid.uuid4().hex, create=True) as store:

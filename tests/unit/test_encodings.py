@@ -20,8 +20,9 @@ from ckptstore.encodings.codebooks import BOOKS, CODE_DTYPES, codes_of, scales_o
 from ckptstore.encodings.coding import Coded, Form
 from ckptstore.encodings.decoding import decode_elements
 from ckptstore.encodings.encoding import NAMES, Encoding, form_name
-from ckptstore.encodings.encoding_rules import EncodingRules, is_second_moment
+from ckptstore.encodings.encoding_rules import EncodingRules
 from ckptstore.encodings.measuring import Difference, ValueRange
+from ckptstore.encodings.second_moments import is_second_moment
 from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import TensorRecord
