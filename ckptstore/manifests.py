@@ -132,7 +132,7 @@ def relied_on(pointer: ManifestPointer, manifest: Manifest) -> tuple[str, ...]:
 
 
 def read_manifest(backend: Backend, version: Version) -> Manifest:
-    """Return the manifest of a version, read anew; raises as :meth:`Manifests.load`."""
+    """Return the manifest of a version, read again; raises as :meth:`Manifests.load`."""
     _check_kept(version)
     key = version.manifest_key
     named = f"{key} of version {version.label}"

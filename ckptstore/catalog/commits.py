@@ -93,7 +93,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """What it does, in order."""
+        """Its operations, in order."""
         return self.body.ops
 
     @property

@@ -93,7 +93,7 @@ class Content:
     labels: tuple[str, ...]
     """Per tensor record: the path that errors name it by."""
     hidden: frozenset[int] = frozenset()
-    """Records that no leaf names: tensors follow from them (:mod:`ckptstore.format.recipes`)."""
+    """Records that no leaf names: tensors follow from them (:mod:`ckptstore.format.tables`)."""
     read: ReadPieces | None = None
     """How its pieces are had, where the packs of the store alone may not do."""
 

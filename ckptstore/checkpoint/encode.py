@@ -49,7 +49,7 @@ from ckptstore.encodings.encoding import Encoding
 from ckptstore.errors import LimitError
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.names import encode_metadata
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 from ckptstore.objects.sources import Source
 
 _log = logging.getLogger("ckptstore")

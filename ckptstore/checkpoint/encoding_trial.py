@@ -17,7 +17,7 @@ from ckptstore.encodings.encoding import Encoding
 from ckptstore.encodings.encoding_rules import loses_small
 from ckptstore.encodings.measuring import Difference, ValueRange
 from ckptstore.format.manifest import Manifest, TensorRecord
-from ckptstore.format.recipes import Recipe
+from ckptstore.format.tables import Recipe
 from ckptstore.hashing import Hasher, PieceChecksums, xxh3_64
 from ckptstore.objects.sources import Source
 

@@ -1,7 +1,7 @@
 """Ranges of tensors: read from the pieces that hold them, or made from what they follow from.
 
 The one place that knows both. A tensor in pieces is decoded straight into its destination. One with
-a recipe (:mod:`ckptstore.format.recipes`) is made step by step, a step being a piece of its first
+a recipe (:mod:`ckptstore.format.tables`) is made step by step, a step being a piece of its first
 source: what it needs of the sources is read, many steps at a time, turned into elements in
 the destination, and dropped. Where all of a tensor is made, its bytes must have the digest that the
 recipe names. Needs no torch.

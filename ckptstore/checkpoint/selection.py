@@ -1,7 +1,7 @@
 """Selections of a version, as manifests of their own: some leaves, their tensors, their pieces.
 
 No tensor is read: those that stay keep their chunks where they lie. A tensor that stays and follows
-from others (:mod:`ckptstore.format.recipes`) brings these along: of bfloat16 weights that follow
+from others (:mod:`ckptstore.format.tables`) brings these along: of bfloat16 weights that follow
 from float32 ones of the optimizer, the float32 ones stay too, hidden. That may be more than the
 weights themselves would take; to keep these alone, write them. Needs no torch.
 """
@@ -20,10 +20,9 @@ from ckptstore.errors import InvalidInputError, TensorNotFoundError
 from ckptstore.format import skeleton
 from ckptstore.format.manifest import Manifest, TensorRecord
 from ckptstore.format.paths import Path, PathFilter, Pattern
-from ckptstore.format.renames import Renames
+from ckptstore.format.renames import Renames, rename
 from ckptstore.format.roles import ROLES, RoleRules
 from ckptstore.format.skeleton import MAPS, SEQUENCES, Node, prune
-from ckptstore.format.skeleton_edit import rename
 from ckptstore.model import RoleBytes
 
 BESIDE: Final = "pretrained"

@@ -84,11 +84,7 @@ def fork(
             )
             version = run.head
         assert version is not None  # noqa: S101  # a fork has a first version
-        document = {
-            "source": begun.id,
-            "to": to,
-            "version": version_document(version, head=True),
-        }
+        document = {"source": begun.id, "to": to, "version": version_document(version, head=True)}
         text = f"{version_is(version)}, from {version_text(begun)}: {saved_text(version, 'copied')}"
         output.tell(document, text, brief=version.id)
 

@@ -115,10 +115,7 @@ def _draw(screen: Screen, report: GcReport) -> None:
 
 def _done(report: GcReport) -> list[str]:
     would = "would be " if report.dry_run else ""
-    lines = [
-        f"{_all(report.condemned)} {would}condemned",
-        f"{_all(report.swept)} {would}deleted",
-    ]
+    lines = [f"{_all(report.condemned)} {would}condemned", f"{_all(report.swept)} {would}deleted"]
     packs = report.repacked
     if packs.packs_count:
         lines.append(

@@ -44,9 +44,7 @@ def pin(
             change = opening.unpin if delete else opening.pin
             found = [find_version(opening, ref) for ref in refs or ()]
             found = [change(f"#{version.id}") for version in found]
-        document = {
-            "versions": [{**name_document(v), "pinned": v.pinned} for v in found],
-        }
+        document = {"versions": [{**name_document(v), "pinned": v.pinned} for v in found]}
         said = [f"is {pinned_text(v)}" if v.pinned else "is not pinned any more" for v in found]
         lines = [f"{version_text(v)} {word}" for v, word in zip(found, said, strict=True)]
         output.tell(document, *lines)

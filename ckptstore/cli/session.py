@@ -8,12 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from ckptstore.cli.options import CommonOptions, WriterOptions
-from ckptstore.errors import (
-    InvalidInputError,
-    NotFoundError,
-    RunNotFoundError,
-    UnsafeBackendError,
-)
+from ckptstore.errors import InvalidInputError, NotFoundError, RunNotFoundError, UnsafeBackendError
 from ckptstore.model import Version
 from ckptstore.replicas.places import PLACE, PREFIX
 from ckptstore.store import Store, open_store

@@ -195,11 +195,7 @@ def _problem_document(problem: Problem) -> dict[str, object]:
 
 
 def _draw(
-    screen: Screen,
-    report: VerifyReport,
-    healed: Sequence[tuple[str, RepairReport]],
-    *,
-    quiet: bool,
+    screen: Screen, report: VerifyReport, healed: Sequence[tuple[str, RepairReport]], *, quiet: bool
 ) -> None:
     if report.problems:
         _draw_problems(screen, report)
@@ -258,4 +254,4 @@ _NOTICES: Final = {
     ),
     "unknown": ("is not ckptstore's", "are not ckptstore's"),
 }
-"""What to say of one and of several objects that no version needs; none of it is damage."""
+"""Kind of object that no version needs to its text, for one and for several; none is damage."""

@@ -23,10 +23,9 @@ from ckptstore.errors import IntegrityError
 from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
-from ckptstore.objects.copying import Copied
+from ckptstore.objects.copying import Copied, ReadBack, altered, copy_chunks
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
-from ckptstore.objects.read_back import altered, copy_read_back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +59,16 @@ def copy_part(task: CopyTask) -> Copied:
     StorageError
         One of the storages failed.
     """
-    return copy_read_back(
+    target = _target(task)
+    return copy_chunks(
         task.table,
         [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
         source=task.source.value,
-        target=_target(task),
+        target=target,
         environment=SYSTEM,
         options=task.options,
         progress=silent,
-        check=task.check,
+        after=ReadBack(target, SYSTEM) if task.check else None,
         whole_bytes=task.whole_bytes,
     )
 
@@ -126,15 +126,16 @@ class ChunkCopies:
             As :func:`copy_part`, of the first task that failed; WorkerDiedError of the engine.
         """
         if self.engine is None:
-            return copy_read_back(
+            target = self._throttled()
+            return copy_chunks(
                 table,
                 wants,
                 source=self.source.value,
-                target=self._throttled(),
+                target=target,
                 environment=self.environment,
                 options=self.options,
                 progress=progress,
-                check=self.check,
+                after=ReadBack(target, self.environment) if self.check else None,
             )
         copied = Copied()
         tasks, total = self._plan(self.engine, table, wants)

@@ -381,7 +381,7 @@ def _decode(
 
 
 def _broken(what: str) -> CorruptObjectError:
-    """Return the error of a chunk; whoever reports it says which."""
+    """Return the error of a chunk; the caller that reports it names the chunk."""
     return CorruptObjectError(what)
 
 

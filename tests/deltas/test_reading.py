@@ -17,10 +17,10 @@ from ckptstore.errors import CorruptObjectError, CorruptTensorError, LimitError
 from ckptstore.events import silent
 from ckptstore.format import framing
 from ckptstore.format import manifest as manifests
-from ckptstore.format.bases import NO_BASE
 from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import Manifest, PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
+from ckptstore.format.tables import NO_BASE
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.store import Store
 

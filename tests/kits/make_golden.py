@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from arranged_state import arranged_state
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import keyring, limits, repo
 from ckptstore.backends.base import PutIfAbsent
@@ -48,7 +49,6 @@ from ckptstore.repo import Finding, Repo, create_on
 from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
 from ckptstore.tensors.adapters import TypeAdapter
-from ckptstore.testing.environment import SimulatedEnvironment
 
 
 class Money:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from metered import MeteredBackend
 from safetensors.torch import load_file
+from simulated_environment import SimulatedEnvironment
 
 import ckptstore
 from ckptstore import limits
@@ -27,7 +28,6 @@ from ckptstore.repo import create_on, open_on
 from ckptstore.states.shards import Shard, write_part
 from ckptstore.store import Store
 from ckptstore.tensors.tensor_bytes import as_elements
-from ckptstore.testing.environment import SimulatedEnvironment
 
 Cuts = Sequence[Sequence[int]]
 """Per dimension: where a tensor is cut."""

@@ -10,6 +10,7 @@ from decimal import Decimal
 from typing import Any
 
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.memory import MemoryBackend
@@ -31,7 +32,6 @@ from ckptstore.errors import (
 from ckptstore.format.fields import ManifestPointer
 from ckptstore.format.keys import commit_key, manifest_key
 from ckptstore.model import RoleBytes
-from ckptstore.testing.environment import SimulatedEnvironment
 
 Saving = Callable[..., Build]
 

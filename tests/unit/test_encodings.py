@@ -26,7 +26,7 @@ from ckptstore.errors import InvalidInputError, UnsafeEncodingError
 from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import TensorRecord
 from ckptstore.format.paths import Path
-from ckptstore.format.recipes import CODES
+from ckptstore.format.tables import CODES
 from ckptstore.hashing import blake3_hex
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)

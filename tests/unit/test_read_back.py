@@ -28,12 +28,10 @@ from ckptstore.format.keys import pack_key
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import IndexRow
 from ckptstore.hashing import blake3_digest
-from ckptstore.objects.copying import copy_chunks
-from ckptstore.objects.pack_plan import PackPlan
-from ckptstore.objects.packs import PackSink
+from ckptstore.objects.copying import ReadBack, copy_chunks
+from ckptstore.objects.packs import PackPlan, PackSink
 from ckptstore.objects.piece_reader import Want
 from ckptstore.objects.plan import join_chunks
-from ckptstore.objects.read_back import ReadBack
 
 Rows = dict[str, Sequence[IndexRow]]
 

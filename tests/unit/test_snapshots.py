@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+from simulated_environment import SimulatedEnvironment
 
 from ckptstore import limits
 from ckptstore.backends.base import Buffer, ObjectInfo
@@ -22,7 +23,6 @@ from ckptstore.errors import CorruptObjectError, UnsupportedFeatureError
 from ckptstore.format.framing import encode_frame
 from ckptstore.format.keys import COMMITS_PREFIX, SNAPSHOTS_PREFIX, commit_key, snapshot_key
 from ckptstore.format.snapshot import MAGIC, SnapshotBody, decode_snapshot, encode_snapshot
-from ckptstore.testing.environment import SimulatedEnvironment
 from ckptstore.testing.faulty import Fault, FaultyBackend
 
 Saving = Callable[..., Build]

@@ -36,7 +36,7 @@ from ckptstore.maintenance.core.relocate import batches
 from ckptstore.maintenance.core.task_pool import Tasks, at_once, grouped
 from ckptstore.manifests import read_manifest
 from ckptstore.model import Version
-from ckptstore.objects.pack_index import read_index
+from ckptstore.objects.packs import read_index
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.plan import cut_rows
 

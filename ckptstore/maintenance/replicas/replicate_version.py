@@ -233,7 +233,7 @@ def _read_resumed(sides: Sides, landed: Landed) -> None:
 def _read_deltas(sides: Sides, landed: Landed) -> None:
     """Decode the deltas that were written to the target.
 
-    All else was read as soon as it was there (:class:`ckptstore.objects.read_back.ReadBack`).
+    All else was read as soon as it was there (:class:`ckptstore.objects.copying.ReadBack`).
     """
     _read(sides, landed, lambda row: landed.manifest.pieces.base_of(row) is not None)
 
