@@ -194,7 +194,7 @@ def _read_ranges(
             ),
         )
         for derived in itertools.chain.from_iterable(following.values()):
-            check_made(content, derived.index, derived.made())
+            check_made(content, derived.index, derived.made(ready[derived.source]))
             note(derived.nbytes)
     if made:
         making = _Making(

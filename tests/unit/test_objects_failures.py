@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from ckptstore.objects.pack_plan import PackPlan
 from threadwatch import threads_left
 
 from ckptstore.backends.base import Backend
@@ -27,7 +26,7 @@ from ckptstore.errors import CorruptTensorError, OperationCancelledError, Storag
 from ckptstore.events import Progress, silent
 from ckptstore.objects import piece_reader
 from ckptstore.objects.index import KnownPieces
-from ckptstore.objects.packs import PackSink
+from ckptstore.objects.packs import PackPlan, PackSink
 from ckptstore.objects.piece_reader import Want, read_pieces
 from ckptstore.objects.piece_writer import Written, write_pieces
 from ckptstore.testing.faulty import Fault, FaultyBackend, When
