@@ -26,7 +26,7 @@ from ckptstore import limits
 from ckptstore.backends.base import Backend
 from ckptstore.catalog import snapshots
 from ckptstore.catalog.catalog import Catalog
-from ckptstore.catalog.commits import FORMAT, MAGIC, Body, Commit, encode_commit, extended
+from ckptstore.catalog.commits import FORMAT, MAGIC, Commit, CommitBody, encode_commit, extended
 from ckptstore.catalog.reading import LogReader
 from ckptstore.catalog.run_ops import Save
 from ckptstore.catalog.state import Op
@@ -252,7 +252,7 @@ class Log:
 
     def _prepare(self, catalog: Catalog, ops: tuple[Op, ...]) -> tuple[bytes, Commit, Catalog]:
         """Return the bytes of the next commit, the commit, and the catalog after it."""
-        body = Body(
+        body = CommitBody(
             magic=MAGIC,
             format=FORMAT,
             number=catalog.number + 1,

@@ -19,7 +19,7 @@ from ckptstore.format.paths import Path, path_text
 from ckptstore.format.skeleton import Leaf, Node
 from ckptstore.format.skeleton_check import validate
 from ckptstore.hashing import blake3_of
-from ckptstore.objects.plan import Want
+from ckptstore.objects.plan import ReadItem
 
 __all__ = [
     "Content",
@@ -72,7 +72,7 @@ class ReadPieces(Protocol):
     def __call__(
         self,
         table: PieceTable,
-        wants: Sequence[Want],
+        items: Sequence[ReadItem],
         *,
         backend: Backend,
         options: Options,

@@ -41,7 +41,7 @@ class TensorFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class TrialResult:
     """The tensor that a form gives back, and the pieces that it stores."""
 
     digest: bytes
@@ -79,7 +79,7 @@ def look(source: Source, step: int) -> TensorFacts:
 
 def measure(
     elements: Elements, form: Form, looked: TensorFacts, grids: tuple[int, int], name: str
-) -> Measured:
+) -> TrialResult:
     """Encode a tensor and restore it, keeping nothing of either.
 
     Parameters
@@ -115,7 +115,7 @@ def measure(
         if factors is not None:
             scales.update(factors)
         difference.add(elements.dtype, raw, restored)
-    return Measured(
+    return TrialResult(
         digest=hasher.digest(),
         difference=difference,
         pieces=(codes.checksums(), scales.checksums()),
@@ -144,7 +144,7 @@ def known_forms(parent: Manifest) -> dict[Key, Recipe]:
     return found
 
 
-def recipe_of(encoding: Encoding, form: Form, looked: TensorFacts, measured: Measured) -> Recipe:
+def recipe_of(encoding: Encoding, form: Form, looked: TensorFacts, measured: TrialResult) -> Recipe:
     """Return the recipe of a measured tensor; its sources are named later."""
     plain: dict[str, Any] = {
         "kind": form.kind,

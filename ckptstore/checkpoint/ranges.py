@@ -31,7 +31,7 @@ from ckptstore.format.dtypes import ITEM_BYTES
 from ckptstore.format.manifest import Manifest
 from ckptstore.hashing import Hasher
 from ckptstore.objects.piece_reader import read_pieces
-from ckptstore.objects.plan import Want
+from ckptstore.objects.plan import ReadItem
 
 _SCALE_BYTES = 4
 
@@ -80,7 +80,7 @@ class _Part:
     ) -> None:
         manifest = content.manifest
         index, start, nbytes, out = part.index, part.start, part.nbytes, part.out
-        self.wants: list[Want] = []
+        self.items: list[ReadItem] = []
         """What must be read for them; whole pieces, some into memory of their own."""
         self.edge_bytes = 0
         """Memory of pieces that are wanted only in part."""
@@ -104,11 +104,11 @@ class _Part:
                 self.edge_bytes += stop - at
                 self._edges.append((memory, at))
             then = tuple(one.taking(piece) for one in following) if following else ()
-            self.wants.append(Want(row=base + piece, out=memory, label=label, then=then))
+            self.items.append(ReadItem(row=base + piece, out=memory, label=label, then=then))
             at = stop
 
     def finish(self) -> None:
-        """Bring what was read to where it goes; every want must have been read."""
+        """Bring what was read to where it goes; every item must have been read."""
         for memory, at in self._edges:
             assert self._out is not None  # noqa: S101  # for the type checker: edges go somewhere
             low = max(at, self._start)
@@ -241,10 +241,10 @@ def _read_parts(
     progress: ProgressCallback = silent,
 ) -> None:
     """Read some parts together, and bring them to where they go."""
-    wants = [want for part in parts for want in part.wants]
-    if wants:
+    items = [item for part in parts for item in part.items]
+    if items:
         read = content.read or read_pieces
-        read(content.manifest.pieces, wants, backend=backend, options=options, progress=progress)
+        read(content.manifest.pieces, items, backend=backend, options=options, progress=progress)
     for part in parts:
         part.finish()
 

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 
 from ckptstore.cli.documents import version_document
-from ckptstore.cli.options import WriterOptions, parse_metrics
 from ckptstore.cli.progress import progress_bars
 from ckptstore.cli.session import opened_to_write
+from ckptstore.cli.store_options import WriterOptions, parse_metrics
 from ckptstore.cli.text import saved_text, version_is
 from ckptstore.errors import InvalidInputError
 

@@ -18,9 +18,9 @@ from ckptstore.catalog.state import Op
 from ckptstore.cli.documents import metrics_document, time_document
 from ckptstore.cli.log_text import describe
 from ckptstore.cli.metric_history import draw_history, history_document
-from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Output, Screen
 from ckptstore.cli.session import opened
+from ckptstore.cli.store_options import CommonOptions, Utc
 from ckptstore.cli.text import time_text
 from ckptstore.errors import InvalidInputError
 from ckptstore.store import Store

@@ -15,9 +15,9 @@ import typer
 from ckptstore.catalog.catalog import Catalog
 from ckptstore.cli.best_marks import best_marks
 from ckptstore.cli.documents import run_document, state_marks, version_document
-from ckptstore.cli.options import CommonOptions, Utc
 from ckptstore.cli.output import Column, Screen
 from ckptstore.cli.session import opened
+from ckptstore.cli.store_options import CommonOptions, Utc
 from ckptstore.cli.text import age_text, bytes_text, count_text, metric_text, time_text
 from ckptstore.config import SYSTEM
 from ckptstore.maintenance.reports.usage import sum_roles

@@ -8,8 +8,8 @@ import typer
 
 from ckptstore.catalog.lifecycle_ops import pinned_text
 from ckptstore.cli.documents import name_document
-from ckptstore.cli.options import WriterOptions
 from ckptstore.cli.session import find_version, opened_to_write
+from ckptstore.cli.store_options import WriterOptions
 from ckptstore.cli.text import version_text
 from ckptstore.errors import InvalidInputError
 

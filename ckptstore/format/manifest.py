@@ -85,7 +85,7 @@ _Dims = Annotated[tuple[int, ...], msgspec.Meta(max_length=limits.TENSOR_DIMS_MA
 _Tensor = tuple[int, int, _Dims, _Dims | None, int, int]
 
 
-class Body(msgspec.Struct, frozen=True, kw_only=True):
+class ManifestBody(msgspec.Struct, frozen=True, kw_only=True):
     """The MessagePack map, typed; what it means is checked by what makes tables of it.
 
     The lengths of lists are checked before their elements are built: a few bytes of a compressed
@@ -113,10 +113,10 @@ class Body(msgspec.Struct, frozen=True, kw_only=True):
 
 # Made once, on import: msgspec 0.22 crashes (a NULL pointer) when several threads decode the first
 # record of a type at once, since each fills in what is known of the type.
-BODY: Final = msgspec.msgpack.Decoder(Body)
+BODY: Final = msgspec.msgpack.Decoder(ManifestBody)
 
 
-def table_of(body: Body, where: str) -> PieceTable:
+def table_of(body: ManifestBody, where: str) -> PieceTable:
     """Return the columns, of one length and within the limits of chunks and packs.
 
     Raises
@@ -156,7 +156,7 @@ def table_of(body: Body, where: str) -> PieceTable:
 
 
 def tensors_of(
-    body: Body, pieces: PieceTable, where: str
+    body: ManifestBody, pieces: PieceTable, where: str
 ) -> tuple[tuple[TensorRecord, ...], tuple[int, ...]]:
     """Return the tensors, whose pieces follow each other, and where those of each begin.
 
@@ -238,7 +238,7 @@ def without_bases(
     return tensors[:-1], first[:-1]
 
 
-def _add_recipes(body: Body, records: list[TensorRecord], where: str) -> None:
+def _add_recipes(body: ManifestBody, records: list[TensorRecord], where: str) -> None:
     """Give each tensor the recipe that it has; all of them can be followed."""
     last = -1
     for stored in body.recipes:
@@ -252,7 +252,7 @@ def _add_recipes(body: Body, records: list[TensorRecord], where: str) -> None:
             raise corrupt(where, f"tensor {place} follows from {problem}")
 
 
-def _blocks(body: Body, where: str) -> dict[int, Blocks]:
+def _blocks(body: ManifestBody, where: str) -> dict[int, Blocks]:
     """Return the boxes by place of their tensor; not yet compared with what it is."""
     found: dict[int, Blocks] = {}
     count = 0

@@ -24,7 +24,7 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.copying import Copied, ReadBack, altered, copy_chunks
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 from ckptstore.objects.plan import cut_rows
 
 
@@ -62,7 +62,7 @@ def copy_part(task: CopyTask) -> Copied:
     target = _target(task)
     return copy_chunks(
         task.table,
-        [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
+        [ReadItem(row=row, out=None, label=label) for row, label in enumerate(task.labels)],
         source=task.source.value,
         target=target,
         environment=SYSTEM,
@@ -83,13 +83,15 @@ def read_part(task: CopyTask) -> None:
     StorageError
         The storage failed.
     """
-    wants = [Want(row=row, out=None, label=label) for row, label in enumerate(task.labels)]
-    _read_back(task.table, wants, _target(task), task.options)
+    items = [ReadItem(row=row, out=None, label=label) for row, label in enumerate(task.labels)]
+    _read_back(task.table, items, _target(task), task.options)
 
 
-def _read_back(table: PieceTable, wants: Sequence[Want], target: Backend, options: Options) -> None:
+def _read_back(
+    table: PieceTable, items: Sequence[ReadItem], target: Backend, options: Options
+) -> None:
     try:
-        read_pieces(table, wants, backend=target, options=options, progress=silent)
+        read_pieces(table, items, backend=target, options=options, progress=silent)
     except IntegrityError as error:
         raise altered(target.url, error) from error
 
@@ -117,7 +119,9 @@ class ChunkCopies:
     check: bool = False
     """Read back what was written, but for what deltas decode to."""
 
-    def copy(self, table: PieceTable, wants: Sequence[Want], progress: ProgressCallback) -> Copied:
+    def copy(
+        self, table: PieceTable, items: Sequence[ReadItem], progress: ProgressCallback
+    ) -> Copied:
         """Copy the chunks of pieces; see :func:`ckptstore.objects.copying.copy_chunks`.
 
         Raises
@@ -129,7 +133,7 @@ class ChunkCopies:
             target = self._throttled()
             return copy_chunks(
                 table,
-                wants,
+                items,
                 source=self.source.value,
                 target=target,
                 environment=self.environment,
@@ -138,7 +142,7 @@ class ChunkCopies:
                 after=ReadBack(target, self.environment) if self.check else None,
             )
         copied = Copied()
-        tasks, total = self._plan(self.engine, table, wants)
+        tasks, total = self._plan(self.engine, table, items)
         done = 0
         for _, part in self.engine.map_unordered(copy_part, tasks):
             copied.places.update(part.places)
@@ -150,7 +154,7 @@ class ChunkCopies:
             progress(Progress(stage="copy", done=min(done, total), total=total))
         return copied
 
-    def read_back(self, table: PieceTable, wants: Sequence[Want]) -> None:
+    def read_back(self, table: PieceTable, items: Sequence[ReadItem]) -> None:
         """Read pieces from the target, where `table` says that they lie, as a load does.
 
         Raises
@@ -161,9 +165,9 @@ class ChunkCopies:
             The storage failed; WorkerDiedError of the engine.
         """
         if self.engine is None:
-            _read_back(table, wants, self._throttled(), self.options)
+            _read_back(table, items, self._throttled(), self.options)
             return
-        labels = {want.row: want.label for want in wants}
+        labels = {item.row: item.label for item in items}
         rows = np.fromiter(labels, np.int64, len(labels))
         parts = cut_rows(table, rows, limits.COPY_TASK_BYTES_MIN)
         tasks = (self._task(self.engine, table, part, labels, 0) for part in parts)
@@ -198,10 +202,10 @@ class ChunkCopies:
         )
 
     def _plan(
-        self, engine: Engine, table: PieceTable, wants: Sequence[Want]
+        self, engine: Engine, table: PieceTable, items: Sequence[ReadItem]
     ) -> tuple[Iterator[CopyTask], int]:
         """Return the tasks, and the stored bytes of them all."""
-        labels = {want.row: want.label for want in wants}
+        labels = {item.row: item.label for item in items}
         rows = np.fromiter(labels, np.int64, len(labels))
         sizes = dict(
             zip(

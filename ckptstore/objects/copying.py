@@ -34,7 +34,7 @@ from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES, IndexRow, parse_chunk_header
 from ckptstore.hashing import blake3_digest, xxh3_64
 from ckptstore.objects.packs import After, PackSink, Placed, plan_packs
-from ckptstore.objects.plan import C, ChunkRead, Span, Stored, Want, join_chunks, plan_spans
+from ckptstore.objects.plan import C, ChunkRead, ReadItem, Span, Stored, join_chunks, plan_spans
 from ckptstore.objects.threads import in_threads
 
 
@@ -194,7 +194,7 @@ def broken(where: str, what: str) -> CorruptObjectError:
 
 def copy_chunks(
     table: PieceTable,
-    wants: Sequence[Want],
+    items: Sequence[ReadItem],
     *,
     source: Backend,
     target: Backend,
@@ -211,7 +211,7 @@ def copy_chunks(
 
     Parameters
     ----------
-    wants
+    items
         Pieces of `table`, with ``out`` None; labels are for errors.
     progress
         Called with the stored bytes that are done.
@@ -233,7 +233,7 @@ def copy_chunks(
     StorageError
         One of the storages failed.
     """
-    spans = plan_spans(table, wants, source.capabilities)
+    spans = plan_spans(table, items, source.capabilities)
     total = sum(span.end - span.start for span in spans)
     capabilities = target.capabilities
     per_thread = 2 * source.capabilities.read_bytes_max
@@ -309,14 +309,14 @@ class _Copying:
         """Return a chunk in which every piece is what the manifest says, and its id."""
         found = _taken(data, chunk, where=where, room=room)
         chunk_id = found.piece_id(0, chunk.raw_bytes)
-        for want in chunk.wants:
-            inner = int(self.table.inner[want.row])
-            size = int(self.table.raw[want.row])
+        for item in chunk.items:
+            inner = int(self.table.inner[item.row])
+            size = int(self.table.raw[item.row])
             whole = size == chunk.raw_bytes
             piece = chunk_id if whole else found.piece_id(inner, size)
-            if piece != self.table.ids[want.row].tobytes():
+            if piece != self.table.ids[item.row].tobytes():
                 raise broken(where, "content does not match its chunk id")
-            base = self.table.base_of(want.row)
+            base = self.table.base_of(item.row)
             if found.base_id != (None if base is None else self.table.ids[base].tobytes()):
                 raise broken(where, "it does not refer to the base that the manifest names")
         return found, chunk_id
@@ -325,7 +325,7 @@ class _Copying:
 def _lost(
     pack: str, chunk: ChunkRead, error: CorruptObjectError | NotFoundError
 ) -> CorruptTensorError:
-    label = chunk.wants[0].label
+    label = chunk.items[0].label
     msg = f"tensor {label}: pack {pack}, chunk at byte {chunk.offset}: {error.message}"
     return CorruptTensorError(msg, hint="run ckptstore verify; leave the tensor out (exclude)")
 

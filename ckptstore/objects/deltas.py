@@ -38,7 +38,7 @@ from ckptstore.events import silent
 from ckptstore.format.manifest import PieceTable
 from ckptstore.format.pack import CHUNK_HEADER_BYTES
 from ckptstore.objects.index import Base, base_of
-from ckptstore.objects.piece_reader import Want, read_pieces
+from ckptstore.objects.piece_reader import ReadItem, read_pieces
 
 _log = logging.getLogger("ckptstore")
 
@@ -332,18 +332,18 @@ class Deltas:
         table = self.older.table
         memory = [bytearray(int(table.raw[row])) for row in rows]
         lost: dict[int, CkptStoreError] = {}
-        wants = [
-            Want(row=row, out=memoryview(data), label=f"(base {row})")
+        items = [
+            ReadItem(row=row, out=memoryview(data), label=f"(base {row})")
             for row, data in zip(rows, memory, strict=True)
         ]
         try:
             read_pieces(
                 table,
-                wants,
+                items,
                 backend=self.backend,
                 options=dataclasses.replace(self.options, workers=1),
                 progress=silent,
-                on_failure=lambda want, error: lost.update({want.row: error}),
+                on_failure=lambda item, error: lost.update({item.row: error}),
             )
         except CkptStoreError as error:
             lost = dict.fromkeys(rows, error)

@@ -30,7 +30,7 @@ from ckptstore.format.pack import IndexRow
 from ckptstore.hashing import blake3_digest
 from ckptstore.objects.copying import ReadBack, copy_chunks
 from ckptstore.objects.packs import PackPlan, PackSink
-from ckptstore.objects.piece_reader import Want
+from ckptstore.objects.piece_reader import ReadItem
 from ckptstore.objects.plan import join_chunks
 
 Rows = dict[str, Sequence[IndexRow]]
@@ -54,7 +54,7 @@ def written(request: pytest.FixtureRequest) -> tuple[MemoryBackend, Rows, ReadBa
 
     copy_chunks(
         table,
-        [Want(row=row, out=None, label="w") for row in range(len(table))],
+        [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
         source=MemoryBackend(name),
         target=target,
         environment=SYSTEM,
@@ -169,7 +169,7 @@ def test_damage_in_the_target_is_not_told_as_damage_in_the_source() -> None:
     with pytest.raises(CorruptObjectError, match="does not hold what was written") as caught:
         copy_chunks(
             table,
-            [Want(row=row, out=None, label="w") for row in range(len(table))],
+            [ReadItem(row=row, out=None, label="w") for row in range(len(table))],
             source=MemoryBackend(name),
             target=target,
             environment=SYSTEM,

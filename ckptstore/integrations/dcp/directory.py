@@ -30,7 +30,7 @@ from ckptstore.events import Progress, ProgressCallback, silent
 from ckptstore.format.blocks import Box
 from ckptstore.format.dtypes import bytes_of
 from ckptstore.format.paths import Pattern
-from ckptstore.integrations.dcp.metadata_pickle import Described, Place, read_metadata
+from ckptstore.integrations.dcp.metadata_pickle import ArchivePlace, Described, read_metadata
 from ckptstore.integrations.dcp.plain_bytes import check_archive, first_line, unpickled
 from ckptstore.model import Version
 from ckptstore.states.shards import Shard, write_part
@@ -45,7 +45,7 @@ class _Item:
     """One chunk of a tensor, or one value."""
 
     name: str
-    place: Place
+    place: ArchivePlace
     nbytes: int
     dtype: str = ""
     """Of a tensor; empty for a value."""

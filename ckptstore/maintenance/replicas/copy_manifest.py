@@ -38,7 +38,7 @@ from ckptstore.model import RoleBytes, Version
 from ckptstore.objects.copy_tasks import ChunkCopies
 from ckptstore.objects.index import Base, KnownPieces, Location, remap
 from ckptstore.objects.packs import Placed, read_index
-from ckptstore.objects.piece_reader import Want
+from ckptstore.objects.piece_reader import ReadItem
 from ckptstore.repo import Repo
 
 ORIGIN_KEY: Final = "forked_from"
@@ -131,7 +131,7 @@ def transplant(
         )
     labels, owners = read_content(manifest).labels, _owners(manifest, bases)
     wants = [
-        Want(row=row, out=None, label=labels[int(owners[row])])
+        ReadItem(row=row, out=None, label=labels[int(owners[row])])
         for row in missing
         if chunk_of(manifest.pieces, row) not in resumed
     ]
