@@ -36,7 +36,7 @@ _HALVES: Final = 2
 _FORM_BYTES: Final = 2
 
 # Parts of a chunk, and their length, from which its size is estimated. Source: 64 KiB of 4 MiB are
-# within 1.5% of the whole on weights and moments of a GPT (measured: docs/design/0012-deltas.md).
+# within 3.1% of the whole on weights and moments of a GPT (measured: docs/design/0012-deltas.md).
 _SAMPLES: Final = 16
 _SAMPLE_BYTES: Final = 4096
 # The same for an order of elements: zstd has to find some blocks of each exponent, as it will in
