@@ -80,7 +80,7 @@ class S3ColdStorage:
         what = f"move {key} to {name}"
 
         def copy(calls: S3Calls) -> bool:
-            """Return False if the object was replaced since its class was read."""
+            """Return False if another client moved the object since its class was read."""
             try:
                 calls.call("copy_object", request)
             except Exception as error:
@@ -88,7 +88,10 @@ class S3ColdStorage:
                 if code == "InvalidStorageClass":
                     msg = f"{what}: this storage has no such class"
                     raise StorageError(msg, hint="AWS has " + ", ".join(_CLASSES)) from error
-                if code != "PreconditionFailed":
+                # Another client was quicker: its copy is newer than the object that was looked at.
+                # Ceph tells times by the second, and refuses a copy within one class by itself.
+                there = code == "InvalidRequest" and _state(self._head(key)).storage_class == name
+                if not there and code != "PreconditionFailed":
                     raise
                 return False
             return True

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import botocore.exceptions
 import pytest
 from buckets import GcsBucket, S3Bucket
 from coldbackend import ColdBackend, Shelf
@@ -186,6 +187,28 @@ def test_a_copy_is_conditional_on_what_was_seen() -> None:
     assert copy["CopySourceIfUnmodifiedSince"] == calls.head["LastModified"]
     assert "CopySourceIfMatch" not in copy  # with both, S3 would copy all the same
     assert copy["CopySource"] == {"Bucket": "bucket", "Key": f"place/{KEY}"}
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_a_refused_copy_within_one_class_is_looked_at(moved: bool) -> None:
+    """If another client has moved the object there it is no error; else the refusal is told."""
+    cold, calls = _s3({})
+    real = calls.call
+
+    def call(method: str, request: dict[str, Any]) -> Any:  # noqa: ANN401 - an answer
+        if method == "copy_object":
+            if moved:
+                calls.head = calls.head | {"StorageClass": "STANDARD_IA"}
+            answer = {"Error": {"Code": "InvalidRequest"}}
+            raise botocore.exceptions.ClientError(answer, "CopyObject")
+        return real(method, request)
+
+    calls.call = call  # type: ignore[method-assign]
+    if moved:
+        assert not cold.set_class(KEY, "STANDARD_IA")
+    else:
+        with pytest.raises(botocore.exceptions.ClientError):
+            cold.set_class(KEY, "STANDARD_IA")
 
 
 def test_an_object_too_large_for_a_copy_is_refused() -> None:
